@@ -1,0 +1,39 @@
+# Everything happens in .venv inside the checkout.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ROOMS := proto workers router cluster
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check types bench clean
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(STAMP)  ## four prompts through two stage actors
+	$(BIN)/tramontane generate --stages 2 --max-tokens 96 \
+		"ROMEO:" \
+		"To be, or not to be:" \
+		"KING RICHARD III: What say you, my lords? Speak, " \
+		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
+
+test: check  ## ruff and types, then the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(STAMP)  # mypy needs the rooms under the name they are imported by
+	mkdir -p .typing/tramontane
+	for room in $(ROOMS); do ln -sfn ../../$$room .typing/tramontane/$$room; done
+	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
+
+bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight and with several
+	$(BIN)/python tests/bench/overlap.py
+
+clean:
+	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,80 @@
+"""The one place where plain classes become Ray actors."""
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.actor import ActorClass, ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tramontane.proto import wire
+from tramontane.proto.plan import StagePlan
+from tramontane.proto.step import StepResult
+
+NAMESPACE = "tramontane"
+
+
+class StageActor:
+    """A ``StageWorker`` behind Ray: one compute thread, bytes in, bytes out.
+
+    torch is imported when the actor is made, not with this module: whoever only
+    drives stages never needs it.
+    """
+
+    def __init__(self, plan: StagePlan, folder: Path, device: str, threads: int) -> None:
+        import warnings
+
+        from tramontane.workers.stage_worker import StageWorker
+
+        # Hidden states arrive as read-only views of the object store and are never written to.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        self._plan = plan
+        self._threads = threads
+        self._worker = StageWorker.load(plan, folder, device)
+
+    def __repr__(self) -> str:
+        return self._plan.label
+
+    def ready(self) -> str:
+        """Answers once the weights are there."""
+        return self._plan.label
+
+    def fence(self, epoch: int) -> None:
+        import torch
+
+        torch.set_num_threads(self._threads)  # counts per thread: here, on the thread that computes
+        self._worker.fence(epoch)
+
+    def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
+        from tramontane.workers.activation import Activation
+
+        outcome = self._worker.step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
+        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
+
+    def health(self) -> dict[str, Any]:
+        """Answered beside the compute thread, also while a step runs."""
+        return {"label": self._plan.label, "epoch": self._worker.epoch, "pid": os.getpid()}
+
+
+def stage_actor_class() -> ActorClass[Any]:
+    """``max_task_retries=0``: a step that ran twice would write its caches twice."""
+    return ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(StageActor)  # type: ignore[call-overload, no-any-return]
+
+
+def create_stage(
+    name: str, plan: StagePlan, folder: Path, group: PlacementGroup, threads: int, use_gpu: bool
+) -> ActorHandle[Any]:
+    """Make the named, detached actor of one stage in its bundle, or find the one that is there."""
+    options = {
+        "name": name,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "num_cpus": threads,
+        "num_gpus": 1 if use_gpu else 0,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=plan.stage_id),
+    }
+    actor = stage_actor_class().options(**options)
+    return cast("ActorHandle[Any]", actor.remote(plan, folder, "cuda" if use_gpu else "cpu", threads))

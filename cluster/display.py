@@ -1,0 +1,146 @@
+"""What a person sees of ``generate``: text on standard output, everything else on standard error."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.status import Status
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from tramontane.cluster.generate import Outcome
+
+LIVE_LINES = 4  # of each prompt's text, while several grow at once
+
+
+class Display:
+    """``live``: standard output is a terminal. One prompt streams anywhere; several stream in a terminal
+    and are otherwise printed as blocks, in input order, each as soon as it is its turn."""
+
+    def __init__(self, live: bool, silent: bool = False) -> None:
+        self.stderr = Console(stderr=True, highlight=False)
+        self.stdout = Console(highlight=False)
+        self._live_wanted, self._silent = live, silent
+        self._status: Status | None = None
+        self._live: Live | None = None
+        self._texts: list[str] = []
+        self._ended: list[bool] = []
+        self._printed = 0
+
+    def report(self, what: str) -> None:
+        """Say what is being waited for."""
+        if self._status is None and self.stderr.is_terminal:
+            self._status = self.stderr.status(what)
+            self._status.start()
+        elif self._status is not None:
+            self._status.update(what)
+        else:
+            self.stderr.print(f"{what} ...")
+
+    def start(self, prompts: list[str]) -> None:
+        self._stop_status()
+        self._texts, self._ended = list(prompts), [False] * len(prompts)
+        if self._silent:
+            return
+        if len(prompts) == 1:
+            self._write(prompts[0])
+        elif self._live_wanted:
+            self._live = Live(console=self.stdout, transient=True, get_renderable=self._tails, refresh_per_second=12)
+            self._live.start()
+
+    def add(self, index: int, piece: str) -> None:
+        self._texts[index] += piece
+        if len(self._texts) == 1 and not self._silent:
+            self._write(piece)
+
+    def end(self, index: int) -> None:
+        self._ended[index] = True
+        if self._live is None:
+            self._print_blocks()
+
+    def stop(self) -> None:
+        """Leave the whole text on the screen, also after a failure."""
+        self._stop_status()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._print_blocks()
+
+    def _print_blocks(self) -> None:
+        if self._silent:
+            return
+        while self._printed < len(self._texts) and self._ended[self._printed]:
+            if len(self._texts) > 1:
+                self._write(("\n" if self._printed else "") + self._texts[self._printed])
+            self._write("\n")
+            self._printed += 1
+
+    def _tails(self) -> Group:
+        """The last lines of every text, so that all of them fit on the screen."""
+        width = max(self.stdout.width - 2, 10)
+        blocks = []
+        for number, text in enumerate(self._texts, start=1):
+            lines = Text(text).wrap(self.stdout, width)
+            blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
+        return Group(*blocks)
+
+    def _stop_status(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    @staticmethod
+    def _write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def summary(outcome: "Outcome") -> Table:
+    """Per stage: its layers, how busy it was, what passed through it; below, the pipeline as a whole."""
+    usage = outcome.engine.usage
+    table = Table(caption_justify="left", caption=_caption(outcome))
+    for name in ("stage", "layers", "busy", "tokens", "micro-batches"):
+        table.add_column(name, justify="right")
+    for stage, used in zip(outcome.engine.plan.stages, usage.stages, strict=True):
+        layers = f"{stage.first_layer}-{stage.last_layer - 1}"
+        busy = f"{usage.busy_share(stage.stage_id):.0%}"
+        table.add_row(f"{stage.stage_id + 1}/{stage.num_stages}", layers, busy, str(used.num_tokens), str(used.num_batches))
+    return table
+
+
+def _caption(outcome: "Outcome") -> str:
+    usage = outcome.engine.usage
+    return (
+        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s; "
+        f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
+    )
+
+
+def as_json(outcome: "Outcome") -> str:
+    usage = outcome.engine.usage
+    stages: list[dict[str, Any]] = [
+        {
+            "layers": [stage.first_layer, stage.last_layer - 1],
+            "busy_share": usage.busy_share(stage.stage_id),
+            "tokens": used.num_tokens,
+            "micro_batches": used.num_batches,
+        }
+        for stage, used in zip(outcome.engine.plan.stages, usage.stages, strict=True)
+    ]
+    completions = [
+        {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
+        for c in outcome.completions
+    ]
+    return json.dumps(
+        {
+            "completions": completions,
+            "stages": stages,
+            "bubble": usage.bubble,
+            "tokens_per_s": usage.tokens_per_s,
+            "ready_after_s": outcome.ready_after_s,
+            "first_token_after_s": outcome.first_token_after_s,
+        }
+    )

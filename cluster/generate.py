@@ -1,0 +1,93 @@
+"""``tramontane generate``: prompts in, text out, while it is made."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.display import Display
+from tramontane.cluster.launch import Engine, open_engine
+from tramontane.proto.errors import RequestError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything a finished run has to tell. Seconds count from the start of the process."""
+
+    completions: tuple[Completion, ...]
+    engine: Engine
+    ready_after_s: float
+    first_token_after_s: float
+
+
+async def generate(config: EngineConfig, prompts: list[str], sampling: SamplingParams, display: Display) -> Outcome:
+    """Run all prompts at once. Raises UserError before anything is started if one of them cannot be served."""
+    born = psutil.Process().create_time()
+    tokenizer, prompt_ids = encode_prompts(config, prompts)
+    async with open_engine(config, display.report) as engine:
+        ready = time.time()
+        display.start(prompts)
+        run = _Run(engine, tokenizer, sampling, display)
+        try:
+            async with asyncio.TaskGroup() as group:
+                pairs = enumerate(zip(prompts, prompt_ids, strict=True))
+                tasks = [group.create_task(run.complete(index, prompt, ids)) for index, (prompt, ids) in pairs]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            display.stop()
+        engine.router.scheduler.check_integrity()
+        return Outcome(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
+
+
+def encode_prompts(config: EngineConfig, prompts: list[str]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
+    """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
+    args = ModelArgs.from_folder(config.model)
+    context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
+    tokenizer = Tokenizer(config.model)
+    if not prompts:
+        raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
+    encoded = []
+    for number, prompt in enumerate(prompts, start=1):
+        if not prompt.strip():
+            raise RequestError(f"prompt {number} is empty")
+        ids = tokenizer.encode(prompt)
+        if len(ids) >= context:
+            raise RequestError(
+                f"prompt {number} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
+            )
+        encoded.append(ids)
+    return tokenizer, encoded
+
+
+class _Run:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display) -> None:
+        self.engine, self.tokenizer, self.sampling, self.display = engine, tokenizer, sampling, display
+        self.first_token_at = float("inf")
+
+    async def complete(self, index: int, prompt: str, prompt_ids: tuple[int, ...]) -> Completion:
+        decoder = self.tokenizer.decoder()
+        text, token_ids, finish = "", [], None
+        async for event in self.engine.router.generate(prompt_ids, self.sampling):
+            self.first_token_at = min(self.first_token_at, time.time())
+            token_ids.append(event.token_id)
+            finish = event.finish
+            piece = decoder.push(event.token_id) + (decoder.finish() if finish else "")
+            text += piece
+            self.display.add(index, piece)
+        assert finish is not None
+        self.display.end(index)
+        return Completion(prompt, text, tuple(token_ids), finish)

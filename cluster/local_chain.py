@@ -1,0 +1,45 @@
+"""The stages as plain objects in this process: the same port as over Ray, without it."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from tramontane.proto.errors import PipelineError, TramontaneError
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.workers.activation import Activation
+from tramontane.workers.stage_worker import StageWorker
+
+
+class LocalStageChain:
+    """One thread runs the stages one after the other, so that the event loop stays free to hand tokens out."""
+
+    def __init__(self, stages: Sequence[StageWorker]) -> None:
+        self.stages = stages
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages")
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
+
+    async def fence(self, epoch: int) -> None:
+        for stage in self.stages:
+            await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, batch: MicroBatch) -> StepResult:
+        carried: Activation | StepResult | None = None
+        try:
+            for stage in self.stages:
+                assert not isinstance(carried, StepResult)
+                carried = stage.step(batch, carried)
+        except TramontaneError:
+            raise
+        except Exception as error:
+            raise PipelineError(f"a stage failed: {error!r}") from error
+        assert isinstance(carried, StepResult)
+        return carried

@@ -1,0 +1,127 @@
+"""From a model and a number of stages to a plan: layers by cost, caches by memory. Pure arithmetic."""
+
+from dataclasses import dataclass
+
+from tramontane.proto.errors import ConfigError, PlanError
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
+from tramontane.workers.tensor_names import layer_tensors, stage_tensors
+
+MEMORY_SHARE = 0.9  # of what a stage has; the rest is for activations and the runtime
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What to plan for. ``stage_memory`` is what one stage may use, in bytes."""
+
+    num_stages: int
+    stage_memory: int
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    page_size: int
+    kv_cache_memory: int | None = None
+
+
+def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
+    """Raises PlanError, with the numbers, if the model does not fit."""
+    if request.num_stages > args.n_layers:
+        raise PlanError(f"--stages is {request.num_stages}, but the model has only {args.n_layers} layers; no stage may be empty")
+    if request.max_model_len > args.max_seq_len:
+        raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
+    spans = split_layers(layer_costs(args), request.num_stages)
+    weights = [_weight_bytes(args, span, request.dtype) for span in spans]
+    cache = _plan_cache(args, spans, weights, request)
+    stages = tuple(
+        StagePlan(
+            args=args,
+            stage_id=stage_id,
+            num_stages=request.num_stages,
+            first_layer=span.start,
+            last_layer=span.stop,
+            dtype=request.dtype,
+            cache=cache,
+            max_num_seqs=request.max_num_seqs,
+            weight_bytes=weights[stage_id],
+        )
+        for stage_id, span in enumerate(spans)
+    )
+    return ClusterPlan(stages, request.max_model_len)
+
+
+def layer_costs(args: ModelArgs) -> list[int]:
+    """Parameters that one token uses, per layer; the embedding weighs on the first layer, the head on the last."""
+    embedding = args.vocab_size * args.dim
+    costs = [_active_parameters(args, layer) for layer in range(args.n_layers)]
+    costs[0] += embedding
+    costs[-1] += embedding
+    return costs
+
+
+def split_layers(costs: list[int], num_stages: int) -> list[range]:
+    """Consecutive, non-empty groups whose most expensive one is as cheap as can be, then as even as can be.
+
+    costs [2, 1, 1, 1, 3] in 2 groups: [2, 1, 1] and [1, 3], both 4.
+    """
+    # best[n] = (cost of the worst group, sum of squared group costs, ends) for the first n layers
+    best: list[tuple[int, int, tuple[int, ...]]] = []
+    for group in range(num_stages):
+        longer = []
+        for end in range(len(costs) + 1):
+            options = [
+                _extend(best[start] if group else (0, 0, ()), sum(costs[start:end]), end)
+                for start in (range(group, end) if group else [0])
+                if end > start
+            ]
+            longer.append(min(options, default=(sum(costs) + 1, sum(costs) ** 2 + 1, ())))
+        best = longer
+    ends = best[len(costs)][2]
+    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _extend(before: tuple[int, int, tuple[int, ...]], cost: int, end: int) -> tuple[int, int, tuple[int, ...]]:
+    worst, squares, ends = before
+    return max(worst, cost), squares + cost**2, (*ends, end)
+
+
+def _active_parameters(args: ModelArgs, layer: int) -> int:
+    total = sum(spec.num_elements for spec in layer_tensors(args, layer))
+    if args.moe is None:
+        return total
+    expert = 3 * args.dim * args.hidden_dim
+    return total - (args.moe.num_experts - args.moe.num_experts_per_tok) * expert
+
+
+def _weight_bytes(args: ModelArgs, span: range, dtype: str) -> int:
+    return sum(spec.num_elements for spec in stage_tensors(args, span)) * DTYPE_BYTES[dtype]
+
+
+def _plan_cache(args: ModelArgs, spans: list[range], weights: list[int], request: PlanRequest) -> CachePlan:
+    """Pages for ``max_num_seqs`` sequences of full length, or for as many as the poorest stage can hold."""
+    rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
+    page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
+    num_seqs = float(request.max_num_seqs)
+    for stage_id, (span, weight) in enumerate(zip(spans, weights, strict=True)):
+        usable = int(request.stage_memory * MEMORY_SHARE)
+        room = usable - weight if request.kv_cache_memory is None else request.kv_cache_memory
+        sequence_bytes = sum(rings[args.windows[layer]] for layer in span) * page_bytes
+        cache_bytes = max(sequence_bytes, request.kv_cache_memory or 0)
+        if weight + cache_bytes > usable or room < sequence_bytes:
+            raise PlanError(
+                f"too little memory for stage {stage_id + 1}/{len(spans)} (layers {span.start}-{span.stop - 1}): it needs "
+                f"{weight / GIB:.3g} GiB for weights and {cache_bytes / GIB:.3g} GiB of cache "
+                f"(one sequence of {request.max_model_len} positions takes {sequence_bytes / GIB:.3g} GiB) and may use "
+                f"{usable / GIB:.3g} GiB; {_advice(request, room < sequence_bytes)}"
+            )
+        num_seqs = min(num_seqs, room / sequence_bytes)
+    return CachePlan(
+        request.page_size,
+        tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in rings.items()),
+    )
+
+
+def _advice(request: PlanRequest, cache_too_small: bool) -> str:
+    if request.kv_cache_memory is not None and cache_too_small:
+        return "raise --kv-cache-memory or lower --max-model-len"
+    return "use more --stages, or lower --max-model-len or --kv-cache-memory"

@@ -1,0 +1,53 @@
+"""The object-store link: the router submits the whole chain at once and awaits only its end."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from ray import ObjectRef
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from tramontane.proto import wire
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.step import MicroBatch, StepResult
+
+
+class RayStageChain:
+    """Hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
+
+    Ray runs one caller's calls on a synchronous actor in the order of submission, so
+    micro-batches enter every stage in the order of ``submit``.
+    """
+
+    def __init__(self, stages: Sequence[ActorHandle[Any]]) -> None:
+        self.stages = stages
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        message = wire.encode_batch(batch)
+        carried: ObjectRef[Any] | None = None
+        for stage in self.stages:
+            carried = stage.step.remote(message, carried)
+        assert carried is not None
+        return self._result(carried)
+
+    async def fence(self, epoch: int) -> None:
+        try:
+            await asyncio.gather(*(stage.fence.remote(epoch) for stage in self.stages))
+        except RayError as error:
+            raise PipelineError(f"a stage could not be fenced: {_first_line(error)}") from error
+
+    async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
+        try:
+            return wire.decode_result(await ref)
+        except RayError as error:
+            raise PipelineError(f"a stage failed: {_first_line(error)}") from error
+
+
+def _first_line(error: RayError) -> str:
+    """Ray's errors carry remote tracebacks; their last line says what happened."""
+    return str(error).strip().splitlines()[-1]

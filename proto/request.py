@@ -1,0 +1,52 @@
+"""What a client asks of a sequence, and what comes back while it lives."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from tramontane.proto.errors import RequestError
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # the model said end-of-sequence
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # the client left
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a sequence's tokens are chosen.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep every token.
+    Randomness depends on (seed, choice, position) alone, so a sequence that is
+    computed again, or packed with others, continues as it would have.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    choice: int = 0
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
+        if not 0 < self.top_p <= 1:
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number")
+        if not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One token of one sequence, and the reason if it was the last."""
+
+    seq_id: int
+    token_id: int
+    finish: FinishReason | None = None

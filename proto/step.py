@@ -1,0 +1,80 @@
+"""One pipeline step: what the router sends down the chain and what comes back.
+
+Stages keep what they were told: a chunk carries only the pages that its sequence
+gained since its last chunk, and the sampling parameters only the first time.
+"""
+
+from dataclasses import dataclass
+
+from tramontane.proto.request import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of consecutive tokens of one sequence: a piece of a prompt, or one decode token.
+
+    ``start`` is the absolute position of the first token; a chunk at position 0
+    begins its sequence. ``new_pages`` has one tuple per window class, to be
+    appended to the sequence's page ring. ``sampling`` comes with the first chunk.
+    ``wants_token`` is true where the logits of the last token are to be sampled.
+    """
+
+    seq_id: int
+    start: int
+    token_ids: tuple[int, ...]
+    new_pages: tuple[tuple[int, ...], ...]
+    sampling: SamplingParams | None
+    wants_token: bool
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Chunks of different sequences that travel together, packed into one row, never padded.
+
+    Chunks of several tokens stand first, single tokens last. ``step_id`` counts
+    from 0 within an ``epoch``. ``released`` names sequences that have ended
+    since the step before; stages forget them before they run the chunks.
+    """
+
+    epoch: int
+    step_id: int
+    chunks: tuple[Chunk, ...]
+    released: tuple[int, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    seq_id: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageTiming:
+    """When one stage worked on one micro-batch, by that stage's own clock (seconds since 1970)."""
+
+    stage_id: int
+    started_at: float
+    busy_s: float
+    num_tokens: int
+
+    @property
+    def ended_at(self) -> float:
+        return self.started_at + self.busy_s
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the last stage answers: sampled tokens, and every stage's timing on the way."""
+
+    epoch: int
+    step_id: int
+    tokens: tuple[SampledToken, ...]
+    timings: tuple[StageTiming, ...]

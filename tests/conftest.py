@@ -1,0 +1,22 @@
+"""No test starts a Ray cluster by accident: the ones that need it ask for a fixture."""
+
+import os
+
+os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
+
+import pytest
+import ray
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_stray_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside tests marked ``ray``, ray.init raises."""
+    if request.node.get_closest_marker("ray") is None:
+
+        def refuse(*_args: object, **_kwargs: object) -> None:
+            raise AssertionError("this test is not marked with @pytest.mark.ray and must not start a cluster")
+
+        monkeypatch.setattr(ray, "init", refuse)

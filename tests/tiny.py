@@ -1,0 +1,120 @@
+"""Tiny random models for tests: their geometry, their checkpoints, and workers that run them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.model import StageModel
+from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.tensor_names import stage_tensors
+
+GIB = 2**30
+
+
+def tiny_args(
+    *,
+    n_layers: int = 8,
+    window: int | None = 24,
+    windows: Sequence[int | None] | None = None,
+    moe: bool = True,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    head_dim: int = 8,
+    max_seq_len: int = 1024,
+    tied: bool = False,
+) -> ModelArgs:
+    return ModelArgs(
+        dim=32,
+        n_layers=n_layers,
+        head_dim=head_dim,
+        hidden_dim=48,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        norm_eps=1e-5,
+        vocab_size=96,
+        rope_theta=10_000.0,
+        max_seq_len=max_seq_len,
+        windows=tuple(windows) if windows is not None else (window,) * n_layers,
+        moe=MoeArgs(4, 2) if moe else None,
+        tied_embeddings=tied,
+        dtype="float32",
+    )
+
+
+def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
+    """The whole model in float32, with weights large enough that its logits differ clearly."""
+    generator = torch.Generator().manual_seed(seed)
+    model = StageModel(args, range(args.n_layers))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 1.0 if "tok_embeddings" in name else 1.2 / parameter.shape[1] ** 0.5
+            parameter.data = torch.randn(parameter.shape, generator=generator) * std
+    if args.tied_embeddings:
+        assert model.output is not None
+        assert model.tok_embeddings is not None
+        model.output.weight = model.tok_embeddings.weight
+    return model.eval()
+
+
+def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
+    """Stages that share the whole model's weights."""
+    workers = []
+    state = whole.state_dict()
+    for stage in plan.stages:
+        with torch.device("meta"):
+            part = StageModel(plan.args, stage.layers)
+        part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
+        workers.append(StageWorker(stage, part))
+    return workers
+
+
+def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: int) -> ClusterPlan:
+    request = PlanRequest(
+        num_stages=num_stages,
+        stage_memory=4 * GIB,
+        dtype="float32",
+        max_model_len=args.max_seq_len,
+        max_num_seqs=max_num_seqs,
+        page_size=page_size,
+    )
+    return make_plan(args, replace(request, **changes))
+
+
+def hf_config(args: ModelArgs) -> dict[str, object]:
+    assert len(args.window_classes) == 1
+    config: dict[str, object] = {
+        "architectures": ["MixtralForCausalLM" if args.moe else "MistralForCausalLM"],
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.hidden_dim,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "rms_norm_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+        "rope_parameters": {"rope_theta": args.rope_theta, "rope_type": "default"},
+        "max_position_embeddings": args.max_seq_len,
+        "sliding_window": args.windows[0],
+        "tie_word_embeddings": args.tied_embeddings,
+        "dtype": args.dtype,
+    }
+    if args.moe:
+        config |= {"num_local_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+    return config
+
+
+def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
+    """A checkpoint in the Hugging Face layout (without a tokenizer); random weights if no model is given."""
+    state = (model or random_model(args)).state_dict()
+    tensors = {s.name: state[s.parameter].clone().contiguous() for s in stage_tensors(args, range(args.n_layers))}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config(args)))
+    return folder

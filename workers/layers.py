@@ -1,0 +1,129 @@
+"""The parts of a Mistral-family transformer layer, as the paper writes them.
+
+No cache, no scheduling, no device choice: a layer gets rotary tables, a
+function that attends, and a backend that runs experts.
+
+Shape letters: T tokens of a micro-batch in one packed row, D model width (dim),
+H query heads, G key/value heads, d head_dim, F feed-forward width (hidden_dim).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.ports import ExpertBackend
+
+# (layer, q_THd, k_TGd, v_TGd) -> attended values THd
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (cos_Td, sin_Td)
+Rotary = tuple[Tensor, Tensor]
+
+
+def rotary_tables(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
+
+    Hugging Face checkpoints rotate *halves*: element i pairs with i + d/2, and
+    both turn by position * theta^(-2i/d). Angles are computed in float32.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
+    angles = positions_T.float()[:, None] * (1.0 / theta**exponents)[None, :]
+    angles_Td = torch.cat((angles, angles), dim=-1)
+    return angles_Td.cos().to(dtype), angles_Td.sin().to(dtype)
+
+
+def rotate(x_THd: Tensor, rotary: Rotary) -> Tensor:
+    """Turn every head by its position's angles."""
+    cos_Td, sin_Td = rotary
+    first, second = x_THd.chunk(2, dim=-1)
+    return x_THd * cos_Td[:, None, :] + torch.cat((-second, first), dim=-1) * sin_Td[:, None, :]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        x = x_TD.float()
+        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x_TD.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share G key/value heads."""
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = args.head_dim
+        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
+        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+
+    def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        tokens = x_TD.shape[0]
+        q_THd = rotate(self.wq(x_TD).view(tokens, -1, self.head_dim), rotary)
+        k_TGd = rotate(self.wk(x_TD).view(tokens, -1, self.head_dim), rotary)
+        v_TGd = self.wv(x_TD).view(tokens, -1, self.head_dim)
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))
+        return out_TD
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x). Also the shape of one expert."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD: Tensor = self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))
+        return out_TD
+
+
+class Gate(nn.Module):
+    """Chooses each token's experts: top-k of the logits first, softmax over those k after."""
+
+    def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.scores = nn.Linear(dim, num_experts, bias=False)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k] and weights [T, k] that sum to 1 per token."""
+        logits_Tk, expert_ids_Tk = torch.topk(self.scores(x_TD), self.top_k, dim=-1)
+        return expert_ids_Tk, torch.softmax(logits_Tk.float(), dim=-1).to(x_TD.dtype)
+
+
+class TransformerBlock(nn.Module):
+    """One layer, numbered globally: the same layer has the same number in every split."""
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args, layer)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = None if args.moe else FeedForward(args)
+        self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
+
+    def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend, experts: ExpertBackend) -> Tensor:
+        h_TD = h_TD + self.attention(self.attention_norm(h_TD), rotary, attend)
+        x_TD = self.ffn_norm(h_TD)
+        if self.gate is None:
+            assert self.feed_forward is not None
+            dense_TD: Tensor = h_TD + self.feed_forward(x_TD)
+            return dense_TD
+        expert_ids_Tk, weights_Tk = self.gate(x_TD)
+        mixed_TD: Tensor = h_TD + experts.forward(self.layer, x_TD, expert_ids_Tk, weights_Tk)
+        return mixed_TD

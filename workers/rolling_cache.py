@@ -1,0 +1,109 @@
+"""The rolling key/value cache of one stage: bytes in pages, and who holds which page.
+
+Position p of a sequence lives in entry (p // P) mod R of its page ring, row p mod P
+of that page, so it overwrites position p - R*P. The router decides which pages a
+sequence holds; here they are only remembered and turned into row numbers.
+
+Worked example, W = 3, P = 1, hence R = 3, pages [7, 2, 5]: positions 0..4 written in
+one chunk leave (only the last W rows are written) page 7 with position 3, page 2 with
+position 4, page 5 with position 2: in ring order [3, 4, 2]. After 5..9: [9, 7, 8].
+"""
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import MicroBatch
+
+
+class PageRings:
+    """Page rings of all sequences on this stage, for one window class."""
+
+    def __init__(self, window_class: WindowClass, page_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self.window = window_class.window
+        self.page_size = page_size
+        self.ring_pages = window_class.ring_pages
+        self.num_pages = window_class.num_pages
+        self.pages_SR = torch.zeros(max_num_seqs, self.ring_pages, dtype=torch.int64, device=device)
+        self.held = [0] * max_num_seqs
+
+    def append(self, slot: int, pages: tuple[int, ...]) -> None:
+        first = self.held[slot]
+        assert first + len(pages) <= self.ring_pages
+        assert all(0 <= page < self.num_pages for page in pages)
+        self.pages_SR[slot, first : first + len(pages)] = torch.tensor(pages, dtype=torch.int64)
+        self.held[slot] = first + len(pages)
+
+    def clear(self, slot: int) -> None:
+        self.held[slot] = 0
+
+    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Cache rows of positions, any shape. P = 16, R = 5, position 83: entry 83//16 % 5 = 0, row 3 of that page."""
+        pages = self.pages_SR[slots, positions // self.page_size % self.ring_pages]
+        return pages * self.page_size + positions % self.page_size
+
+
+class SequenceTable:
+    """What the router has told this stage about each live sequence."""
+
+    def __init__(self, cache: CachePlan, max_num_seqs: int, device: torch.device) -> None:
+        self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
+        self.slots: dict[int, int] = {}
+        self.sampling: dict[int, SamplingParams] = {}
+        self._free_slots = list(range(max_num_seqs))
+
+    def update(self, batch: MicroBatch) -> None:
+        """Forget released sequences, meet new ones, append new pages."""
+        for seq_id in batch.released:
+            self._forget(seq_id)
+        for chunk in batch.chunks:
+            if chunk.start == 0:
+                assert chunk.sampling is not None
+                assert chunk.seq_id not in self.slots
+                self.slots[chunk.seq_id] = self._free_slots.pop()
+                self.sampling[chunk.seq_id] = chunk.sampling
+            slot = self.slots[chunk.seq_id]
+            for ring, pages in zip(self.rings, chunk.new_pages, strict=True):
+                if pages:
+                    ring.append(slot, pages)
+
+    def clear(self) -> None:
+        for seq_id in list(self.slots):
+            self._forget(seq_id)
+
+    def _forget(self, seq_id: int) -> None:
+        slot = self.slots.pop(seq_id)
+        del self.sampling[seq_id]
+        for ring in self.rings:
+            ring.clear(slot)
+        self._free_slots.append(slot)
+
+
+class LayerCache:
+    """Keys and values of one layer: every page of its window class, row after row."""
+
+    def __init__(self, num_rows: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k_NGd = torch.zeros(num_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
+        self.v_NGd = torch.zeros(num_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
+
+    def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        self.k_NGd.index_copy_(0, rows, k_TGd)
+        self.v_NGd.index_copy_(0, rows, v_TGd)
+
+
+class RollingCache:
+    """One ``LayerCache`` per layer of the stage, by global layer number."""
+
+    def __init__(self, plan: StagePlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.class_of = {layer: plan.cache.class_of(plan.args.windows[layer]) for layer in plan.layers}
+        self.layers = {
+            layer: LayerCache(
+                plan.cache.classes[self.class_of[layer]].num_pages * plan.cache.page_size,
+                plan.args.n_kv_heads,
+                plan.args.head_dim,
+                dtype,
+                device,
+            )
+            for layer in plan.layers
+        }

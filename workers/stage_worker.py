@@ -1,0 +1,108 @@
+"""One stage: its share of the model, its caches, and the order in which steps may run."""
+
+import time
+from pathlib import Path
+
+import torch
+
+from tramontane.proto.errors import StaleEpochError
+from tramontane.proto.plan import StagePlan
+from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.workers.activation import Activation
+from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
+from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.layers import rotary_tables
+from tramontane.workers.model import StageModel
+from tramontane.workers.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.sampler import sample
+from tramontane.workers.step_index import StepIndex, build_step_index
+from tramontane.workers.tensor_names import stage_tensors
+
+NOT_FENCED = -1
+
+
+class StageWorker:
+    """Runs micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
+
+    A new worker refuses steps until it is fenced: it may be the reborn successor of
+    one whose caches are lost, and an old chain must not run on empty caches.
+    """
+
+    def __init__(self, plan: StagePlan, model: StageModel, device: str = "cpu") -> None:
+        self.plan = plan
+        self.device = torch.device(device)
+        self.dtype = getattr(torch, plan.dtype)
+        self.model = model
+        self.kernels = _kernels_for(self.device)
+        self.cache = RollingCache(plan, self.dtype, self.device)
+        self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
+        self.epoch = NOT_FENCED
+        self._next_step = 0
+
+    @classmethod
+    def load(cls, plan: StagePlan, folder: Path, device: str = "cpu") -> "StageWorker":
+        """Read this stage's tensors, and only those, straight to their dtype and device."""
+        with torch.device("meta"):
+            model = StageModel(plan.args, plan.layers)
+        state = Checkpoint(folder).load(stage_tensors(plan.args, plan.layers), plan.dtype, device)
+        model.load_state_dict(state, assign=True)
+        return cls(plan, model.eval(), device)
+
+    def fence(self, epoch: int) -> None:
+        """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
+        if epoch <= self.epoch:
+            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
+        self.table.clear()
+        self.epoch = epoch
+        self._next_step = 0
+
+    def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
+        """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
+
+        Raises StaleEpochError for a step of another epoch than the stage is fenced to.
+        """
+        started_at, started = time.time(), time.perf_counter()
+        if batch.epoch != self.epoch:
+            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
+        assert batch.step_id == self._next_step, f"step {batch.step_id} came where {self._next_step} was due"
+        self._next_step += 1
+        self.table.update(batch)
+        with torch.inference_mode():
+            hidden_TD, index = self._forward(batch, incoming)
+            tokens = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
+        busy_s = time.perf_counter() - started
+        timings = (
+            *(incoming.timings if incoming else ()),
+            StageTiming(self.plan.stage_id, started_at, busy_s, batch.num_tokens),
+        )
+        if self.plan.is_last:
+            return StepResult(batch.epoch, batch.step_id, tokens, timings)
+        return Activation(hidden_TD, timings)
+
+    def _forward(self, batch: MicroBatch, incoming: Activation | None) -> tuple[torch.Tensor, StepIndex]:
+        args = self.plan.args
+        index = build_step_index(batch, self.table, self.device)
+        if incoming is None:
+            assert self.plan.is_first
+            hidden_TD = self.model.embed(index.token_ids)
+        else:
+            hidden_TD = incoming.hidden_TD.to(self.device)
+        assert hidden_TD.shape == (batch.num_tokens, args.dim)
+        rotary = rotary_tables(index.positions, args.head_dim, args.rope_theta, self.dtype)
+        return self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels)), index
+
+    def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[SampledToken, ...]:
+        wanting = [chunk for chunk in batch.chunks if chunk.wants_token]
+        if not wanting:
+            return ()
+        params = [self.table.sampling[chunk.seq_id] for chunk in wanting]
+        token_ids = sample(self.model.head(hidden_SD), params, [c.start + c.num_tokens for c in wanting])
+        return tuple(SampledToken(chunk.seq_id, token) for chunk, token in zip(wanting, token_ids, strict=True))
+
+
+def _kernels_for(device: torch.device) -> Kernels:
+    if device.type == "cuda":
+        from tramontane.workers.xformers_kernels import XformersKernels  # not installed on every platform
+
+        return XformersKernels()
+    return SdpaKernels()

@@ -1,0 +1,147 @@
+"""Index tensors of one micro-batch: built once per window class, used by every layer.
+
+Worked example, W = 3, three prompts of 4, 1 and 3 tokens, two tokens per sequence
+and step. First step: queries [2, 1, 2], keys [2, 1, 2]. Second step, if the short
+prompt waits: queries [2, 0, 1], keys [4, 1, 3]: a chunk sees min(start, W-1) cached
+keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position + 1).
+
+Chunks of several tokens come first in the row and read their cached keys in position
+order ("unrotated"), then write. Single tokens come last; they write first, then read.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.rolling_cache import PageRings, SequenceTable
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillIndex:
+    """Chunks of several tokens, for one window class.
+
+    ``cached_rows`` [C]: cache rows of all keys from earlier chunks. ``key_order``: for the
+    concatenation of those C keys and the row's own, the order that puts each chunk's keys
+    together, oldest first. ``written`` [N]: tokens of the row that stay in the cache, and
+    ``write_rows`` [N] where.
+    """
+
+    window: int | None
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    cached_rows: Tensor
+    key_order: Tensor
+    written: Tensor
+    write_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIndex:
+    """Single tokens, for one window class: B queries, up to L keys each.
+
+    ``key_rows`` [B, L] in position order; entries past ``key_lens`` [B] repeat the token's own row.
+    """
+
+    window: int | None
+    write_rows: Tensor
+    key_rows: Tensor
+    key_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """``prefill`` and ``decode`` have one entry per window class, None where there are no such chunks."""
+
+    token_ids: Tensor
+    positions: Tensor
+    num_prefill_tokens: int
+    sampled_rows: Tensor
+    prefill: tuple[PrefillIndex | None, ...]
+    decode: tuple[DecodeIndex | None, ...]
+
+
+def num_cached_keys(start: int, window: int | None) -> int:
+    """Earlier positions that a chunk starting at ``start`` can still see."""
+    return start if window is None else min(start, window - 1)
+
+
+def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.device) -> StepIndex:
+    singles = [chunk for chunk in batch.chunks if chunk.num_tokens == 1]
+    runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
+    assert batch.chunks == (*runs, *singles), "chunks of several tokens stand first"
+    ends = torch.tensor([chunk.num_tokens for chunk in batch.chunks]).cumsum(0) - 1
+    wanting = torch.tensor([chunk.wants_token for chunk in batch.chunks])
+    return StepIndex(
+        token_ids=torch.tensor([t for chunk in batch.chunks for t in chunk.token_ids], device=device),
+        positions=_ranges([(chunk.start, chunk.num_tokens) for chunk in batch.chunks]).to(device),
+        num_prefill_tokens=sum(chunk.num_tokens for chunk in runs),
+        sampled_rows=ends[wanting].to(device),
+        prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
+        decode=tuple(_decode_index(singles, ring, table, device) if singles else None for ring in table.rings),
+    )
+
+
+def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillIndex:
+    window = ring.window
+    cached = [num_cached_keys(chunk.start, window) for chunk in runs]
+    kept = [chunk.num_tokens if window is None else min(chunk.num_tokens, window) for chunk in runs]
+    lens = [chunk.num_tokens for chunk in runs]
+    slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
+    cached_positions = _ranges([(c.start - n, n) for c, n in zip(runs, cached, strict=True)])
+    written_positions = _ranges([(c.start + c.num_tokens - n, n) for c, n in zip(runs, kept, strict=True)])
+    return PrefillIndex(
+        window=window,
+        query_lens=tuple(lens),
+        key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
+        cached_rows=ring.rows(_repeat(slots, cached).to(device), cached_positions.to(device)),
+        key_order=_key_order(cached, lens).to(device),
+        written=_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]).to(device),
+        write_rows=ring.rows(_repeat(slots, kept).to(device), written_positions.to(device)),
+    )
+
+
+def _key_order(cached: list[int], lens: list[int]) -> Tensor:
+    """cached [2, 1], own [2, 1]: rows are c0 c0 c1 o0 o0 o1, wanted c0 c0 o0 o0 c1 o1: [0, 1, 3, 4, 2, 5]."""
+    total = sum(cached)
+    ranges = []
+    for cached_end, num_cached, own_end, num_own in zip(_ends(cached), cached, _ends(lens), lens, strict=True):
+        ranges += [(cached_end - num_cached, num_cached), (total + own_end - num_own, num_own)]
+    return _ranges(ranges)
+
+
+def _decode_index(singles: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> DecodeIndex:
+    slots = torch.tensor([table.slots[chunk.seq_id] for chunk in singles], device=device)
+    positions_B = torch.tensor([chunk.start for chunk in singles], device=device)
+    key_lens_B = positions_B + 1 if ring.window is None else (positions_B + 1).clamp(max=ring.window)
+    longest = 1 + max(num_cached_keys(chunk.start, ring.window) for chunk in singles)
+    oldest_B = positions_B - key_lens_B + 1
+    key_positions_BL = torch.minimum(oldest_B[:, None] + torch.arange(longest, device=device), positions_B[:, None])
+    return DecodeIndex(
+        window=ring.window,
+        write_rows=ring.rows(slots, positions_B),
+        key_rows=ring.rows(slots[:, None], key_positions_BL),
+        key_lens=key_lens_B,
+    )
+
+
+def _ranges(ranges: list[tuple[int, int]]) -> Tensor:
+    """[(5, 2), (0, 3)] -> [5, 6, 0, 1, 2]"""
+    starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
+    lens = torch.tensor([n for _, n in ranges], dtype=torch.int64)
+    offsets = torch.arange(int(lens.sum())) - torch.repeat_interleave(lens.cumsum(0) - lens, lens)
+    return torch.repeat_interleave(starts, lens) + offsets
+
+
+def _repeat(values: Tensor, counts: list[int]) -> Tensor:
+    return torch.repeat_interleave(values, torch.tensor(counts))
+
+
+def _ends(lens: list[int]) -> list[int]:
+    """[2, 3] -> [2, 5]"""
+    ends, total = [], 0
+    for n in lens:
+        total += n
+        ends.append(total)
+    return ends
