@@ -55,7 +55,8 @@ class StageActor:
 
     def health(self) -> dict[str, Any]:
         """Answered beside the compute thread, also while a step runs."""
-        return {"label": self._plan.label, "epoch": self._worker.epoch, "pid": os.getpid()}
+        node_id = ray.get_runtime_context().get_node_id()
+        return {"label": self._plan.label, "epoch": self._worker.epoch, "pid": os.getpid(), "node_id": node_id}
 
 
 def stage_actor_class() -> ActorClass[Any]:

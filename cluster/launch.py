@@ -1,25 +1,16 @@
 """Wires everything: configuration -> plan -> stages -> chain -> router."""
 
 import asyncio
-import logging
-import os
-import secrets
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
-
-import ray
-from ray.actor import ActorHandle
-from ray.exceptions import RayError
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.hardware import Hardware, joined_cluster, this_machine
+from tramontane.cluster.hardware import Hardware, this_machine
+from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.planner import PlanRequest, make_plan
-from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec, create_supervisor
-from tramontane.proto.errors import ConfigError, PipelineError, PlanError
+from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
@@ -30,8 +21,6 @@ from tramontane.router.usage import UsageMeter
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.tensor_names import stage_tensors
 
-PLACEMENT_TIMEOUT_S = 60.0
-OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 Report = Callable[[str], None]
 
 
@@ -121,78 +110,25 @@ def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> It
 
 @contextmanager
 def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> Iterator[tuple[ClusterPlan, StageChain]]:
-    with _connected(config, args, report) as hardware:
-        plan = plan_for(config, args, hardware)
-        spec = PipelineSpec(
-            name=f"tramontane-{uuid.uuid4().hex[:8]}",
-            plan=plan,
-            folder=config.model.resolve(),
-            threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages)),
-            use_gpus=hardware.num_gpus > 0,
-        )
-        report(f"loading {len(plan.stages)} stages")
-        supervisor = create_supervisor(spec)
-        try:
-            yield plan, RayStageChain(_started(supervisor, spec))
-        finally:
-            report("removing the stages")
-            with suppress(RayError):
-                ray.get(supervisor.stop.remote())
-            ray.kill(supervisor)
-
-
-def _started(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:
-    try:
-        stages: list[ActorHandle[Any]] | None = ray.get(supervisor.start.remote(PLACEMENT_TIMEOUT_S))
-    except RayError as error:
-        raise PipelineError(f"the stages could not be started: {str(error).strip().splitlines()[-1]}") from error
-    if stages is None:
-        free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
-        raise PlanError(
-            f"the cluster has no room for {len(spec.bundles)} stages of {spec.bundles[0]}: free are {free}; "
-            "use fewer --stages or --threads-per-stage"
-        )
-    return stages
-
-
-@contextmanager
-def _connected(config: EngineConfig, args: ModelArgs, report: Report) -> Iterator[Hardware]:
-    """Join the cluster at ``config.address``, or start one for this command alone."""
     if config.address is not None:
         report(f"joining Ray at {config.address}")
-        try:
-            ray.init(address=config.address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"no Ray cluster answers at --address {config.address}: {str(error).splitlines()[0]}") from error
-    else:
-        hardware = this_machine()
-        num_stages = len(plan_for(config, args, hardware).stages)  # refuse what cannot fit before Ray is started
-        report("starting Ray")
-        _start_ray(num_stages * (config.threads_per_stage or hardware.threads_per_stage(num_stages)))
-    try:
-        yield joined_cluster() if config.address is not None else hardware
-    finally:
-        ray.shutdown()
+        with joined_ray(config.address) as hardware:
+            spec = _spec(config, args, hardware)
+            with running_pipeline(spec, report) as chain:
+                yield spec.plan, chain
+        return
+    spec = _spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
+    report("starting Ray")
+    with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage), running_pipeline(spec, report) as chain:
+        yield spec.plan, chain
 
 
-def _start_ray(num_cpus: int) -> None:
-    # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
-    # Ours lives as long as this process. Whoever sets RAY_AUTH_MODE has decided otherwise.
-    if "RAY_AUTH_MODE" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _system_config={
-                "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
-                "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
-            },
-        )
-    except (RuntimeError, OSError) as error:
-        raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
+def _spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
+    plan = plan_for(config, args, hardware)
+    return PipelineSpec(
+        name=f"tramontane-{uuid.uuid4().hex[:8]}",
+        plan=plan,
+        folder=config.model.resolve(),
+        threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages)),
+        use_gpus=hardware.num_gpus > 0,
+    )

@@ -39,15 +39,15 @@ class RayStageChain:
         try:
             await asyncio.gather(*(stage.fence.remote(epoch) for stage in self.stages))
         except RayError as error:
-            raise PipelineError(f"a stage could not be fenced: {_first_line(error)}") from error
+            raise PipelineError(f"a stage could not be fenced: {last_line(error)}") from error
 
     async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
         try:
             return wire.decode_result(await ref)
         except RayError as error:
-            raise PipelineError(f"a stage failed: {_first_line(error)}") from error
+            raise PipelineError(f"a stage failed: {last_line(error)}") from error
 
 
-def _first_line(error: RayError) -> str:
+def last_line(error: RayError) -> str:
     """Ray's errors carry remote tracebacks; their last line says what happened."""
     return str(error).strip().splitlines()[-1]

@@ -1,0 +1,186 @@
+"""The pipeline over Ray stage actors: same tokens, real overlap, clean ends."""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from harness import GREEDY, PROMPTS, run_prompts, scheduler_for
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group_table
+from reference import Expected, assert_same_tokens, greedy
+from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.cluster.actors import NAMESPACE
+from tramontane.cluster.pipeline import running_pipeline
+from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.proto import wire
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.router.usage import overlap_share
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+ARGS = tiny_args(window=24)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
+    yield
+    ray.shutdown()
+
+
+@cache
+def _expected() -> list[Expected]:
+    weights = random_model(ARGS).state_dict()
+    return [greedy(weights, ARGS, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+def _spec(folder: Path, num_stages: int, page_size: int = 16) -> PipelineSpec:
+    plan = tiny_plan(ARGS, num_stages, page_size)
+    return PipelineSpec(f"test-{num_stages}-{page_size}", plan, folder, threads_per_stage=1, use_gpus=False)
+
+
+@contextmanager
+def _pipeline(folder: Path, num_stages: int, page_size: int = 16) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
+    spec = _spec(folder, num_stages, page_size)
+    with running_pipeline(spec) as chain:
+        yield spec, chain
+
+
+def _check_tokens(spec: PipelineSpec, chain: RayStageChain, budget: int, together: bool, epoch: int) -> None:
+    scheduler = scheduler_for(spec.plan, budget, epoch=epoch)
+    outputs = asyncio.run(run_prompts(chain, scheduler, PROMPTS, together=together))
+    for prompt, output, expected in zip(PROMPTS, outputs, _expected(), strict=True):
+        assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
+
+
+def _leftovers(name: str) -> list[str]:
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    return [n for n in actors + groups if n.startswith(name)]
+
+
+def _wait_until_gone(name: str) -> None:
+    """Ray removes actors in its own time; bounded by pytest's timeout, not by a clock here."""
+    while _leftovers(name):
+        time.sleep(0.05)
+
+
+def test_same_tokens_on_one_stage(folder: Path) -> None:
+    with _pipeline(folder, 1) as (spec, chain):
+        _check_tokens(spec, chain, 4096, True, epoch=0)
+
+
+def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> None:
+    with _pipeline(folder, 2, page_size=1) as (spec, chain):
+        assert set(_leftovers(spec.name)) == {spec.name, f"{spec.name}-supervisor", spec.stage_name(0), spec.stage_name(1)}
+        _check_tokens(spec, chain, 64, True, epoch=0)
+        _check_tokens(spec, chain, 7, True, epoch=1)
+    _wait_until_gone(spec.name)
+
+
+def test_same_tokens_on_three_stages(folder: Path) -> None:
+    with _pipeline(folder, 3, page_size=64) as (spec, chain):
+        _check_tokens(spec, chain, 64, True, epoch=0)
+
+
+def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Must hold: overlapped time over busy time, from the actors' own clocks, is above zero."""
+    with _pipeline(folder, 4) as (spec, chain):
+        _check_tokens(spec, chain, 4096, False, epoch=0)
+        _check_tokens(spec, chain, 64, True, epoch=1)
+        timings: list[StageTiming] = []
+
+        def observe(result: StepResult) -> None:
+            timings.extend(result.timings)
+
+        sampling = SamplingParams(max_tokens=40, temperature=0.0)
+        prompts = [[random.Random(i).randrange(96) for _ in range(20 * i + 1)] for i in range(8)]
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, epoch=2), prompts, sampling, observe=observe))
+        assert {t.stage_id for t in timings} == {0, 1, 2, 3}
+        for stage_id in range(4):
+            own = [t for t in timings if t.stage_id == stage_id]
+            assert all(a.ended_at <= b.started_at for a, b in pairwise(own)), "one step at a time"
+        share = overlap_share(timings)
+        with capsys.disabled():
+            print(f"\n4 stages, 8 sequences: at least two stages worked during {share:.0%} of the busy time")
+        assert share > 0
+
+
+def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(folder: Path) -> None:
+    with _pipeline(folder, 1) as (_, chain):
+        (stage,) = chain.stages
+        assert ray.get(stage.health.remote())["label"] == "Stage 1/1 layers 0-7"
+        _refused(stage, epoch=0)
+        ray.get(stage.fence.remote(5))
+        _accepted(stage, epoch=5)
+        _refused(stage, epoch=4)
+        _refused(stage, epoch=6)
+        with pytest.raises(RayError, match="cannot go back"):
+            ray.get(stage.fence.remote(5))
+        ray.kill(stage, no_restart=False)
+        _until_alive(stage)
+        _refused(stage, epoch=5)
+        ray.get(stage.fence.remote(6))
+        _accepted(stage, epoch=6)
+
+
+def test_a_dead_stage_ends_requests_with_the_reason(folder: Path) -> None:
+    with _pipeline(folder, 2) as (spec, chain):
+
+        def kill_once(result: StepResult) -> None:
+            if result.step_id == 5:
+                ray.kill(chain.stages[1], no_restart=False)
+
+        sampling = SamplingParams(max_tokens=200, temperature=0.0)
+        with pytest.raises(PipelineError, match="a stage failed"):
+            asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], sampling, observe=kill_once))
+
+
+def test_stages_outlive_their_supervisor(folder: Path) -> None:
+    with _pipeline(folder, 1) as (spec, chain):
+        supervisor = ray.get_actor(f"{spec.name}-supervisor", NAMESPACE)
+        ray.kill(supervisor, no_restart=False)
+        _check_tokens(spec, chain, 512, True, epoch=0)
+        _until_alive(supervisor, "start", 10.0)
+    _wait_until_gone(spec.name)
+
+
+def _one_token(epoch: int) -> bytes:
+    chunk = Chunk(0, 0, (1,), ((0,),), SamplingParams(temperature=0.0), True)
+    return wire.encode_batch(MicroBatch(epoch, 0, (chunk,)))
+
+
+def _refused(stage: "ActorHandle[Any]", epoch: int) -> None:
+    with pytest.raises(RayError, match="is at epoch"):
+        ray.get(stage.step.remote(_one_token(epoch), None))
+
+
+def _accepted(stage: "ActorHandle[Any]", epoch: int) -> None:
+    assert len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).tokens) == 1
+
+
+def _until_alive(actor: "ActorHandle[Any]", method: str = "ready", *args: object) -> None:
+    while True:
+        try:
+            ray.get(getattr(actor, method).remote(*args))
+            return
+        except RayError:
+            time.sleep(0.05)

@@ -1,0 +1,76 @@
+"""Run prompts through a router and a chain of stages, all at once or one by one."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.ports import StageChain
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import StepResult
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.workers.stage_worker import StageWorker
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+
+
+def _prompts(vocab_size: int) -> list[list[int]]:
+    """32 prompts: the lengths around every border of window 24 and pages of 16 and 64, and random ones up to 600."""
+    rng = random.Random(7)
+    lengths = [1, 2, 3, 6, 7, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 63, 64, 65, 127, 128, 600, 599]
+    lengths += [rng.randint(1, 600) for _ in range(32 - len(lengths))]
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+
+
+PROMPTS = _prompts(96)
+
+
+def scheduler_for(plan: ClusterPlan, budget: int = 512, max_in_flight: int | None = None, epoch: int = 0) -> Scheduler:
+    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, max_in_flight or len(plan.stages) + 1)
+    return Scheduler(plan.cache, limits, epoch)
+
+
+async def run_prompts(
+    chain: StageChain,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    together: bool = True,
+    observe: Callable[[StepResult], None] | None = None,
+) -> list[list[int]]:
+    """Token ids of every prompt's continuation; afterwards every page must be free."""
+    router = Router(scheduler, chain, observe)
+    running = asyncio.create_task(router.run())
+
+    async def one(prompt: list[int]) -> list[int]:
+        return [event.token_id async for event in router.generate(tuple(prompt), sampling)]
+
+    outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
+    scheduler.check_integrity()
+    assert scheduler.is_idle
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    return outputs
+
+
+def run_in_process(
+    plan: ClusterPlan,
+    workers: list[StageWorker],
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    budget: int = 512,
+    max_in_flight: int | None = None,
+    together: bool = True,
+) -> list[list[int]]:
+    chain = LocalStageChain(workers)
+    try:
+        scheduler = scheduler_for(plan, budget, max_in_flight)
+        return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
+    finally:
+        chain.close()

@@ -1,0 +1,63 @@
+"""What goes over the wire comes back equal, and is plain msgpack."""
+
+import msgpack
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto import wire
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StageTiming, StepResult
+
+ids = st.integers(0, 2**40)
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 10_000),
+    temperature=st.floats(0, 5),
+    top_p=st.floats(0.01, 1),
+    top_k=st.integers(0, 1000),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    choice=st.integers(0, 100),
+    ignore_eos=st.booleans(),
+)
+pages = st.lists(ids, max_size=4).map(tuple)
+chunks = st.builds(
+    Chunk,
+    seq_id=ids,
+    start=ids,
+    token_ids=st.lists(ids, min_size=1, max_size=9).map(tuple),
+    new_pages=st.lists(pages, max_size=3).map(tuple),
+    sampling=st.none() | sampling,
+    wants_token=st.booleans(),
+)
+batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=st.lists(chunks, max_size=5).map(tuple), released=pages)
+times = st.floats(0, 2e9)
+timings = st.lists(st.builds(StageTiming, ids, times, times, ids), max_size=4).map(tuple)
+results = st.builds(
+    StepResult, ids, ids, tokens=st.lists(st.builds(SampledToken, ids, ids), max_size=5).map(tuple), timings=timings
+)
+
+
+@settings(derandomize=True, deadline=None)
+@given(batches)
+def test_batches(batch: MicroBatch) -> None:
+    assert wire.decode_batch(wire.encode_batch(batch)) == batch
+
+
+@settings(derandomize=True, deadline=None)
+@given(results)
+def test_results(result: StepResult) -> None:
+    assert wire.decode_result(wire.encode_result(result)) == result
+
+
+@settings(derandomize=True, deadline=None)
+@given(timings)
+def test_headers(timings: tuple[StageTiming, ...]) -> None:
+    assert wire.decode_header(wire.encode_header("bfloat16", (3, 4096), timings)) == ("bfloat16", (3, 4096), timings)
+
+
+def test_a_decode_token_is_small() -> None:
+    """Deltas, not state: 64 running decodes that gain no page take a few hundred bytes."""
+    chunk = [Chunk(seq_id, 700 + seq_id, (5,), ((),), None, True) for seq_id in range(64)]
+    data = wire.encode_batch(MicroBatch(0, 1, tuple(chunk)))
+    assert len(data) < 12 * 64
+    assert isinstance(msgpack.unpackb(data), list)

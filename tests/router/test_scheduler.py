@@ -1,0 +1,268 @@
+"""The scheduler against an imagined pipeline: budgets, borders, pages, aborts. No torch, no event loop."""
+
+import random
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto.errors import RequestError
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
+from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StepResult
+from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.sequence import Sequence
+
+EOS = 2
+
+
+def _cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256) -> CachePlan:
+    rings = [ring_pages(window, page_size, max_len) for window in windows]
+    classes = [WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)]
+    return CachePlan(page_size, tuple(classes))
+
+
+def _sequence(seq_id: int, prompt: int, new: int, max_len: int = 256) -> Sequence:
+    sampling = SamplingParams(max_tokens=new, temperature=0.0)
+    return Sequence(seq_id, tuple(range(10, 10 + prompt)), sampling, min(prompt + new, max_len))
+
+
+@dataclass
+class ImaginedPipeline:
+    """Answers micro-batches in order, and checks what stages rely on."""
+
+    scheduler: Scheduler
+    in_flight: deque[MicroBatch] = field(default_factory=deque)
+    pages: dict[int, list[list[int]]] = field(default_factory=dict)
+    positions: Counter[int] = field(default_factory=Counter)
+    events: list[TokenEvent] = field(default_factory=list)
+
+    def submit(self) -> MicroBatch | None:
+        batch = self.scheduler.schedule()
+        if batch is not None:
+            self._check(batch)
+            self.in_flight.append(batch)
+        return batch
+
+    def answer(self, token_id: int = 50) -> None:
+        batch = self.in_flight.popleft()
+        tokens = tuple(SampledToken(c.seq_id, token_id) for c in batch.chunks if c.wants_token)
+        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, ()))
+        self.scheduler.check_integrity()
+
+    def drain(self) -> None:
+        while self.in_flight or self.submit():
+            while len(self.in_flight) < self.scheduler.limits.max_in_flight and self.submit():
+                pass
+            self.answer()
+
+    def tokens_of(self, seq_id: int) -> list[TokenEvent]:
+        return [event for event in self.events if event.seq_id == seq_id]
+
+    def _check(self, batch: MicroBatch) -> None:
+        assert 0 < batch.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+        assert len({c.seq_id for c in batch.chunks}) == len(batch.chunks)
+        sizes = [c.num_tokens > 1 for c in batch.chunks]
+        assert sizes == sorted(sizes, reverse=True)
+        for seq_id in batch.released:
+            del self.pages[seq_id], self.positions[seq_id]
+        for chunk in batch.chunks:
+            self._check_chunk(chunk)
+        held = [page for rings in self.pages.values() for page in rings[0]]
+        assert len(held) == len(set(held)), "a page has two owners"
+
+    def _check_chunk(self, chunk: Chunk) -> None:
+        cache = self.scheduler.ledger.cache
+        assert (chunk.sampling is not None) == (chunk.start == 0) == (chunk.seq_id not in self.pages)
+        rings = self.pages.setdefault(chunk.seq_id, [[] for _ in cache.classes])
+        assert chunk.start == self.positions[chunk.seq_id], "a stage sees positions in order, each once"
+        self.positions[chunk.seq_id] += chunk.num_tokens
+        for ring, new, window_class in zip(rings, chunk.new_pages, cache.classes, strict=True):
+            ring += new
+            assert len(ring) == window_class.pages_for(self.positions[chunk.seq_id], cache.page_size)
+
+
+def _pipeline(cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3) -> ImaginedPipeline:
+    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, in_flight, (EOS,))))
+
+
+def test_prompt_and_decode_share_a_micro_batch() -> None:
+    pipe = _pipeline(_cache(16, 8, 64), budget=10)
+    pipe.scheduler.add(_sequence(0, 4, 5))
+    pipe.submit()
+    pipe.answer()
+    pipe.scheduler.add(_sequence(1, 30, 5))
+    batch = pipe.submit()
+    assert batch is not None
+    assert [(c.seq_id, c.start, c.num_tokens, c.wants_token) for c in batch.chunks] == [(1, 0, 9, False), (0, 4, 1, True)]
+
+
+def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
+    pipe = _pipeline(_cache(16, 8, 64), budget=10)
+    pipe.scheduler.add(_sequence(0, 25, 5))
+    batches = [pipe.submit(), pipe.submit(), pipe.submit()]
+    assert [b.chunks[0].num_tokens for b in batches if b] == [10, 10, 5]
+    assert [b.chunks[0].wants_token for b in batches if b] == [False, False, True]
+    assert pipe.submit() is None, "the first new token is not known yet"
+    for _ in range(3):
+        pipe.answer()
+    assert pipe.submit() is not None
+
+
+def test_decodes_are_spread_over_the_micro_batches_in_flight() -> None:
+    pipe = _pipeline(_cache(16, 8, 64), in_flight=3)
+    for seq_id in range(8):
+        pipe.scheduler.add(_sequence(seq_id, 1, 5))
+    pipe.submit()
+    pipe.answer()
+    sizes = [batch.num_tokens for batch in (pipe.submit(), pipe.submit(), pipe.submit()) if batch]
+    assert sizes == [3, 3, 2]
+
+
+def test_finishes_by_length_stop_and_context() -> None:
+    pipe = _pipeline(_cache(16, 8, 64))
+    pipe.scheduler.add(_sequence(0, 3, 4))
+    pipe.scheduler.add(_sequence(1, 250, 100))
+    pipe.drain()
+    assert [e.finish for e in pipe.tokens_of(0)] == [None, None, None, FinishReason.LENGTH]
+    assert len(pipe.tokens_of(1)) == 6, "the context of 256 ends it"
+    pipe.scheduler.add(_sequence(2, 3, 4))
+    pipe.submit()
+    pipe.answer(EOS)
+    assert [e.finish for e in pipe.tokens_of(2)] == [FinishReason.STOP]
+    ignoring = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    pipe.scheduler.add(Sequence(3, (5,), ignoring, 3))
+    pipe.submit()
+    pipe.answer(EOS)
+    assert [e.finish for e in pipe.tokens_of(3)] == [None]
+
+
+def test_pages_stop_growing_at_the_window_and_start_small() -> None:
+    """Must hold: no growth past the window, and a short sequence holds only the pages it filled."""
+    cache = _cache(16, 8, 64)
+    pipe = _pipeline(cache, budget=16)
+    pipe.scheduler.add(_sequence(0, 1, 250))
+    held = []
+    while pipe.submit():
+        held.append(len(pipe.pages[0][0]))
+        pipe.answer()
+    assert held[:17] == [1] * 16 + [2]
+    assert max(held) == cache.classes[0].ring_pages == 5
+    assert held[80:] == [5] * len(held[80:])
+    assert pipe.scheduler.is_idle
+
+
+def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
+    pipe = _pipeline(_cache(16, 2, 64))
+    for seq_id in range(3):
+        pipe.scheduler.add(_sequence(seq_id, 100, 4))
+    batch = pipe.submit()
+    assert batch is not None
+    assert {c.seq_id for c in batch.chunks} == {0}
+    pipe.drain()
+    assert [len(pipe.tokens_of(i)) for i in range(3)] == [4, 4, 4]
+
+
+def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
+    pipe = _pipeline(_cache(16, 1, 64), budget=20)
+    pipe.scheduler.add(_sequence(0, 100, 4))
+    pipe.submit()
+    pipe.submit()
+    pipe.scheduler.abort(0)
+    pipe.scheduler.add(_sequence(1, 100, 4))
+    assert pipe.submit() is None, "its two micro-batches may still write to the pages"
+    pipe.answer()
+    assert pipe.submit() is None
+    pipe.answer()
+    batch = pipe.submit()
+    assert batch is not None
+    assert (batch.released, batch.chunks[0].seq_id) == ((0,), 1)
+    pipe.drain()
+    assert pipe.tokens_of(0) == []
+    assert len(pipe.tokens_of(1)) == 4
+
+
+def test_an_aborted_sequence_that_waits_is_simply_gone() -> None:
+    pipe = _pipeline(_cache(16, 1, 64))
+    pipe.scheduler.add(_sequence(0, 100, 4))
+    pipe.scheduler.add(_sequence(1, 100, 4))
+    pipe.submit()
+    pipe.scheduler.abort(1)
+    pipe.drain()
+    assert pipe.scheduler.is_idle
+    assert pipe.tokens_of(1) == []
+
+
+def test_a_result_of_an_older_epoch_changes_nothing() -> None:
+    pipe = _pipeline(_cache(16, 8, 64))
+    pipe.scheduler.add(_sequence(0, 4, 5))
+    batch = pipe.submit()
+    assert batch is not None
+    stale = StepResult(batch.epoch - 1, batch.step_id, (SampledToken(0, 50),), ())
+    assert pipe.scheduler.complete(batch, stale) == []
+    pipe.scheduler.check_integrity()
+    assert pipe.submit() is None
+
+
+@pytest.mark.parametrize(("prompt", "message"), [(0, "empty"), (256, "256 tokens")])
+def test_refuses_what_can_never_run(prompt: int, message: str) -> None:
+    pipe = _pipeline(_cache(16, 8, 64))
+    with pytest.raises(RequestError, match=message):
+        pipe.scheduler.add(_sequence(0, prompt, 1))
+
+
+def test_refuses_a_sequence_larger_than_the_pool() -> None:
+    cache = CachePlan(16, (WindowClass(None, 16, 8),))
+    pipe = _pipeline(cache)
+    with pytest.raises(RequestError, match="cache pages"):
+        pipe.scheduler.add(_sequence(0, 130, 10))
+
+
+def test_check_integrity_sees_a_lost_page() -> None:
+    pipe = _pipeline(_cache(16, 8, 64))
+    pipe.scheduler.add(_sequence(0, 40, 5))
+    pipe.submit()
+    pipe.scheduler._admitted[0].pages[0].pop()
+    with pytest.raises(AssertionError):
+        pipe.scheduler.check_integrity()
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    page_size=st.sampled_from([1, 3, 16]),
+    windows=st.sampled_from([(64,), (None,), (5, None), (1,)]),
+    budget=st.integers(1, 70),
+    in_flight=st.integers(1, 6),
+    seqs=st.integers(1, 6),
+    room=st.floats(1, 4),
+)
+def test_any_traffic(
+    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, seqs: int, room: float
+) -> None:
+    """Random arrivals, aborts and ends: every sequence gets all its tokens or was aborted; all pages come back."""
+    rng = random.Random(seed)
+    pipe = _pipeline(_cache(page_size, room, *windows), seqs=seqs, budget=budget, in_flight=in_flight)
+    wanted: dict[int, int] = {}
+    for seq_id in range(12):
+        prompt, new = rng.randint(1, 120), rng.randint(1, 20)
+        pipe.scheduler.add(_sequence(seq_id, prompt, new))
+        wanted[seq_id] = new
+        for _ in range(rng.randint(0, 6)):
+            if len(pipe.in_flight) < in_flight:
+                pipe.submit()
+            if pipe.in_flight and rng.random() < 0.6:
+                pipe.answer()
+        if rng.random() < 0.2:
+            gone = rng.choice(list(wanted))
+            pipe.scheduler.abort(gone)
+            del wanted[gone]
+    pipe.drain()
+    for seq_id, new in wanted.items():
+        events = pipe.tokens_of(seq_id)
+        assert len(events) == new
+        assert [e.finish for e in events] == [None] * (new - 1) + [FinishReason.LENGTH]
+    assert pipe.scheduler.is_idle
+    pipe.scheduler.check_integrity()

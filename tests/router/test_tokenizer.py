@@ -1,0 +1,93 @@
+"""Text comes out piece by piece as it would all at once, and never as half a character."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import sentencepiece as spm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.router.tokenizer import Tokenizer
+
+SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with few pieces, so that most characters fall back to bytes."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE.splitlines() * 20),
+        model_prefix=str(path / "tokenizer"),
+        vocab_size=320,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def decode_like_sentencepiece(folder: Path) -> Callable[[tuple[int, ...]], str]:
+    model = spm.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    return lambda ids: str(model.decode(list(ids)))
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(text=st.text(max_size=60))
+def test_pieces_add_up_to_the_text(
+    tokenizer: Tokenizer, decode_like_sentencepiece: Callable[[tuple[int, ...]], str], text: str
+) -> None:
+    ids = tokenizer.encode(text)
+    decoder = tokenizer.decoder()
+    pieces = [decoder.push(token) for token in ids]
+    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    # SentencePiece puts a space before the text and drops one when it decodes.
+    assert ("".join(pieces) + decoder.finish()).removeprefix(" ") == decode_like_sentencepiece(ids)
+    assert tokenizer.decode(ids).removeprefix(" ") == text.removeprefix(" ") or "\x00" in text
+
+
+def test_a_character_appears_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a😀b")
+    decoder = tokenizer.decoder()
+    pieces = [decoder.push(token) for token in ids]
+    assert "😀" in pieces
+    before = pieces[: pieces.index("😀")]
+    assert before[-3:] == ["", "", ""], "three of its four bytes say nothing"
+    assert "".join(pieces).strip() == "a😀b"
+
+
+def test_broken_bytes_become_replacement_characters(tokenizer: Tokenizer) -> None:
+    smiley, letter = tokenizer.encode("😀")[-4:], tokenizer.encode("x")[-1]
+    decoder = tokenizer.decoder()
+    text = "".join(map(decoder.push, (smiley[0], smiley[1], letter, smiley[0])))
+    assert text.startswith("\ufffd")
+    assert text.endswith("x")
+    assert decoder.finish() == "\ufffd"
+
+
+def test_ids_without_a_piece_decode_to_nothing(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode((1, 2, 10**6)) == ""
+
+
+def test_newlines_and_spaces_survive(tokenizer: Tokenizer) -> None:
+    text = "one\n\n  two   three\n"
+    assert tokenizer.decode(tokenizer.encode(text)).removeprefix(" ") == text
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.model"):
+        Tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"not a model")
+    with pytest.raises(CheckpointError, match="not a SentencePiece model"):
+        Tokenizer(tmp_path)

@@ -1,0 +1,37 @@
+"""Busy shares and overlaps from intervals."""
+
+import pytest
+
+from tramontane.proto.step import SampledToken, StageTiming, StepResult
+from tramontane.router.usage import UsageMeter, overlap_share
+
+
+def test_shares_add_up() -> None:
+    meter = UsageMeter(2)
+    meter.observe(StepResult(0, 0, (), (StageTiming(0, 10.0, 2.0, 5), StageTiming(1, 12.0, 2.0, 5))))
+    meter.observe(StepResult(0, 1, (SampledToken(0, 1),), (StageTiming(0, 12.0, 1.0, 1), StageTiming(1, 14.0, 1.0, 1))))
+    assert meter.span_s == 5.0
+    assert [meter.busy_share(0), meter.busy_share(1)] == [0.6, 0.6]
+    assert meter.bubble == pytest.approx(0.4)
+    assert meter.tokens_per_s == pytest.approx(0.2)
+    assert [(s.num_tokens, s.num_batches) for s in meter.stages] == [(6, 2), (6, 2)]
+
+
+def test_nothing_observed_is_no_division_by_zero() -> None:
+    meter = UsageMeter(2)
+    assert (meter.span_s, meter.busy_share(1), meter.bubble, meter.tokens_per_s) == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("intervals", "share"),
+    [
+        ([(0, 2), (1, 2)], 1 / 3),
+        ([(0, 2), (2, 2)], 0.0),
+        ([(0, 3), (0, 3), (0, 3)], 1.0),
+        ([(0, 1), (5, 2), (6, 2)], 1 / 4),
+        ([], 0.0),
+    ],
+)
+def test_overlap(intervals: list[tuple[float, float]], share: float) -> None:
+    timings = [StageTiming(i, start, busy, 1) for i, (start, busy) in enumerate(intervals)]
+    assert overlap_share(timings) == pytest.approx(share)

@@ -1,0 +1,110 @@
+"""However the work is cut - stages, chunks, pages, company - the tokens are those of the plain loop."""
+
+import random
+from functools import cache
+
+import pytest
+from harness import GREEDY, PROMPTS, run_in_process
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Expected, assert_same_tokens, greedy
+from tiny import random_model, split_model, tiny_args, tiny_plan
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.request import SamplingParams
+
+WINDOW = 24  # eight layers see 8 * 23 positions back; prompts reach 600
+KINDS = {
+    "mixtral": tiny_args(window=WINDOW),
+    "mistral": tiny_args(window=WINDOW, moe=False),
+    "full": tiny_args(window=None, moe=False),
+    "interleaved": tiny_args(windows=(None, WINDOW, 7, WINDOW) * 2),
+}
+
+
+@cache
+def _expected(kind: str) -> list[Expected]:
+    args = KINDS[kind]
+    weights = random_model(args).state_dict()
+    return [greedy(weights, args, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
+
+
+# Every value of every dimension at least once, the interesting pairs together; not the full product.
+CASES = [
+    ("mixtral", 1, 4096, 16, True),
+    ("mixtral", 2, 64, 16, True),
+    ("mixtral", 4, 7, 1, True),
+    ("mixtral", 8, 64, 64, True),
+    ("mixtral", 8, 7, 16, True),
+    ("mixtral", 4, 64, 16, False),
+    ("mixtral", 1, 1, 1, False),
+    ("mistral", 2, 4096, 1, True),
+    ("mistral", 2, 1, 16, True),
+    ("mistral", 1, 7, 64, False),
+    ("full", 2, 64, 16, True),
+    ("full", 4, 4096, 64, False),
+    ("interleaved", 4, 64, 16, True),
+    ("interleaved", 1, 7, 1, True),
+]
+
+
+@pytest.mark.parametrize(("kind", "stages", "budget", "page_size", "together"), CASES)
+def test_same_tokens(kind: str, stages: int, budget: int, page_size: int, together: bool) -> None:
+    args = KINDS[kind]
+    chosen = [i for i, p in enumerate(PROMPTS) if budget > 7 or len(p) <= (130 if budget == 7 else 65)]
+    plan = tiny_plan(args, stages, page_size)
+    workers = split_model(random_model(args), plan)
+    outputs = run_in_process(plan, workers, [PROMPTS[i] for i in chosen], budget=budget, together=together)
+    for i, output in zip(chosen, outputs, strict=True):
+        assert_same_tokens(f"{kind}, prompt of {len(PROMPTS[i])}", output, _expected(kind)[i])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    window=st.one_of(st.none(), st.integers(1, 40)),
+    other_window=st.one_of(st.none(), st.integers(1, 40)),
+    page_size=st.sampled_from([1, 2, 3, 8, 16, 64]),
+    budget=st.integers(1, 80),
+    stages=st.integers(1, 2),
+    max_in_flight=st.integers(1, 4),
+    max_num_seqs=st.integers(1, 5),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=5),
+)
+def test_any_geometry(
+    window: int | None,
+    other_window: int | None,
+    page_size: int,
+    budget: int,
+    stages: int,
+    max_in_flight: int,
+    max_num_seqs: int,
+    lengths: list[int],
+) -> None:
+    args = tiny_args(n_layers=2, windows=(window, other_window), max_seq_len=100)
+    rng = random.Random(sum(lengths))
+    prompts = [[rng.randrange(96) for _ in range(n)] for n in lengths]
+    model = random_model(args)
+    plan = tiny_plan(args, stages, page_size, max_num_seqs)
+    sampling = SamplingParams(max_tokens=4, temperature=0.0)
+    outputs = run_in_process(plan, split_model(model, plan), prompts, sampling, budget=budget, max_in_flight=max_in_flight)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert_same_tokens(f"prompt of {len(prompt)}", output, greedy(model.state_dict(), args, prompt, 4))
+
+
+def test_seeded_sampling_is_the_same_however_it_is_cut() -> None:
+    """Random draws belong to (seed, choice, position), not to the batch they happen in."""
+    args = KINDS["mixtral"]
+    prompts = [p for p in PROMPTS if len(p) <= 65]
+    sampling = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, top_k=40, seed=11)
+    outputs = [_sampled(args, prompts, sampling, *cut) for cut in ((1, 4096, True), (4, 7, True), (2, 64, False))]
+    assert outputs[0] == outputs[1] == outputs[2]
+    other = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, top_k=40, seed=12)
+    assert _sampled(args, prompts, other, 1, 4096, True) != outputs[0]
+
+
+def _sampled(
+    args: ModelArgs, prompts: list[list[int]], sampling: SamplingParams, stages: int, budget: int, together: bool
+) -> list[list[int]]:
+    plan = tiny_plan(args, stages)
+    workers = split_model(random_model(args), plan)
+    return run_in_process(plan, workers, prompts, sampling, budget=budget, together=together)
