@@ -9,15 +9,14 @@ STAMP := $(VENV)/.installed
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
 	touch $@
 
 demo: $(STAMP)  ## four prompts through two stage actors
-	$(BIN)/tramontane generate --stages 2 --max-tokens 96 \
+	$(BIN)/tramontane generate --stages 2 --max-tokens 128 \
 		"ROMEO:" \
 		"To be, or not to be:" \
-		"KING RICHARD III: What say you, my lords? Speak, " \
+		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
 test: check  ## ruff and types, then the tests

@@ -98,20 +98,20 @@ class Display:
         sys.stdout.flush()
 
 
-def summary(outcome: "Outcome") -> Table:
+def summary(outcome: "Outcome") -> Group:
     """Per stage: its layers, how busy it was, what passed through it; below, the pipeline as a whole."""
     usage = outcome.engine.usage
-    table = Table(caption_justify="left", caption=_caption(outcome))
+    table = Table()
     for name in ("stage", "layers", "busy", "tokens", "micro-batches"):
         table.add_column(name, justify="right")
     for stage, used in zip(outcome.engine.plan.stages, usage.stages, strict=True):
         layers = f"{stage.first_layer}-{stage.last_layer - 1}"
         busy = f"{usage.busy_share(stage.stage_id):.0%}"
         table.add_row(f"{stage.stage_id + 1}/{stage.num_stages}", layers, busy, str(used.num_tokens), str(used.num_batches))
-    return table
+    return Group(table, _pipeline_line(outcome))
 
 
-def _caption(outcome: "Outcome") -> str:
+def _pipeline_line(outcome: "Outcome") -> str:
     usage = outcome.engine.usage
     return (
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s; "

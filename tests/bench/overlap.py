@@ -1,0 +1,119 @@
+"""How much the stages of a pipeline overlap, and what that is worth.
+
+    python tests/bench/overlap.py [--stages 4] [--sequences 8] [--rounds 3] [--json]
+
+The demo model over Ray stage actors, one thread each. Two kinds of traffic: long prompts
+in chunks of 128 tokens with few new tokens, and short prompts with many. Each runs with
+1, stages and stages + 1 micro-batches in flight (M), in turns, so that a slow moment of
+the machine hits all of them. Figures are medians over the rounds; speed is relative to M = 1.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from harness import run_prompts, scheduler_for
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.hardware import this_machine
+from tramontane.cluster.pipeline import own_ray, running_pipeline
+from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import StageTiming, StepResult
+from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.usage import UsageMeter, overlap_share
+
+TEXT = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds "
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    name: str
+    prompt_tokens: int
+    new_tokens: int
+
+
+TRAFFIC = (Traffic("long prompts", 400, 8), Traffic("decoding", 16, 64))
+
+
+@dataclass(frozen=True)
+class Figures:
+    tokens_per_s: float  # in and out
+    bubble: float
+    overlap: float
+
+
+def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, m: int, epoch: int) -> Figures:
+    usage, timings = UsageMeter(len(spec.plan.stages)), list[StageTiming]()
+
+    def observe(result: StepResult) -> None:
+        usage.observe(result)
+        timings.extend(result.timings)
+
+    prompt_ids = list(Tokenizer(DEMO_MODEL).encode(TEXT * 20))[: traffic.prompt_tokens]
+    sampling = SamplingParams(max_tokens=traffic.new_tokens, temperature=0.0, ignore_eos=True)
+    scheduler = scheduler_for(spec.plan, budget=128, max_in_flight=m, epoch=epoch)
+    asyncio.run(run_prompts(chain, scheduler, [prompt_ids] * sequences, sampling, observe=observe))
+    return Figures(usage.stages[0].num_tokens / usage.span_s, usage.bubble, overlap_share(timings))
+
+
+def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figures]:
+    """Median figures by traffic and M."""
+    args = ModelArgs.from_folder(DEMO_MODEL)
+    memory = this_machine().stage_memory(stages)
+    plan = make_plan(args, PlanRequest(stages, memory, args.dtype, args.max_seq_len, sequences, 16))
+    spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
+    ways = [(traffic, m) for traffic in TRAFFIC for m in sorted({1, stages, stages + 1})]
+    seen: dict[tuple[str, int], list[Figures]] = defaultdict(list)
+    with own_ray(num_cpus=stages), running_pipeline(spec, console.print) as chain, Progress(console=console) as progress:
+        task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
+        for turn in range((rounds + 1) * len(ways)):
+            traffic, m = ways[turn % len(ways)]
+            figures = measure(chain, spec, traffic, sequences, m, epoch=turn)
+            if turn >= len(ways):  # the first round warms up
+                seen[traffic.name, m].append(figures)
+            progress.advance(task)
+    return {way: _median(figures) for way, figures in seen.items()}
+
+
+def _median(figures: list[Figures]) -> Figures:
+    rows = [tuple(asdict(f).values()) for f in figures]
+    return Figures(*(statistics.median(column) for column in zip(*rows, strict=True)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = run(options.stages, options.sequences, options.rounds)
+    if options.json:
+        print(json.dumps([{"traffic": name, "in_flight": m} | asdict(f) for (name, m), f in figures.items()]))
+        return
+    table = Table(title=f"{options.stages} stages, {options.sequences} sequences at once")
+    for name in ("traffic", "in flight (M)", "tokens/s in+out", "against M = 1", "bubble", "overlap"):
+        table.add_column(name, justify="right")
+    for (name, m), f in figures.items():
+        relative = f"{f.tokens_per_s / figures[name, 1].tokens_per_s:.2f} x"
+        table.add_row(name, str(m), f"{f.tokens_per_s:.0f}", relative, f"{f.bubble:.0%}", f"{f.overlap:.0%}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
