@@ -17,19 +17,24 @@ from tramontane.workers.stage_worker import StageWorker
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 
 
-def _prompts(vocab_size: int) -> list[list[int]]:
+def random_ids(num_tokens: int, seed: int, vocab_size: int = 96) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def _prompts() -> list[list[int]]:
     """32 prompts: the lengths around every border of window 24 and pages of 16 and 64, and random ones up to 600."""
     rng = random.Random(7)
     lengths = [1, 2, 3, 6, 7, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 63, 64, 65, 127, 128, 600, 599]
     lengths += [rng.randint(1, 600) for _ in range(32 - len(lengths))]
-    return [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
+    return [random_ids(n, seed) for seed, n in enumerate(lengths)]
 
 
-PROMPTS = _prompts(96)
+PROMPTS = _prompts()
 
 
 def scheduler_for(plan: ClusterPlan, budget: int = 512, max_in_flight: int | None = None, epoch: int = 0) -> Scheduler:
-    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, max_in_flight or len(plan.stages) + 1)
+    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, max_in_flight or len(plan.stages) + 1, plan.args.vocab_size)
     return Scheduler(plan.cache, limits, epoch)
 
 

@@ -1,17 +1,19 @@
 """However the work is cut - stages, chunks, pages, company - the tokens are those of the plain loop."""
 
-import random
 from functools import cache
 
 import pytest
-from harness import GREEDY, PROMPTS, run_in_process
+from harness import GREEDY, PROMPTS, random_ids, run_in_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Expected, assert_same_tokens, greedy
+from reference import CLOSE_CALL, Expected, assert_same_tokens, greedy, reference_logits
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.router.pages import PageLedger
+from tramontane.router.sequence import Sequence
 
 WINDOW = 24  # eight layers see 8 * 23 positions back; prompts reach 600
 KINDS = {
@@ -81,8 +83,7 @@ def test_any_geometry(
     lengths: list[int],
 ) -> None:
     args = tiny_args(n_layers=2, windows=(window, other_window), max_seq_len=100)
-    rng = random.Random(sum(lengths))
-    prompts = [[rng.randrange(96) for _ in range(n)] for n in lengths]
+    prompts = [random_ids(n, seed) for seed, n in enumerate(lengths)]
     model = random_model(args)
     plan = tiny_plan(args, stages, page_size, max_num_seqs)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
@@ -108,3 +109,50 @@ def _sampled(
     plan = tiny_plan(args, stages)
     workers = split_model(random_model(args), plan)
     return run_in_process(plan, workers, prompts, sampling, budget=budget, together=together)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    window=st.sampled_from([None, 1, 5, 24]),
+    page_size=st.sampled_from([1, 3, 16]),
+    sizes=st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=5), min_size=2, max_size=4),
+)
+def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_size: int, sizes: list[list[int]]) -> None:
+    """Any interleaving of chunks, also ones our scheduler would not make: several prompts continue in the same step.
+
+    ``sizes[s][i]`` tokens of sequence s go into micro-batch i; every chunk's next token must be the reference's.
+    """
+    args = tiny_args(n_layers=2, window=window, max_seq_len=256)
+    plan = tiny_plan(args, 1, page_size)
+    model = random_model(args)
+    (worker,) = split_model(model, plan)
+    worker.fence(0)
+    ledger = PageLedger(plan.cache)
+    prompts = [random_ids(sum(size), seed=s) for s, size in enumerate(sizes)]
+    sequences = [Sequence(s, tuple(p), GREEDY, len(p) + 1) for s, p in enumerate(prompts)]
+    assert all(ledger.promise(s) for s in sequences)
+    best = {s: reference_logits(model.state_dict(), args, p) for s, p in enumerate(prompts) if p}
+    for step in range(max(map(len, sizes))):
+        going = [(s, size[step]) for s, size in zip(sequences, sizes, strict=True) if step < len(size) and size[step]]
+        chunks = [_next_chunk(sequence, ledger, num_tokens) for sequence, num_tokens in going]
+        batch = MicroBatch(0, worker._next_step, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
+        if not chunks:
+            continue
+        result = worker.step(batch, None)
+        assert isinstance(result, StepResult)
+        for chunk, token in zip(batch.chunks, result.tokens, strict=True):
+            logits = best[chunk.seq_id][chunk.start + chunk.num_tokens - 1]
+            assert logits.max() - logits[token.token_id] < CLOSE_CALL
+
+
+def _next_chunk(sequence: Sequence, ledger: PageLedger, num_tokens: int) -> Chunk:
+    start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
+    sequence.num_dispatched = end
+    return Chunk(
+        sequence.seq_id,
+        start,
+        sequence.known_ids(start, end),
+        ledger.grow(sequence, end),
+        GREEDY if start == 0 else None,
+        wants_token=True,
+    )

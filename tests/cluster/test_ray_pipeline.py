@@ -1,7 +1,6 @@
 """The pipeline over Ray stage actors: same tokens, real overlap, clean ends."""
 
 import asyncio
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from harness import GREEDY, PROMPTS, run_prompts, scheduler_for
+from harness import GREEDY, PROMPTS, random_ids, run_prompts, scheduler_for
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
@@ -112,7 +111,7 @@ def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.Captur
             timings.extend(result.timings)
 
         sampling = SamplingParams(max_tokens=40, temperature=0.0)
-        prompts = [[random.Random(i).randrange(96) for _ in range(20 * i + 1)] for i in range(8)]
+        prompts = [random_ids(20 * i + 1, seed=i) for i in range(8)]
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan, epoch=2), prompts, sampling, observe=observe))
         assert {t.stage_id for t in timings} == {0, 1, 2, 3}
         for stage_id in range(4):
@@ -135,11 +134,23 @@ def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(fold
         _refused(stage, epoch=6)
         with pytest.raises(RayError, match="cannot go back"):
             ray.get(stage.fence.remote(5))
+        pid = ray.get(stage.health.remote())["pid"]
         ray.kill(stage, no_restart=False)
-        _until_alive(stage)
+        _until_reborn(stage, pid)
         _refused(stage, epoch=5)
         ray.get(stage.fence.remote(6))
         _accepted(stage, epoch=6)
+
+
+def test_control_calls_overtake_steps(folder: Path) -> None:
+    """A step that waits for its input for ever must not keep the stage from answering."""
+    with _pipeline(folder, 1) as (_, chain):
+        (stage,) = chain.stages
+        never = ray.remote(num_cpus=0)(_sleep_for_ever).remote()
+        stuck = stage.step.remote(_one_token(0), never)
+        assert ray.get(stage.health.options(concurrency_group="control").remote())["epoch"] == -1
+        assert ray.wait([stuck], timeout=0)[0] == []
+        ray.cancel(never, force=True)
 
 
 def test_a_dead_stage_ends_requests_with_the_reason(folder: Path) -> None:
@@ -159,8 +170,12 @@ def test_stages_outlive_their_supervisor(folder: Path) -> None:
         supervisor = ray.get_actor(f"{spec.name}-supervisor", NAMESPACE)
         ray.kill(supervisor, no_restart=False)
         _check_tokens(spec, chain, 512, True, epoch=0)
-        _until_alive(supervisor, "start", 10.0)
+        _until_supervisor_answers(supervisor)
     _wait_until_gone(spec.name)
+
+
+def _sleep_for_ever() -> None:
+    time.sleep(3600)
 
 
 def _one_token(epoch: int) -> bytes:
@@ -177,10 +192,20 @@ def _accepted(stage: "ActorHandle[Any]", epoch: int) -> None:
     assert len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).tokens) == 1
 
 
-def _until_alive(actor: "ActorHandle[Any]", method: str = "ready", *args: object) -> None:
+def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:
     while True:
         try:
-            ray.get(getattr(actor, method).remote(*args))
+            if ray.get(stage.health.remote())["pid"] != old_pid:
+                return
+        except RayError:
+            pass
+        time.sleep(0.05)
+
+
+def _until_supervisor_answers(supervisor: "ActorHandle[Any]") -> None:
+    while True:
+        try:
+            assert len(ray.get(supervisor.start.remote(10.0))) == 1
             return
         except RayError:
             time.sleep(0.05)

@@ -1,13 +1,12 @@
 """Three raylets, one stage on each: the same tokens, and large hidden states in the object store."""
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from harness import GREEDY, run_prompts, scheduler_for
+from harness import GREEDY, random_ids, run_prompts, scheduler_for
 from ray.cluster_utils import Cluster
 from reference import assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
@@ -21,7 +20,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 ARGS = tiny_args(n_layers=3, window=24, max_seq_len=2048)
-PROMPTS = [[random.Random(n).randrange(96) for _ in range(n)] for n in (1, 30, 900, 1500)]
+PROMPTS = [random_ids(n, seed=n) for n in (1, 30, 900, 1500)]
 
 
 @pytest.fixture(scope="module")

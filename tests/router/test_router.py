@@ -48,7 +48,7 @@ async def _no_gate(_batch: MicroBatch) -> None:
 
 @asynccontextmanager
 async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3) -> AsyncIterator[Router]:
-    router = Router(Scheduler(CACHE, Limits(8, budget, 256, in_flight)), chain)
+    router = Router(Scheduler(CACHE, Limits(8, budget, 256, in_flight, 1000)), chain)
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()

@@ -85,7 +85,7 @@ class ImaginedPipeline:
 
 
 def _pipeline(cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3) -> ImaginedPipeline:
-    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, in_flight, (EOS,))))
+    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, in_flight, 1000, (EOS,))))
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
@@ -211,6 +211,13 @@ def test_refuses_what_can_never_run(prompt: int, message: str) -> None:
     pipe = _pipeline(_cache(16, 8, 64))
     with pytest.raises(RequestError, match=message):
         pipe.scheduler.add(_sequence(0, prompt, 1))
+
+
+@pytest.mark.parametrize("token_id", [-1, 1000])
+def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
+    pipe = _pipeline(_cache(16, 8, 64))
+    with pytest.raises(RequestError, match=f"token id {token_id} is outside"):
+        pipe.scheduler.add(Sequence(0, (5, token_id), SamplingParams(max_tokens=1), 3))
 
 
 def test_refuses_a_sequence_larger_than_the_pool() -> None:

@@ -1,0 +1,422 @@
+"""Bad input: one clear line on standard error, exit code 2, nothing on standard output."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import ray
+import sentencepiece as spm
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import random_model, tiny_args, write_checkpoint
+
+from tramontane.cluster import cli, launch
+from tramontane.cluster.hardware import Hardware
+from tramontane.proto.errors import PipelineError
+
+SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
+VOCAB = 300
+ARGS = replace(tiny_args(n_layers=4, max_seq_len=128), vocab_size=VOCAB)
+TENSOR = "model.layers.1.self_attn.q_proj.weight"
+# What may stand above the complaint: how far the command had come.
+PROGRESS = re.compile(r"(checking the checkpoint|loading the model|starting Ray|joining Ray at \S+) \.\.\.")
+UNTIL_FIXED = "reported, not yet fixed"
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint with a tokenizer. Tests that damage it damage a copy."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, random_model(ARGS))
+    spm.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE.splitlines() * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=VOCAB,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder
+
+
+@pytest.fixture
+def copy(model: Path, tmp_path: Path) -> Path:
+    """One that may be damaged."""
+    return shutil.copytree(model, tmp_path / "copy")
+
+
+def _give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Runs ``tramontane`` in this process; returns the one line of complaint, after asserting that there is just one."""
+
+    def run(*arguments: object, code: int = 2, stdin: bytes | None = b"") -> str:
+        monkeypatch.setattr(sys, "argv", ["tramontane", *map(str, arguments)])
+        if stdin is not None:
+            _give_stdin(monkeypatch, stdin)
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert exit_.value.code == code
+        assert out == ""
+        return _only_complaint(err)
+
+    return run
+
+
+def _only_complaint(err: str) -> str:
+    """The last line, the only one that begins with "error: "; before it nothing but progress."""
+    assert err.endswith("\n")
+    *before, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert all(PROGRESS.fullmatch(line) for line in before), err
+    assert "Traceback" not in last
+    return last.removeprefix("error: ")
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-tokens", "0"], ["max_tokens", "0"]),
+        (["--max-tokens=-3"], ["max_tokens", "-3"]),
+        (["--max-tokens", "many"], ["--max-tokens", "integer"]),
+        (["--max-tokens", "1.5"], ["--max-tokens", "integer"]),
+        (["--max-tokens"], ["--max-tokens", "requires"]),
+        (["--temperature=-0.5"], ["temperature", "-0.5"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--temperature", "inf"], ["temperature", "inf"]),
+        (["--temperature", "warm"], ["--temperature", "number"]),
+        (["--top-p", "0"], ["top_p", "0.0"]),
+        (["--top-p", "1.01"], ["top_p", "1.01"]),
+        (["--top-p=-1"], ["top_p", "-1"]),
+        (["--top-p", "nan"], ["top_p", "nan"]),
+        (["--top-k=-1"], ["top_k", "-1"]),
+        (["--top-k", "ten"], ["--top-k", "integer"]),
+        (["--seed", str(2**63)], ["seed", str(2**63), "64 bits"]),
+        (["--seed", "x"], ["--seed", "integer"]),
+        (["--stages", "0"], ["--stages", "0"]),
+        (["--stages=-2"], ["--stages", "-2"]),
+        (["--stages", "two"], ["--stages", "integer"]),
+        (["--max-model-len", "0"], ["--max-model-len", "0"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "0"]),
+        (["--max-num-batched-tokens=-1"], ["--max-num-batched-tokens", "-1"]),
+        (["--page-size", "0"], ["--page-size", "0"]),
+        (["--threads-per-stage", "0"], ["--threads-per-stage", "0"]),
+        (["--kv-cache-memory", "much"], ["--kv-cache-memory", "much"]),
+        (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (["--link", "direct"], ["--link", "direct", "object-store"]),
+        (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["--stages", "0", "--dtype", "int8"], ["--stages", "--dtype"]),
+    ],
+)
+def test_a_parameter_that_is_wrong_is_named(refused: Refused, model: Path, flags: list[str], named: list[str]) -> None:
+    message = refused("generate", "--model", model, "--local", "The", *flags)
+    for part in named:
+        assert part in message
+
+
+def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
+    assert "serf" in refused("serf")
+
+
+# ---- the configuration file
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("stagez: 2\n", ["stagez"]),
+        ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
+        ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
+        ("just words\n", ["file.yaml", "keys and values"]),
+        ("stages: none\n", ["--stages", "none"]),
+        ("max-num-seqs: -3\n", ["--max-num-seqs", "-3"]),
+        ("model: [a, b]\n", ["--model"]),
+        ("local: true\naddress: auto\n", ["--local", "--address"]),
+        (b"\xff\xfe\xfa", ["file.yaml", "not valid YAML"]),
+    ],
+)
+def test_a_broken_configuration_file_is_refused(refused: Refused, tmp_path: Path, text: str | bytes, named: list[str]) -> None:
+    (tmp_path / "file.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    message = refused("generate", "--config", tmp_path / "file.yaml", "The")
+    for part in named:
+        assert part in message
+
+
+def test_a_configuration_file_that_cannot_be_read_is_named(refused: Refused, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.yaml"
+    assert f"{missing} cannot be read: No such file" in refused("generate", "--config", missing, "The")
+    assert f"{tmp_path} cannot be read: Is a directory" in refused("generate", "--config", tmp_path, "The")
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n\t "])
+def test_an_empty_prompt_is_refused_by_its_number(refused: Refused, model: Path, empty: str) -> None:
+    assert refused("generate", "--model", model, "--local", "The", empty) == "prompt 2 is empty"
+
+
+def test_an_empty_line_of_standard_input_is_an_empty_prompt(refused: Refused, model: Path) -> None:
+    assert refused("generate", "--model", model, "--local", stdin=b"The\n\nfox\n") == "prompt 2 is empty"
+
+
+def test_no_prompt_at_all_is_refused(refused: Refused, model: Path) -> None:
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"")
+
+
+@pytest.mark.xfail(reason=UNTIL_FIXED, strict=True, raises=AttributeError)
+def test_no_standard_input_at_all_is_no_prompt(refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``tramontane generate <&-``: Python has no sys.stdin then."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=None)
+
+
+def test_standard_input_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
+    assert "UTF-8" in refused("generate", "--model", model, "--local", stdin=b"The \xff\n")
+
+
+@pytest.mark.xfail(reason=UNTIL_FIXED, strict=True, raises=RuntimeError)
+def test_an_argument_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
+    """A lone byte 0xff on the command line reaches Python as a surrogate."""
+    message = refused("generate", "--model", model, "--local", "The", os.fsdecode(b"fox \xff"))
+    assert message == "prompt 2 is not valid UTF-8"
+
+
+@pytest.mark.parametrize(("flags", "context"), [([], 128), (["--max-model-len", "20"], 20)])
+def test_a_prompt_past_the_context_is_refused_with_the_numbers(
+    refused: Refused, model: Path, flags: list[str], context: int
+) -> None:
+    message = refused("generate", "--model", model, "--local", *flags, "The", "x" * context)
+    assert message.startswith("prompt 2 has ")
+    assert f"context of {context} positions" in message
+    assert message.endswith(f"at most {context - 1}")
+
+
+def test_a_tokenizer_of_another_model_is_refused(refused: Refused, model: Path, tmp_path: Path) -> None:
+    """Pieces that the model has no embedding for are refused before the pipeline is started."""
+    folder = write_checkpoint(tmp_path / "small", tiny_args(n_layers=4))
+    shutil.copy(model / "tokenizer.model", folder)
+    message = refused("generate", "--model", folder, "--local", "The quick brown fox")
+    assert str(folder) in message
+    assert "vocabulary of 96" in message
+
+
+# ---- model folders
+
+
+def test_a_folder_that_is_missing_is_named(refused: Refused, tmp_path: Path) -> None:
+    message = refused("generate", "--model", tmp_path / "nowhere", "--local", "The")
+    assert f"{tmp_path / 'nowhere'} does not exist" in message
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.model", "model.safetensors"])
+def test_a_file_that_is_missing_is_named(refused: Refused, copy: Path, file: str) -> None:
+    (copy / file).unlink()
+    message = refused("generate", "--model", copy, "--local", "The")
+    assert str(copy) in message
+    assert file in message
+
+
+def test_a_tensor_that_is_missing_is_named(refused: Refused, copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    del tensors[TENSOR]
+    save_file(tensors, copy / "model.safetensors")
+    message = refused("generate", "--model", copy, "--local", "The")
+    assert message == f"{copy} lacks the tensor {TENSOR}, which config.json calls for"
+
+
+def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(refused: Refused, copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    tensors[TENSOR] = torch.zeros(7, 32)
+    save_file(tensors, copy / "model.safetensors")
+    message = refused("generate", "--model", copy, "--local", "The")
+    assert message == f"tensor {TENSOR} in {copy / 'model.safetensors'} has shape (7, 32); config.json needs (32, 32)"
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1], ids=["empty", "no-header", "half-a-header", "half", "one-byte-short"])
+def test_a_truncated_file_is_named(refused: Refused, copy: Path, keep: float) -> None:
+    path = copy / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
+    assert f"{path} is damaged or truncated" in refused("generate", "--model", copy, "--local", "The")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no index"])
+def test_a_file_of_a_sharded_checkpoint_is_named(refused: Refused, copy: Path, damage: str) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    second = {name: tensor for name, tensor in tensors.items() if "layers.3." in name}
+    save_file({name: tensor for name, tensor in tensors.items() if name not in second}, copy / "part-1.safetensors")
+    save_file(second, copy / "part-2.safetensors")
+    (copy / "model.safetensors").unlink()
+    weight_map = {name: f"part-{1 + (name in second)}.safetensors" for name in tensors}
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    broken = copy / "part-2.safetensors"
+    if damage == "truncated":
+        broken.write_bytes(broken.read_bytes()[:-1])
+        expected = f"{broken} is damaged or truncated"
+    elif damage == "missing":
+        broken.unlink()
+        expected = f"{broken} is missing"
+    else:
+        index.write_text("[]")
+        expected = f"{index} is not a safetensors index"
+    assert expected in refused("generate", "--model", copy, "--local", "The")
+
+
+def test_a_damaged_tokenizer_is_named(refused: Refused, copy: Path) -> None:
+    path = copy / "tokenizer.model"
+    path.write_bytes(path.read_bytes()[:1000])
+    assert str(path) in refused("generate", "--model", copy, "--local", "The")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("architectures", ["LlamaForCausalLM"], ["LlamaForCausalLM", "MistralForCausalLM"]),
+        ("num_hidden_layers", 5, ["layers.4"]),
+        ("num_hidden_layers", -1, ["n_layers", "-1"]),
+        ("hidden_size", "32", ["dim", "'32'"]),
+        ("num_attention_heads", 0, ["n_heads", "0"]),
+        ("num_key_value_heads", 3, ["4 query heads", "3 key heads"]),
+        ("vocab_size", 299, ["embed_tokens", "(300, 32)", "(299, 32)"]),
+        ("sliding_window", 0, ["window", "0"]),
+        ("sliding_window", "wide", ["config.json", "wrong type"]),
+        ("layer_types", ["full_attention"], ["1 attention windows", "4 layers"]),
+        ("num_experts_per_tok", 9, ["9 experts", "4"]),
+        ("max_position_embeddings", None, ["max_seq_len", "None"]),
+        ("dtype", "int8", ["int8", "bfloat16"]),
+        ("hidden_act", "gelu", ["gelu", "silu"]),
+        ("quantization_config", {"bits": 4}, ["quantised"]),
+        ("rope_parameters", {"rope_type": "yarn"}, ["yarn"]),
+        ("rms_norm_eps", None, ["config.json", "wrong type"]),
+        pytest.param("rms_norm_eps", "tiny", ["config.json"], marks=pytest.mark.xfail(reason=UNTIL_FIXED, strict=True)),
+        pytest.param("rope_parameters", 3, ["config.json"], marks=pytest.mark.xfail(reason=UNTIL_FIXED, strict=True)),
+        pytest.param("architectures", 5, ["config.json"], marks=pytest.mark.xfail(reason=UNTIL_FIXED, strict=True)),
+        pytest.param("sliding_window", 2.5, ["window", "2.5"], marks=pytest.mark.xfail(reason=UNTIL_FIXED, strict=True)),
+    ],
+)
+def test_a_configuration_that_makes_no_sense_is_named(
+    refused: Refused, copy: Path, key: str, value: object, named: list[str]
+) -> None:
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    message = refused("generate", "--model", copy, "--local", "The")
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", ""])
+def test_a_configuration_that_is_no_json_is_named(refused: Refused, copy: Path, text: str) -> None:
+    (copy / "config.json").write_text(text)
+    assert str(copy / "config.json") in refused("generate", "--model", copy, "--local", "The")
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_more_stages_than_layers(refused: Refused, model: Path, local: list[str]) -> None:
+    """Without --local as well: no Ray is started for a plan that cannot be."""
+    message = refused("generate", "--model", model, *local, "--stages", "5", "The")
+    assert "--stages is 5" in message
+    assert "only 4 layers" in message
+
+
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_too_little_memory_for_the_plan(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(num_cpus=2, num_gpus=0, node_memory=(200_000,)))
+    message = refused("generate", "--model", model, *local, "The")
+    assert "too little memory for stage 1/2 (layers 0-1)" in message
+    assert "may use 8.38e-05 GiB" in message  # 0.9 of half of 200,000 bytes
+
+
+def test_a_cache_that_is_too_large_for_the_machine(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--kv-cache-memory", "1024TiB", "The")
+    assert "too little memory for stage 1/2" in message
+    assert f"{2**20:.3g} GiB of cache" in message
+
+
+def test_a_cache_that_is_too_small_for_one_sequence(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--kv-cache-memory", "1B", "The")
+    assert "one sequence of 128 positions" in message
+    assert message.endswith("raise --kv-cache-memory or lower --max-model-len")
+
+
+def test_a_context_past_the_checkpoints(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--max-model-len", "129", "The")
+    assert message == "--max-model-len is 129; the checkpoint's context is 128 positions"
+
+
+@pytest.mark.xfail(reason=UNTIL_FIXED, strict=True, raises=ValueError)
+def test_more_threads_than_can_be_counted(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--threads-per-stage", str(10**13), "The")
+    assert "--threads-per-stage" in message
+
+
+# ---- Ray
+
+
+@pytest.mark.parametrize("error", [ConnectionError, ValueError, RuntimeError])
+def test_a_cluster_that_cannot_be_joined_is_named(
+    refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Ray explains itself on many lines; ours is one."""
+
+    def fail(**_options: object) -> NoReturn:
+        raise error("nobody is there\nand many\nmore lines")
+
+    monkeypatch.setattr(ray, "init", fail)
+    message = refused("generate", "--model", model, "--address", "127.0.0.1:1", "The")
+    assert message == "no Ray cluster answers at --address 127.0.0.1:1: nobody is there"
+
+
+def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
+    refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_options: object) -> NoReturn:
+        raise PipelineError("Ray could not\nbe started")
+
+    monkeypatch.setattr(launch, "own_ray", fail)
+    assert refused("generate", "--model", model, "The", code=1) == "Ray could not be started"
+
+
+# ---- as a user runs it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "expected"),
+    [
+        (["--max-tokens", "0", "The"], b"", "max_tokens is 0; it must be at least 1"),
+        (["--model", "nowhere", "The"], b"", "model folder nowhere does not exist"),
+        ([], b"", "there is no prompt"),
+    ],
+)
+def test_in_a_process_of_its_own(arguments: list[str], stdin: bytes, expected: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from tramontane.cluster.cli import main; main()", "generate", *arguments]
+    done = subprocess.run(command, input=stdin, cwd=tmp_path, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.decode().count("\n") == 1
+    assert done.stderr.decode().startswith(f"error: {expected}")

@@ -1,0 +1,306 @@
+"""The rooms' walls: who may import whom, read from the source and seen in fresh interpreters."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {
+    "proto": {"proto"},
+    "workers": {"workers", "proto"},
+    "router": {"router", "proto"},
+    "cluster": {"cluster", "workers", "router", "proto"},
+}
+BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
+PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
+TOP_LEVEL = {
+    *("cluster", "workers", "router", "proto", "tests", "k8s"),
+    *("pyproject.toml", "README.md", "Makefile", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"),
+}
+
+
+class _Imports(ast.NodeVisitor):
+    """Every import of one module as (line, dotted name, whether only type checkers see it)."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, str, bool]] = []
+        self.typing_names: dict[str, int] = {}  # names that exist for type checkers only
+        self.runtime_names: set[str] = set()  # names that are used outside annotations
+        self._importers = {"import_module", "__import__"}
+        self._typing_only = self._in_annotation = False
+
+    def visit_If(self, node: ast.If) -> None:
+        test = node.test
+        is_typing = getattr(test, "id", getattr(test, "attr", None)) == "TYPE_CHECKING"
+        before, self._typing_only = self._typing_only, self._typing_only or is_typing
+        for child in node.body:
+            self.visit(child)
+        self._typing_only = before
+        for child in [node.test, *node.orelse]:
+            self.visit(child)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self._add(node, alias.name, alias.asname or alias.name.split(".")[0])
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            if node.module == "importlib" and alias.name == "import_module":
+                self._importers.add(alias.asname or alias.name)
+            # "from x import y" may mean the module x.y: the longer name is judged
+            self._add(node, f"{'.' * node.level}{node.module or ''}.{alias.name}", alias.asname or alias.name)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = getattr(node.func, "id", getattr(node.func, "attr", None))
+        given = [*node.args, *(k.value for k in node.keywords if k.arg == "name")]
+        if name in self._importers and given and isinstance(given[0], ast.Constant):
+            self.found.append((node.lineno, str(given[0].value), False))
+        self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        """``import tramontane.proto.x`` also binds ``tramontane``, through which other rooms can be reached."""
+        if isinstance(node.value, ast.Name) and node.value.id == "tramontane":
+            self.found.append((node.lineno, f"tramontane.{node.attr}", False))
+        self.generic_visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not self._in_annotation:
+            self.runtime_names.add(node.id)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        self._visit_annotation(node.annotation)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self._visit_annotation(node.annotation)
+        for child in (node.target, node.value):
+            if child is not None:
+                self.visit(child)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self._visit_annotation(node.returns)
+        for child in [*node.decorator_list, node.args, *node.body]:
+            self.visit(child)
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def _visit_annotation(self, node: ast.expr | None) -> None:
+        if node is not None:
+            before, self._in_annotation = self._in_annotation, True
+            self.visit(node)
+            self._in_annotation = before
+
+    def _add(self, node: ast.stmt, name: str, bound: str) -> None:
+        self.found.append((node.lineno, name, self._typing_only))
+        if self._typing_only:
+            self.typing_names[bound] = node.lineno
+
+
+def breaches(room: str, source: str) -> list[str]:
+    """What the imports of one module of ``room`` do against the rule, one line each."""
+    imports = _Imports()
+    imports.visit(ast.parse(source))
+    found = [f"line {line}: {why}" for line, name, typing in imports.found if (why := _breach(room, name, typing))]
+    if room == "proto":
+        misused = imports.typing_names.keys() & imports.runtime_names
+        found += [f"line {imports.typing_names[name]}: {name} is for annotations only" for name in sorted(misused)]
+    return found
+
+
+def _breach(room: str, name: str, typing_only: bool) -> str | None:
+    if name.startswith("."):
+        return f"relative import of {name}"
+    top, _, rest = name.partition(".")
+    if top in MAY_IMPORT:
+        return f"{top} is imported as tramontane.{top}, never bare"
+    if top == "tramontane":
+        other = rest.partition(".")[0]
+        return None if other in MAY_IMPORT[room] else f"{room} must not import {name}"
+    if room == "proto":
+        harmless = top in sys.stdlib_module_names or any(f"{name}.".startswith(f"{lib}.") for lib in PROTO_LIBRARIES)
+        return None if harmless or (top == "torch" and typing_only) else f"proto must not import {name}"
+    return f"{room} must not import {name}" if top in BANNED.get(room, set()) else None
+
+
+def _modules(room: str) -> list[str]:
+    return sorted(path.stem for path in (ROOT / room).glob("*.py"))
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_imports_go_one_way(room: str) -> None:
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    assert all(file.parent == ROOT / room for file in files), "rooms are flat"
+    found = {file.name: breaches(room, file.read_text(encoding="utf-8")) for file in files}
+    assert not {name: lines for name, lines in found.items() if lines}
+
+
+PLANTED = [
+    ("workers", "import tramontane.router.scheduler"),
+    ("workers", "import tramontane.router.scheduler as s"),
+    ("workers", "from tramontane import router"),
+    ("workers", "from tramontane import proto, router as r"),
+    ("workers", "from tramontane import *"),
+    ("workers", "from tramontane.router import scheduler"),
+    ("workers", "from tramontane.router.scheduler import Scheduler"),
+    ("workers", "import tramontane.proto.step\nx = tramontane.router"),
+    ("workers", "import tramontane"),
+    ("workers", "def f() -> None:\n    from tramontane.cluster import launch"),
+    ("workers", "class A:\n    import tramontane.cluster"),
+    ("workers", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tramontane.router import pages"),
+    ("workers", "try:\n    import ray\nexcept ImportError:\n    ray = None"),
+    ("workers", "import os, ray.util.metrics"),
+    ("workers", "from ray import remote"),
+    ("workers", "import importlib\nx = importlib.import_module('tramontane.router.pages')"),
+    ("workers", "from importlib import import_module\nx = import_module(name='ray')"),
+    ("workers", "from importlib import import_module as load\nx = load('tramontane.router')"),
+    ("workers", "import importlib\nx = importlib.import_module('.pages', 'tramontane.router')"),
+    ("workers", "x = __import__('ray')"),
+    ("router", "from tramontane.workers import tensor_names"),
+    ("router", "from tramontane.cluster.config import EngineConfig"),
+    ("router", "import torch"),
+    ("router", "async def f() -> None:\n    import torch.nn as nn"),
+    ("router", "import typing\nif typing.TYPE_CHECKING:\n    from torch import Tensor"),
+    ("router", "from transformers import AutoTokenizer"),
+    ("proto", "from tramontane.workers import sampler"),
+    ("proto", "import numpy"),
+    ("proto", "import torch"),
+    ("proto", "import google.cloud.storage"),
+    ("proto", "import grpcx"),
+    ("proto", "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    import torch"),
+    ("proto", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import torch"),
+    ("proto", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nx = torch.zeros(1)"),
+    ("proto", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor as T\nclass A(T): ..."),
+    ("proto", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import ray"),
+    *[("cluster", f"import {room}") for room in MAY_IMPORT],
+    ("cluster", "import proto.step"),
+    ("cluster", "from workers import model"),
+    ("cluster", "from . import config"),
+    ("cluster", "from .config import EngineConfig"),
+    ("cluster", "from ..proto import step"),
+    ("cluster", "from tramontane import tests"),
+]
+
+
+@pytest.mark.parametrize(("room", "source"), PLANTED)
+def test_a_planted_breach_is_found(room: str, source: str) -> None:
+    assert breaches(room, source), source
+
+
+ALLOWED = [
+    ("proto", "import json\nimport msgpack\nimport grpc.aio\nfrom google.protobuf import message"),
+    (
+        "proto",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from torch import Tensor\ndef f(x: 'Tensor') -> 'Tensor': ...",
+    ),
+    ("proto", "import typing\nif typing.TYPE_CHECKING:\n    import torch\nclass A:\n    x: torch.Tensor\n"),
+    ("proto", "from tramontane.proto.errors import UserError\nfrom tramontane.proto import errors"),
+    ("workers", "import torch\nfrom tramontane.proto import step\nfrom tramontane.workers.model import StageModel"),
+    ("router", "import sentencepiece\nimport importlib\nx = importlib.import_module('pydantic')"),
+    ("cluster", "import ray\nimport torch\nfrom tramontane import workers, router, proto, cluster"),
+]
+
+
+@pytest.mark.parametrize(("room", "source"), ALLOWED)
+def test_what_is_allowed_is_no_breach(room: str, source: str) -> None:
+    assert breaches(room, source) == []
+
+
+# Runs in a fresh interpreter: imports the modules that it is given, then tells every module that is loaded.
+TELL = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def _loaded_by(modules: list[str], folder: Path) -> list[str]:
+    """The modules that a fresh interpreter, started in ``folder``, holds after it has imported these."""
+    command = [sys.executable, "-c", TELL, *modules]
+    env = os.environ | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return names
+
+
+def _strangers(loaded: list[str], forbidden: set[str]) -> list[str]:
+    return [name for name in loaded if any(f"{name}.".startswith(f"{other}.") for other in forbidden)]
+
+
+def _importable(room: str) -> Iterator[str]:
+    for module in _modules(room):
+        if module != "xformers_kernels" or find_spec("xformers"):  # xformers is not there on every platform
+            yield f"tramontane.{room}.{module}"
+
+
+@pytest.mark.parametrize(
+    ("room", "libraries"),
+    [("proto", {"torch", "ray", "transformers", "numpy"}), ("router", {"torch", "ray", "transformers"}), ("workers", {"ray"})],
+)
+def test_a_room_loads_only_what_it_may(room: str, libraries: set[str], tmp_path: Path) -> None:
+    others = {f"tramontane.{other}" for other in MAY_IMPORT.keys() - MAY_IMPORT[room]}
+    modules = list(_importable(room))
+    loaded = _loaded_by(modules, tmp_path)
+    assert set(modules) <= set(loaded)
+    assert _strangers(loaded, libraries | others) == []
+
+
+def test_every_module_of_cluster_can_be_imported(tmp_path: Path) -> None:
+    modules = list(_importable("cluster"))
+    assert set(modules) <= set(_loaded_by(modules, tmp_path))
+
+
+def test_the_driver_starts_without_torch(tmp_path: Path) -> None:
+    """Whoever only drives stages must not pay for importing torch: neither we nor ray may load it."""
+    loaded = _loaded_by(["tramontane.cluster.cli", "tramontane.cluster.launch"], tmp_path)
+    assert "ray" in loaded
+    assert _strangers(loaded, {"torch", "transformers", "xformers"}) == []
+
+
+def test_a_library_that_loads_torch_is_seen(tmp_path: Path) -> None:
+    """A breach that no reading of our source can find, planted with an empty torch."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "nn.py").touch()
+    (tmp_path / "some_library.py").write_text("def _load() -> None:\n    import torch.nn\n\n_load()\n")
+    loaded = _loaded_by(["tramontane.proto.step", "some_library"], tmp_path)
+    assert _strangers(loaded, {"torch", "tramontane.router"}) == ["torch", "torch.nn"]
+
+
+def _tracked() -> list[str]:
+    git = ["git", "-c", f"safe.directory={ROOT}", "-C", str(ROOT)]
+    try:
+        where = subprocess.run([*git, "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("git is not installed")
+    if where.returncode or Path(where.stdout.strip()).resolve() != ROOT.resolve():
+        pytest.skip("not a git checkout")
+    return subprocess.run([*git, "ls-files", "-z"], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+
+
+def _not_allowed(paths: list[str]) -> list[str]:
+    tops = {path.split("/")[0] for path in paths}
+    return sorted(top for top in tops if top not in TOP_LEVEL and not top.startswith("."))
+
+
+def test_the_top_level_holds_only_what_the_design_names() -> None:
+    tracked = _tracked()
+    assert {"pyproject.toml", "README.md"} <= set(tracked)
+    assert _not_allowed(tracked) == []
+
+
+def test_a_planted_top_level_entry_is_found() -> None:
+    assert _not_allowed(["proto/step.py", "tramontane/__init__.py", ".ci/run", "setup.py"]) == ["setup.py", "tramontane"]
+
+
+def test_proto_is_no_regular_package() -> None:
+    """A proto/__init__.py would shadow proto-plus wherever the checkout is on sys.path."""
+    assert not (ROOT / "proto" / "__init__.py").exists()

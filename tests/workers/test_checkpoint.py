@@ -1,0 +1,355 @@
+"""What is wrong with a model folder is said in one line that names it; what is right is read once, by its owner alone."""
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import hf_config, random_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.workers import checkpoint
+from tramontane.workers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.tensor_names import TensorSpec, stage_tensors
+
+ARGS = tiny_args(n_layers=3)
+DENSE = tiny_args(n_layers=3, moe=False)
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def _specs(args: ModelArgs = ARGS) -> list[TensorSpec]:
+    return list(stage_tensors(args, range(args.n_layers)))
+
+
+def _shard(folder: Path) -> Path:
+    """Cut the single file of a folder in three, with an index, as large checkpoints come."""
+    tensors = load_file(folder / SINGLE_NAME)
+    (folder / SINGLE_NAME).unlink()
+    names = sorted(tensors)
+    weight_map: dict[str, str] = {}
+    for part in range(3):
+        file = f"model-{part + 1:05}-of-00003.safetensors"
+        save_file({name: tensors[name] for name in names[part::3]}, folder / file)
+        weight_map |= dict.fromkeys(names[part::3], file)
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _refused(what: Callable[[], object]) -> str:
+    """The message of the CheckpointError, which is one line."""
+    with pytest.raises(CheckpointError) as refused:
+        what()
+    message = str(refused.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def _rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE_NAME)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_NAME)
+
+
+# Weights: what is refused
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    _rewrite(folder, lambda tensors: tensors.pop(K_PROJ))
+    if sharded:
+        _shard(folder)
+    for use in (lambda: Checkpoint(folder).check(_specs()), lambda: Checkpoint(folder).load(_specs(), "float32", "cpu")):
+        message = _refused(use)
+        assert K_PROJ in message
+        assert str(folder) in message
+
+
+def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    shard = folder / json.loads((folder / INDEX_NAME).read_text())["weight_map"][K_PROJ]
+    tensors = load_file(shard)
+    del tensors[K_PROJ]
+    save_file(tensors, shard)
+    assert K_PROJ in _refused(lambda: Checkpoint(folder).check(_specs()))
+
+
+def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    _rewrite(folder, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ][:-1].clone()}))
+    message = _refused(lambda: Checkpoint(folder).check(_specs()))
+    assert K_PROJ in message
+    assert str(folder / SINGLE_NAME) in message
+    assert "(15, 32)" in message
+    assert "(16, 32)" in message
+
+
+@pytest.mark.parametrize("keep", [0, 4, 50, 0.5, -1])
+def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    path = folder / SINGLE_NAME
+    data = path.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep) if keep == 0.5 else int(keep)])
+    assert str(path) in _refused(lambda: Checkpoint(folder).check(_specs()))
+    assert str(path) in _refused(lambda: StageWorker.load(tiny_plan(ARGS).stages[0], folder))
+
+
+def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    path = folder / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert str(path) in _refused(lambda: Checkpoint(folder).check(_specs()))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    path = folder / "model-00002-of-00003.safetensors"
+    path.unlink()
+    message = _refused(lambda: Checkpoint(folder).check(_specs()))
+    assert str(path) in message
+    assert "missing" in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["a"]}'])
+def test_a_broken_index_is_named(tmp_path: Path, text: str) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    (folder / INDEX_NAME).write_text(text)
+    assert str(folder / INDEX_NAME) in _refused(lambda: Checkpoint(folder))
+
+
+def test_pickles_are_refused_unopened(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    torch.save(load_file(folder / SINGLE_NAME), folder / "pytorch_model.bin")
+    (folder / SINGLE_NAME).unlink()
+    (folder / "consolidated.00.pth").write_bytes(b"not even a pickle")
+    message = _refused(lambda: StageWorker.load(tiny_plan(ARGS).stages[0], folder))
+    assert str(folder) in message
+    assert "safetensors" in message
+
+
+# Weights: what is read
+
+
+@pytest.mark.parametrize("args", [ARGS, DENSE, tiny_args(n_layers=3, tied=True)], ids=["mixtral", "mistral", "tied"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: bool) -> None:
+    model = random_model(args)
+    folder = write_checkpoint(tmp_path / "model", args, model)
+    if sharded:
+        _shard(folder)
+    assert ModelArgs.from_folder(folder) == args
+    Checkpoint(folder).check(_specs(args))
+    read: dict[str, torch.Tensor] = {}
+    for stage in tiny_plan(args, 3).stages:
+        read |= StageWorker.load(stage, folder).model.state_dict()
+    written = model.state_dict()
+    assert read.keys() == written.keys()
+    assert all(torch.equal(read[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "bfloat16")])
+def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: str) -> None:
+    folder = write_checkpoint(tmp_path / "model", DENSE)
+    dtype = getattr(torch, stored)
+    _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
+    Checkpoint(folder).check(_specs(DENSE))
+    state = Checkpoint(folder).load(_specs(DENSE), wanted, "cpu")
+    expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
+    assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+class AskedFor:
+    """safe_open that writes down which tensors are read, and from which file."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def __call__(self, path: Path, framework: str) -> AbstractContextManager[Any]:
+        names = self.names
+
+        class Recording(AbstractContextManager[Any]):
+            def __enter__(self) -> "Recording":
+                self.file = safe_open(path, framework=framework)
+                self.file.__enter__()
+                return self
+
+            def __exit__(self, *error: Any) -> None:  # noqa: ANN401
+                self.file.__exit__(*error)
+
+            def keys(self) -> list[str]:
+                return list(self.file.keys())
+
+            def get_tensor(self, name: str) -> torch.Tensor:
+                names.append(name)
+                tensor: torch.Tensor = self.file.get_tensor(name)
+                return tensor
+
+        return Recording()
+
+
+@pytest.mark.parametrize("args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_stage_reads_only_its_own_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: ModelArgs, sharded: bool
+) -> None:
+    folder = write_checkpoint(tmp_path / "model", args)
+    all_names = sorted(load_file(folder / SINGLE_NAME))
+    if sharded:
+        _shard(folder)
+    plan = tiny_plan(args, 3)
+    asked: list[list[str]] = []
+    for stage in plan.stages:
+        recorder = AskedFor()
+        monkeypatch.setattr(checkpoint, "safe_open", recorder)
+        StageWorker.load(stage, folder)
+        asked.append(recorder.names)
+    for layer, names in enumerate(asked):
+        ends = ["model.embed_tokens.weight"] if layer == 0 else []
+        if layer == 2:
+            ends = ["model.norm.weight", "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"]
+        own = [name for name in all_names if name.startswith(f"model.layers.{layer}.")]
+        assert sorted(names) == sorted([*own, *ends])  # each of them once
+
+
+def test_looking_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    recorder = AskedFor()
+    monkeypatch.setattr(checkpoint, "safe_open", recorder)
+    found = Checkpoint(folder)
+    assert {spec.name for spec in _specs()} <= set(found.files)
+    assert recorder.names == []
+
+
+# config.json
+
+
+def test_no_folder_and_no_config(tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in _refused(lambda: ModelArgs.from_folder(tmp_path / "nowhere"))
+    message = _refused(lambda: ModelArgs.from_folder(tmp_path))
+    assert str(tmp_path) in message
+    assert "config.json" in message
+
+
+@pytest.mark.parametrize("data", [b"{", b"", b"\xff\xfe\x00", b"[1]", b"3"])
+def test_a_config_that_is_no_json_object(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(data)
+    message = _refused(lambda: ModelArgs.from_folder(tmp_path))
+    assert str(tmp_path / "config.json") in message
+    assert "JSON" in message
+
+
+def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
+    return {**hf_config(ARGS), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"]),
+        ({"architectures": None}, ["MistralForCausalLM"]),
+        ({"hidden_act": "gelu"}, ["gelu", "silu"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["yarn"]),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
+        ({"num_key_value_heads": 3}, ["4", "3", "heads"]),
+        ({"head_dim": 7}, ["head_dim", "7"]),
+        ({"hidden_size": 0}, ["dim", "0"]),
+        ({"num_hidden_layers": "3"}, ["config.json", "type"]),
+        ({"sliding_window": -4}, ["window", "-4"]),
+        ({"num_experts_per_tok": 5}, ["5", "4", "experts"]),
+        ({"layer_types": ["sliding_attention"]}, ["windows", "1", "3"]),
+    ],
+)
+def test_an_unsupported_config_says_why(changes: dict[str, Any], words: list[str]) -> None:
+    message = _refused(lambda: ModelArgs.from_hf_config(_changed(**changes)))
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.xfail(strict=True, reason="ValueError, AttributeError and TypeError escape from_hf_config")
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": "x"}, {"rope_parameters": "x"}, {"architectures": 5}])
+def test_a_value_of_the_wrong_type_is_refused(changes: dict[str, Any]) -> None:
+    assert "config.json" in _refused(lambda: ModelArgs.from_hf_config(_changed(**changes)))
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "vocab_size", "num_local_experts"],
+)
+def test_a_missing_key_is_named(key: str) -> None:
+    config = _changed()
+    del config[key]
+    message = _refused(lambda: ModelArgs.from_hf_config(config, source="x/config.json"))
+    assert key in message
+    assert "x/config.json" in message
+
+
+COMMON: dict[str, Any] = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "eos_token_id": 2,
+    "vocab_size": 32000,
+}
+MIXTRAL = ModelArgs(
+    dim=4096,
+    n_layers=32,
+    head_dim=128,
+    hidden_dim=14336,
+    n_heads=32,
+    n_kv_heads=8,
+    norm_eps=1e-5,
+    vocab_size=32000,
+    rope_theta=1e6,
+    max_seq_len=32768,
+    windows=(None,) * 32,
+    moe=MoeArgs(8, 2),
+    dtype="float16",
+    eos_token_ids=(2,),
+)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6, "torch_dtype": "float16"},
+        {"rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "float16"},
+        {"rope_theta": 1000000, "torch_dtype": "torch.float16", "head_dim": None},
+        {"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "dtype": "float16", "head_dim": 128},
+    ],
+    ids=["transformers 4", "4 with null scaling", "4 with null head_dim", "transformers 5"],
+)
+def test_both_spellings_mean_the_same(spelling: dict[str, Any]) -> None:
+    assert ModelArgs.from_hf_config({**COMMON, **spelling}) == MIXTRAL
+
+
+def test_spellings_that_are_not_the_default() -> None:
+    config = {**COMMON, "architectures": ["MistralForCausalLM"], "dtype": "bfloat16", "eos_token_id": [2, 5]}
+    del config["num_key_value_heads"]
+    args = ModelArgs.from_hf_config({**config, "sliding_window": 4096, "head_dim": 160, "tie_word_embeddings": True})
+    assert args.windows == (4096,) * 32
+    assert (args.head_dim, args.n_kv_heads, args.moe) == (160, 32, None)
+    assert args.tied_embeddings
+    assert (args.eos_token_ids, args.dtype, args.rope_theta) == ((2, 5), "bfloat16", 10_000.0)
+    kinds = ["full_attention", "sliding_attention"] * 16
+    args = ModelArgs.from_hf_config({**config, "sliding_window": 1024, "layer_types": kinds})
+    assert args.windows == (None, 1024) * 16

@@ -1,0 +1,357 @@
+"""Which rows are written, which are read, and in what order: the worked examples of the design, then any geometry.
+
+A key here is (sequence, position), its value the same negated: what attention is given shows where it came from.
+"""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_args, tiny_plan
+from torch import Tensor
+
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.router.pages import PageLedger
+from tramontane.router.sequence import Sequence
+from tramontane.workers.attention import CachedAttention
+from tramontane.workers.rolling_cache import PageRings, RollingCache, SequenceTable
+from tramontane.workers.step_index import DecodeIndex, PrefillIndex, StepIndex, build_step_index, num_cached_keys
+
+CPU = torch.device("cpu")
+SAMPLING = SamplingParams()
+# A page ring per window class, in ring order
+Pages = tuple[tuple[int, ...], ...]
+# (sequence, position)
+Key = tuple[int, int]
+
+
+class Recorder:
+    """Kernels that compute nothing and write down the keys that each query row is given."""
+
+    def __init__(self) -> None:
+        self.prefilled: list[list[list[Key]]] = []  # per call and chunk
+        self.decoded: list[list[list[Key]]] = []  # per call and token
+
+    def prefill_bias(self, index: PrefillIndex) -> PrefillIndex:
+        return index
+
+    def prefill(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillIndex) -> Tensor:
+        assert [len(q_THd), len(k_SGd)] == [sum(bias.query_lens), sum(bias.key_lens)]
+        self.prefilled.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
+        return q_THd
+
+    def decode_bias(self, index: DecodeIndex) -> DecodeIndex:
+        return index
+
+    def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: DecodeIndex) -> Tensor:
+        for own, k_LGd, num_keys in zip(q_BHd, k_BLGd, bias.key_lens, strict=True):
+            assert torch.equal(k_LGd[num_keys:], own.expand_as(k_LGd[num_keys:]))  # padding repeats the token's own key
+        lens = bias.key_lens.tolist()
+        self.decoded.append([_keys(k[:n], v[:n]) for k, v, n in zip(k_BLGd, v_BLGd, lens, strict=True)])
+        return q_BHd
+
+
+def _keys(k_SGd: Tensor, v_SGd: Tensor) -> list[Key]:
+    assert torch.equal(k_SGd, -v_SGd)
+    return [(int(tag), int(position)) for tag, position in k_SGd[:, 0].tolist()]
+
+
+class Stage:
+    """A layer for each window, over the real tables and caches; ``run`` sends chunks through all of them."""
+
+    def __init__(self, windows: Seq[int | None], page_size: int, max_len: int, max_num_seqs: int = 4) -> None:
+        args = tiny_args(n_layers=len(windows), windows=windows, n_heads=1, n_kv_heads=1, head_dim=2, max_seq_len=max_len)
+        self.plan = tiny_plan(args, 1, page_size, max_num_seqs)
+        self.table = SequenceTable(self.plan.cache, max_num_seqs, CPU)
+        self.cache = RollingCache(self.plan.stages[0], torch.float32, CPU)
+        for layer in self.cache.layers.values():
+            layer.k_NGd.fill_(-1)  # so that a row nobody wrote shows
+            layer.v_NGd.fill_(1)
+        self.num_steps = 0
+
+    def index(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> StepIndex:
+        batch = MicroBatch(0, self.num_steps, tuple(chunks), released)
+        self.num_steps += 1
+        self.table.update(batch)
+        return build_step_index(batch, self.table, CPU)
+
+    def run(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> tuple[StepIndex, Recorder]:
+        index, recorder = self.index(chunks, released), Recorder()
+        k_TGd = torch.tensor([(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]).float()[:, None, :]
+        attend = CachedAttention(self.cache, index, recorder)
+        for layer in self.cache.layers:
+            assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)  # outputs are in the order of the tokens
+        return index, recorder
+
+    def positions(self, layer: int, pages: Seq[int]) -> list[int]:
+        """Positions that these pages hold, row after row."""
+        page_size = self.plan.cache.page_size
+        return [int(self.cache.layers[layer].k_NGd[page * page_size + row, 0, 1]) for page in pages for row in range(page_size)]
+
+
+def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
+    return Chunk(seq_id, start, (0,) * num_tokens, pages, SAMPLING if start == 0 else None, wants_token=False)
+
+
+# Worked examples
+
+
+@pytest.mark.parametrize("pages", [(0, 1, 2), (7, 2, 5)])
+def test_the_plain_ring_of_the_paper(pages: tuple[int, ...]) -> None:
+    """W = 3, P = 1, chunks of 5: the rows hold [3, 4, 2], then [9, 7, 8]."""
+    stage = Stage([3], page_size=1, max_len=32)
+    _, first = stage.run([_chunk(0, 0, 5, (pages,))])
+    assert stage.positions(0, pages) == [3, 4, 2]
+    _, second = stage.run([_chunk(0, 5, 5, ((),))])
+    assert stage.positions(0, pages) == [9, 7, 8]
+    assert [p for _, p in first.prefilled[0][0]] == [0, 1, 2, 3, 4]
+    assert [p for _, p in second.prefilled[0][0]] == [3, 4, 5, 6, 7, 8, 9]  # two cached, unrotated, and its own
+
+
+def _lens(index: StepIndex, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
+    """Queries and keys of every sequence, whether it went as a run or as a single token."""
+    queries: list[int] = []
+    keys: list[int] = []
+    if (prefill := index.prefill[0]) is not None:
+        queries, keys = list(prefill.query_lens), list(prefill.key_lens)
+    if (decode := index.decode[0]) is not None:
+        queries, keys = queries + [1] * len(decode.key_lens), keys + decode.key_lens.tolist()
+    return {c.seq_id: lens for c, lens in zip(chunks, zip(queries, keys, strict=True), strict=True)}
+
+
+def test_three_prompts_two_tokens_a_step() -> None:
+    """Prompts of 4, 1 and 3 tokens (sequences 0, 1, 2), W = 3: queries [2, 1, 2], then [2, 0, 1], then [1, 1, 1]."""
+    stage = Stage([3], page_size=1, max_len=32)
+    first = [_chunk(0, 0, 2, ((0, 1),)), _chunk(2, 0, 2, ((3, 4),)), _chunk(1, 0, 1, ((6,),))]
+    lens = _lens(stage.run(first)[0], first)
+    assert [lens[s] for s in (0, 1, 2)] == [(2, 2), (1, 1), (2, 2)]
+
+    second = [_chunk(0, 2, 2, ((2,),)), _chunk(2, 2, 1, ((5,),))]
+    lens = _lens(stage.run(second)[0], second)
+    assert lens[0] == (2, 4)
+    assert num_cached_keys(1, 3) == 1  # the short prompt waits: no query, one key
+    assert lens[2] == (1, 3)
+
+    third = [_chunk(0, 4, 1, ((),)), _chunk(1, 1, 1, ((7,),)), _chunk(2, 3, 1, ((),))]
+    index, recorder = stage.run(third)
+    lens = _lens(index, third)
+    assert [lens[s] for s in (0, 1, 2)] == [(1, 3), (1, 2), (1, 3)]
+    assert recorder.decoded == [[[(0, 2), (0, 3), (0, 4)], [(1, 0), (1, 1)], [(2, 1), (2, 2), (2, 3)]]]
+
+
+@pytest.mark.parametrize(
+    ("start", "window", "expected"), [(0, 3, 0), (1, 3, 1), (2, 3, 2), (3, 3, 2), (50, 3, 2), (9, 1, 0), (50, None, 50)]
+)
+def test_cached_keys(start: int, window: int | None, expected: int) -> None:
+    assert num_cached_keys(start, window) == expected
+
+
+@pytest.mark.parametrize(
+    ("window", "page_size", "max_len", "expected"),
+    [
+        (3, 1, 1000, 3),
+        (64, 16, 1000, 5),
+        (65, 16, 1000, 5),
+        (66, 16, 1000, 6),
+        (1, 1, 1000, 1),
+        (1, 16, 1000, 1),
+        (2, 16, 1000, 2),
+        (4096, 16, 32768, 257),
+        (4096, 16, 100, 7),  # never more than the whole context
+        (None, 16, 32768, 2048),
+        (None, 16, 33, 3),
+    ],
+)
+def test_ring_pages(window: int | None, page_size: int, max_len: int, expected: int) -> None:
+    assert ring_pages(window, page_size, max_len) == expected
+
+
+def test_headline_eight_times_smaller_at_32k_and_flat_from_the_window_on() -> None:
+    context, window, page_size = 32768, 4096, 16
+    rolling, full = (WindowClass(w, ring_pages(w, page_size, context), 10_000) for w in (window, None))
+    assert full.pages_for(context, page_size) == context // page_size
+    assert abs(rolling.pages_for(context, page_size) - full.pages_for(context, page_size) / 8) <= 1
+    assert len({rolling.pages_for(position + 1, page_size) for position in range(window, context)}) == 1
+    grown = [rolling.pages_for(position + 1, page_size) for position in range(window)]
+    assert grown == [position // page_size + 1 for position in range(window)]  # until then only the pages it has filled
+
+
+def test_a_sequence_takes_no_more_pages_from_the_window_on() -> None:
+    """The same through the router's ledger: the pages that are really handed out."""
+    args = tiny_args(n_layers=2, windows=(64, None), max_seq_len=1024)
+    ledger = PageLedger(tiny_plan(args, 1, 16).cache)
+    sequence = Sequence(0, (0,) * 1000, SAMPLING, max_len=1024)
+    assert ledger.promise(sequence)
+    gained = [tuple(map(len, ledger.grow(sequence, position + 1))) for position in range(1000)]
+    assert [i for i, (windowed, _) in enumerate(gained) if windowed] == [0, 16, 32, 48, 64]
+    assert [i for i, (_, full) in enumerate(gained) if full] == list(range(0, 1000, 16))
+
+
+# Rows, P = 16, W = 64, R = 5: positions wrap after 80
+
+RING = (9, 4, 0, 7, 2)
+WINDOW, PAGE = 64, 16
+
+
+def _row(position: int) -> int:
+    return 16 * RING[position // 16 % 5] + position % 16
+
+
+def _prefill_rows(start: int, num_tokens: int) -> PrefillIndex:
+    stage = Stage([WINDOW], PAGE, max_len=1024)
+    if start:
+        stage.index([_chunk(0, 0, start, (RING,))])
+    index = stage.index([_chunk(0, start, num_tokens, ((),) if start else (RING,))]).prefill[0]
+    assert index is not None
+    return index
+
+
+def test_rows_of_positions() -> None:
+    rings = PageRings(WindowClass(WINDOW, 5, 10), PAGE, 2, CPU)
+    rings.append(1, RING[:2])
+    rings.append(1, RING[2:])
+    positions = torch.tensor([0, 15, 16, 79, 80, 83, 160, 1599])
+    rows = rings.rows(torch.ones_like(positions), positions)
+    assert rows.tolist() == [144, 159, 64, 47, 144, 147, 144, 47]
+
+
+@pytest.mark.parametrize(
+    ("start", "num_tokens", "written"),
+    [
+        (0, 64, range(0, 64)),
+        (0, 65, range(1, 65)),
+        (0, 80, range(16, 80)),
+        (70, 20, range(70, 90)),  # over the wrap at 80: entry 4 rows 6..15, then entry 0 rows 0..9
+        (10, 200, range(146, 210)),  # longer than the ring: its last W rows only
+        (333, 2, range(333, 335)),
+    ],
+)
+def test_a_chunk_writes_its_last_rows_in_order(start: int, num_tokens: int, written: range) -> None:
+    index = _prefill_rows(start, num_tokens)
+    assert index.write_rows.tolist() == [_row(p) for p in written]
+    assert index.written.tolist() == [p - start for p in written]
+    assert len(set(index.write_rows.tolist())) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("start", "read"), [(0, range(0)), (5, range(5)), (63, range(63)), (64, range(1, 64)), (90, range(27, 90))]
+)
+def test_a_chunk_reads_what_the_window_leaves_in_position_order(start: int, read: range) -> None:
+    index = _prefill_rows(start, 20)
+    assert index.cached_rows.tolist() == [_row(p) for p in read]
+    assert index.key_order.tolist() == list(range(len(read) + 20))
+    assert index.key_lens == (len(read) + 20,)
+
+
+def test_one_token_writes_one_row_and_reads_the_window() -> None:
+    stage = Stage([WINDOW], PAGE, max_len=1024)
+    stage.index([_chunk(0, 0, 83, (RING,)), _chunk(1, 0, 2, ((1,),))])
+    index = stage.index([_chunk(0, 83, 1, ((),)), _chunk(1, 2, 1, ((),))]).decode[0]
+    assert index is not None
+    assert index.write_rows.tolist() == [_row(83), 18]
+    assert index.key_lens.tolist() == [64, 3]
+    assert index.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
+    assert index.key_rows[1].tolist() == [16, 17] + [18] * 62
+
+
+def test_positions_and_sampled_rows_of_a_step() -> None:
+    stage = Stage([WINDOW], PAGE, max_len=1024)
+    stage.index([_chunk(7, 0, 5, ((3,),)), _chunk(8, 0, 2, ((4,),))])
+    wanting = Chunk(7, 5, (50, 51, 52), ((),), None, wants_token=True)
+    silent = Chunk(9, 0, (90, 91), ((5,),), SAMPLING, wants_token=False)
+    single = Chunk(8, 2, (82,), ((),), None, wants_token=True)
+    index = stage.index([wanting, silent, single])
+    assert index.token_ids.tolist() == [50, 51, 52, 90, 91, 82]
+    assert index.positions.tolist() == [5, 6, 7, 0, 1, 2]
+    assert index.num_prefill_tokens == 5
+    assert index.sampled_rows.tolist() == [2, 5]
+
+
+def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
+    table = SequenceTable(CachePlan(1, (WindowClass(3, 3, 6),)), 1, CPU)
+    table.update(MicroBatch(0, 0, (_chunk(4, 0, 5, ((0, 1, 2),)),)))
+    table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), released=(4,)))
+    assert table.slots == {5: 0}
+    assert table.rings[0].rows(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist() == [5, 3]
+
+
+# Any geometry
+
+
+@dataclass
+class Life:
+    """A sequence that arrives, runs through its chunks and leaves its pages, dirty, to others."""
+
+    seq_id: int
+    cut: deque[int]
+    sequence: Sequence = field(init=False)
+
+    def __post_init__(self) -> None:
+        length = sum(self.cut)
+        self.sequence = Sequence(self.seq_id, (0,) * length, SAMPLING, max_len=length + 1)
+
+
+def _visible(seq_id: int, start: int, num_tokens: int, window: int | None) -> list[Key]:
+    """Keys that any token of a chunk may see."""
+    oldest = 0 if window is None else max(0, start - window + 1)
+    return [(seq_id, position) for position in range(oldest, start + num_tokens)]
+
+
+def _next_chunk(ledger: PageLedger, life: Life) -> Chunk:
+    start, num_tokens = life.sequence.num_dispatched, life.cut.popleft()
+    life.sequence.num_dispatched += num_tokens
+    return _chunk(life.seq_id, start, num_tokens, ledger.grow(life.sequence, start + num_tokens))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    windows=st.lists(st.one_of(st.none(), st.integers(1, 40)), min_size=1, max_size=3, unique=True),
+    page_size=st.sampled_from([1, 2, 3, 5, 16]),
+    cuts=st.lists(
+        st.lists(st.one_of(st.just(1), st.integers(1, 12), st.integers(1, 60)), min_size=1, max_size=8), min_size=1, max_size=6
+    ),
+    max_num_seqs=st.integers(1, 3),
+)
+def test_any_cut_reads_exactly_the_window(
+    windows: list[int | None], page_size: int, cuts: list[list[int]], max_num_seqs: int
+) -> None:
+    stage = Stage(windows, page_size, max_len=max(map(sum, cuts)) + 1, max_num_seqs=max_num_seqs)
+    ledger = PageLedger(stage.plan.cache)
+    waiting = deque(Life(i, deque(cut)) for i, cut in enumerate(cuts))
+    running: list[Life] = []
+    while waiting or running:
+        finished = [life for life in running if not life.cut]
+        running = [life for life in running if life.cut]
+        for life in finished:
+            ledger.release(life.sequence)
+        while waiting and len(running) < max_num_seqs:
+            assert ledger.promise(waiting[0].sequence)
+            running.append(waiting.popleft())
+        if not running:
+            break
+        chunks = sorted((_next_chunk(ledger, life) for life in running), key=lambda chunk: chunk.num_tokens == 1)
+        _check_step(stage, windows, chunks, tuple(life.seq_id for life in finished))
+
+
+def _check_step(stage: Stage, windows: list[int | None], chunks: list[Chunk], released: tuple[int, ...]) -> None:
+    index, recorder = stage.run(chunks, released)
+    runs = [(c.seq_id, c.start, c.num_tokens) for c in chunks if c.num_tokens > 1]
+    singles = [(c.seq_id, c.start, 1) for c in chunks if c.num_tokens == 1]
+    assert recorder.prefilled == [[_visible(*run, window) for run in runs] for window in windows if runs]
+    assert recorder.decoded == [[_visible(*single, window) for single in singles] for window in windows if singles]
+    for prefill in index.prefill:
+        assert prefill is None or len(set(prefill.write_rows.tolist())) == len(prefill.write_rows)
+    # Whatever a later token can still see now lies where the rows of its position say.
+    for layer, window in enumerate(windows):
+        for chunk in chunks:
+            end = chunk.start + chunk.num_tokens
+            positions = torch.arange(end - num_cached_keys(end, window), end)
+            rows = stage.table.rings[layer].rows(torch.full_like(positions, stage.table.slots[chunk.seq_id]), positions)
+            keys = stage.cache.layers[layer].k_NGd[rows, 0].tolist()
+            assert keys == [[chunk.seq_id, position] for position in positions.tolist()]
