@@ -53,8 +53,13 @@ class StageActor:
         outcome = self._worker.step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
+    @ray.method(concurrency_group="control")
     def health(self) -> dict[str, Any]:
-        """Answered beside the compute thread, also while a step runs."""
+        """Answered beside the compute thread, also while a step runs.
+
+        Call it with ``.options(concurrency_group="control")``: only then does it also
+        overtake steps of the same caller that still wait for their input.
+        """
         node_id = ray.get_runtime_context().get_node_id()
         return {"label": self._plan.label, "epoch": self._worker.epoch, "pid": os.getpid(), "node_id": node_id}
 

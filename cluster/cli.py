@@ -1,6 +1,7 @@
 """The ``tramontane`` command."""
 
 import asyncio
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -11,8 +12,10 @@ import typer
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display, as_json, summary
 from tramontane.cluster.generate import generate as run_generate
-from tramontane.proto.errors import TramontaneError, UserError
+from tramontane.proto.errors import RequestError, TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
+
+INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -80,7 +83,12 @@ def generate(
 
 
 def _lines_of_stdin() -> list[str]:
-    return [] if sys.stdin.isatty() else sys.stdin.read().splitlines()
+    if sys.stdin.isatty():
+        return []
+    try:
+        return sys.stdin.buffer.read().decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not valid UTF-8 (byte {error.start})") from None
 
 
 def main() -> None:
@@ -92,7 +100,12 @@ def main() -> None:
     except TramontaneError as error:
         code = _complain(str(error), 2 if isinstance(error, UserError) else 1)
     except (typer.Abort, KeyboardInterrupt):
-        code = _complain("interrupted", 130)
+        code = INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    if code == INTERRUPTED:  # typer's answer to Ctrl-C
+        _complain("interrupted", code)
     sys.exit(code or 0)
 
 

@@ -114,7 +114,7 @@ def summary(outcome: "Outcome") -> Group:
 def _pipeline_line(outcome: "Outcome") -> str:
     usage = outcome.engine.usage
     return (
-        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s; "
+        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
         f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
     )
 

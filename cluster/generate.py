@@ -9,7 +9,7 @@ import psutil
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.launch import Engine, open_engine
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.request import FinishReason, SamplingParams
 from tramontane.router.tokenizer import Tokenizer
@@ -64,13 +64,24 @@ def encode_prompts(config: EngineConfig, prompts: list[str]) -> tuple[Tokenizer,
     for number, prompt in enumerate(prompts, start=1):
         if not prompt.strip():
             raise RequestError(f"prompt {number} is empty")
-        ids = tokenizer.encode(prompt)
+        ids = _encode(tokenizer, number, prompt)
+        if max(ids) >= args.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
+            )
         if len(ids) >= context:
             raise RequestError(
                 f"prompt {number} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
             )
         encoded.append(ids)
     return tokenizer, encoded
+
+
+def _encode(tokenizer: Tokenizer, number: int, prompt: str) -> tuple[int, ...]:
+    try:
+        return tokenizer.encode(prompt)
+    except UnicodeEncodeError:
+        raise RequestError(f"prompt {number} is not valid UTF-8") from None
 
 
 class _Run:

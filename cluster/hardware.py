@@ -1,19 +1,22 @@
 """What there is to run on: this machine, or the Ray cluster that was joined."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import ray
 
+from tramontane.proto.errors import PlanError
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """``gpu_memory`` is the smallest GPU's, in bytes; ``node_memory`` has one entry per node."""
+    """``node_cpus`` and ``node_memory`` (bytes) have one entry per node; ``gpu_memory`` is the smallest GPU's."""
 
-    num_cpus: int
-    num_gpus: int
+    node_cpus: tuple[int, ...]
     node_memory: tuple[int, ...]
+    num_gpus: int = 0
     gpu_memory: int = 0
 
     @property
@@ -24,19 +27,22 @@ class Hardware:
         """Bytes one stage may use: its GPU, or an even share of the smallest node."""
         if self.num_gpus:
             return self.gpu_memory
-        stages_per_node = -(-num_stages // len(self.node_memory))
-        return min(self.node_memory) // stages_per_node
+        return min(self.node_memory) // self._stages_per_node(num_stages)
 
     def threads_per_stage(self, num_stages: int) -> int:
-        return max(1, self.num_cpus // num_stages)
+        """Cores of the smallest node, shared by the stages that it would hold."""
+        return max(1, min(self.node_cpus) // self._stages_per_node(num_stages))
+
+    def _stages_per_node(self, num_stages: int) -> int:
+        return -(-num_stages // len(self.node_cpus))
 
 
 def this_machine() -> Hardware:
     num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     return Hardware(
-        num_cpus=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else psutil.cpu_count() or 1,
-        num_gpus=num_gpus,
+        node_cpus=(_usable_cpus(),),
         node_memory=(psutil.virtual_memory().available,),
+        num_gpus=num_gpus,
         gpu_memory=_smallest_gpu() if num_gpus else 0,
     )
 
@@ -45,13 +51,21 @@ def joined_cluster() -> Hardware:
     """The Ray cluster this process is connected to."""
     resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
     num_gpus = int(resources.get("GPU", 0))
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [node for node in alive if node.get("CPU", 0) >= 1]
+    if not nodes:
+        raise PlanError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
     return Hardware(
-        num_cpus=int(resources.get("CPU", 0)),
+        node_cpus=tuple(int(node["CPU"]) for node in nodes),
+        node_memory=tuple(int(node["memory"]) for node in nodes),
         num_gpus=num_gpus,
-        node_memory=tuple(int(node["memory"]) for node in nodes if node.get("CPU")),
         gpu_memory=ray.get(ray.remote(num_gpus=1)(_smallest_gpu).remote()) if num_gpus else 0,
     )
+
+
+def _usable_cpus() -> int:
+    """What this process may use, where the system can tell; otherwise all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _smallest_gpu() -> int:

@@ -83,7 +83,9 @@ def _scheduler(config: EngineConfig, plan: ClusterPlan) -> Scheduler:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        max_in_flight=config.max_in_flight or len(plan.stages) + 1,
+        # In one process one micro-batch runs at a time; splitting decodes would only cost.
+        max_in_flight=config.max_in_flight or (1 if config.local else len(plan.stages) + 1),
+        vocab_size=plan.args.vocab_size,
         eos_token_ids=plan.args.eos_token_ids,
     )
     return Scheduler(plan.cache, limits)
@@ -99,7 +101,7 @@ def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> It
     from tramontane.cluster.local_chain import LocalStageChain
     from tramontane.workers.stage_worker import StageWorker
 
-    torch.set_num_threads(config.threads_per_stage or hardware.num_cpus)  # one stage at a time works here
+    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
     device = "cuda" if hardware.num_gpus else "cpu"
     chain = LocalStageChain([StageWorker.load(stage, config.model, device) for stage in plan.stages])
     try:

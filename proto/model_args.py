@@ -92,6 +92,15 @@ class ModelArgs:
     @classmethod
     def from_hf_config(cls, config: Mapping[str, Any], source: str = "config.json") -> Self:
         """Translate a Hugging Face configuration, as transformers 4 or 5 writes it."""
+        try:
+            return cls._translate(config, source)
+        except KeyError as error:
+            raise CheckpointError(f"{source} lacks the key {error}") from error
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError) as error:
+            raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
+
+    @classmethod
+    def _translate(cls, config: Mapping[str, Any], source: str) -> Self:
         architecture = (config.get("architectures") or ["nothing"])[0]
         if architecture not in SUPPORTED_ARCHITECTURES:
             raise CheckpointError(f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
@@ -99,32 +108,25 @@ class ModelArgs:
             raise CheckpointError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
         if config.get("quantization_config"):
             raise CheckpointError(f"{source}: quantised checkpoints are not supported; use the original weights")
-        try:
-            heads = config["num_attention_heads"]
-            moe = None
-            if architecture == "MixtralForCausalLM":
-                moe = MoeArgs(config["num_local_experts"], config["num_experts_per_tok"])
-            return cls(
-                dim=config["hidden_size"],
-                n_layers=config["num_hidden_layers"],
-                head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-                hidden_dim=config["intermediate_size"],
-                n_heads=heads,
-                n_kv_heads=config.get("num_key_value_heads") or heads,
-                norm_eps=float(config.get("rms_norm_eps", 1e-5)),
-                vocab_size=config["vocab_size"],
-                rope_theta=_rope_theta(config, source),
-                max_seq_len=config["max_position_embeddings"],
-                windows=_windows(config),
-                moe=moe,
-                tied_embeddings=bool(config.get("tie_word_embeddings", False)),
-                dtype=_dtype(config, source),
-                eos_token_ids=_ids(config.get("eos_token_id")),
-            )
-        except KeyError as error:
-            raise CheckpointError(f"{source} lacks the key {error}") from error
-        except (TypeError, ZeroDivisionError) as error:
-            raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
+        heads = config["num_attention_heads"]
+        is_moe = architecture == "MixtralForCausalLM"
+        return cls(
+            dim=config["hidden_size"],
+            n_layers=config["num_hidden_layers"],
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            hidden_dim=config["intermediate_size"],
+            n_heads=heads,
+            n_kv_heads=config.get("num_key_value_heads") or heads,
+            norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+            vocab_size=config["vocab_size"],
+            rope_theta=_rope_theta(config, source),
+            max_seq_len=config["max_position_embeddings"],
+            windows=_windows(config),
+            moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if is_moe else None,
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+            dtype=_dtype(config, source),
+            eos_token_ids=_ids(config.get("eos_token_id")),
+        )
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:

@@ -19,6 +19,7 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     max_in_flight: int
+    vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
 
 
@@ -50,6 +51,9 @@ class Scheduler:
                 f"the prompt has {len(sequence.prompt_ids)} tokens; with a context of "
                 f"{self.limits.max_model_len} positions it may have at most {self.limits.max_model_len - 1}"
             )
+        for token_id in sequence.prompt_ids:
+            if not 0 <= token_id < self.limits.vocab_size:
+                raise RequestError(f"token id {token_id} is outside the model's vocabulary of {self.limits.vocab_size}")
         assert sequence.max_len <= self.limits.max_model_len
         if not self.ledger.fits_ever(sequence):
             raise RequestError(

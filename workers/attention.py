@@ -18,8 +18,8 @@ from tramontane.workers.step_index import DecodeIndex, PrefillIndex, StepIndex
 def visible_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
     """Boolean [queries, keys]: causal from the bottom-right corner, within the window.
 
-    2 queries, 4 keys, W = 3: [[0, 1, 1... the first query is key 2's position, so it
-    sees keys 0, 1, 2; the second sees 1, 2, 3: [[1, 1, 1, 0], [0, 1, 1, 1]].
+    2 queries, 4 keys, W = 3: the queries stand at keys 2 and 3, so the first sees keys
+    0..2 and the second 1..3: [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
     distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)[None, :]
     causal = distance >= 0

@@ -47,7 +47,9 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
     probs = sorted_logits.softmax(-1)
     before = probs.cumsum(-1) - probs
-    probs = probs.masked_fill(before >= column([p.top_p for p, _ in draws]), 0.0)
+    cut = before >= column([p.top_p for p, _ in draws])
+    cut[:, 0] = False  # the likeliest token always stays, however small top_p
+    probs = probs.masked_fill(cut, 0.0)
     cumulative = probs.cumsum(-1)
     targets = column([uniform(p.seed, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
     picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)

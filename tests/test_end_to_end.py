@@ -1,0 +1,62 @@
+"""The command as a user runs it, in a process of its own, over a Ray of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+COMMAND = [str(Path(sys.executable).parent / "tramontane"), "generate"]
+PROMPTS = ["ROMEO:", "What news from Rome, and what of the tribunes?", "O", "KING RICHARD III:\n" * 12]
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """As on a machine that has never seen Ray: no authentication mode chosen, an empty home."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("RAY_")} | {"HOME": str(home)}
+
+
+def _run(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *args], env=_environment(home), capture_output=True, text=True, check=True)
+
+
+def _ray_processes_of(home: Path) -> list[str]:
+    """Ray processes that this test started, told by the home they inherited."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HOME") == str(home):
+                found.append(process.name())
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
+    options = ["--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", "40", *PROMPTS]
+    over_ray = json.loads(_run(tmp_path, "--stages", "2", *options).stdout)
+    locally = json.loads(_run(tmp_path, "--local", "--stages", "4", *options).stdout)
+    assert [c["token_ids"] for c in over_ray["completions"]] == [c["token_ids"] for c in locally["completions"]]
+    assert [c["prompt"] for c in over_ray["completions"]] == PROMPTS
+    assert {len(c["token_ids"]) for c in over_ray["completions"]} == {40}
+    assert [s["layers"] for s in over_ray["stages"]] == [[0, 3], [4, 7]]
+    prompt_tokens = over_ray["stages"][0]["tokens"] - 4 * 39  # the last new token is not fed back
+    assert prompt_tokens == locally["stages"][0]["tokens"] - 4 * 39 > 80
+    assert 0 < over_ray["bubble"] < 1
+    assert not (tmp_path / ".ray").exists(), "no token is left in the user's home"
+    assert _ray_processes_of(tmp_path) == []
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [*COMMAND, "--max-tokens", "2000", "ROMEO:"]
+    process = subprocess.Popen(command, env=_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert len(process.stdout.read(20)) == 20  # the prompt and the first of many tokens
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == "error: interrupted"
+    assert "Traceback" not in errors
+    assert _ray_processes_of(tmp_path) == []
