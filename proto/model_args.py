@@ -23,6 +23,11 @@ class MoeArgs:
     num_experts: int
     num_experts_per_tok: int
 
+    def __post_init__(self) -> None:
+        _check_sizes({"num_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_tok})
+        if self.num_experts_per_tok > self.num_experts:
+            raise CheckpointError(f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
@@ -49,24 +54,15 @@ class ModelArgs:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = {
-            name: getattr(self, name)
-            for name in ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
-        }
-        for name, value in sizes.items():
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"the model's {name} is {value!r}; it must be a positive whole number")
+        names = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+        _check_sizes({name: getattr(self, name) for name in names})
         if self.n_heads % self.n_kv_heads:
             raise CheckpointError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         if len(self.windows) != self.n_layers:
             raise CheckpointError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
-        for window in self.window_classes:
-            if window is not None and window < 1:
-                raise CheckpointError(f"the attention window is {window}; it must be at least 1")
-        if (moe := self.moe) and not 1 <= moe.num_experts_per_tok <= moe.num_experts:
-            raise CheckpointError(f"{moe.num_experts_per_tok} experts per token cannot be chosen from {moe.num_experts}")
+        _check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:
@@ -116,17 +112,23 @@ class ModelArgs:
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             hidden_dim=config["intermediate_size"],
             n_heads=heads,
-            n_kv_heads=config.get("num_key_value_heads") or heads,
-            norm_eps=float(config.get("rms_norm_eps", 1e-5)),
+            n_kv_heads=config["num_key_value_heads"],
+            norm_eps=float(config["rms_norm_eps"]),
             vocab_size=config["vocab_size"],
             rope_theta=_rope_theta(config, source),
             max_seq_len=config["max_position_embeddings"],
-            windows=_windows(config),
+            windows=_windows(config, source),
             moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if is_moe else None,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             dtype=_dtype(config, source),
             eos_token_ids=_ids(config.get("eos_token_id")),
         )
+
+
+def _check_sizes(sizes: Mapping[str, object]) -> None:
+    for name, value in sizes.items():
+        if type(value) is not int or value < 1:
+            raise CheckpointError(f"the model's {name} is {value!r}; it must be a positive whole number")
 
 
 def _rope_theta(config: Mapping[str, Any], source: str) -> float:
@@ -135,13 +137,16 @@ def _rope_theta(config: Mapping[str, Any], source: str) -> float:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         raise CheckpointError(f"{source}: rotary scaling of type {kind!r} is not supported")
-    return float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    return float(rope.get("rope_theta") or config["rope_theta"])
 
 
-def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
+def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
+    """No defaults here or above: transformers' differ by class, and a wrong guess would be a wrong model."""
+    by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
     kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if unknown := set(kinds) - set(by_kind):
+        raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+    return tuple(by_kind[kind] for kind in kinds)
 
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:
@@ -152,4 +157,7 @@ def _dtype(config: Mapping[str, Any], source: str) -> str:
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:
-    return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(i, int) for i in ids):
+        raise TypeError(f"eos_token_id is {value!r}")
+    return ids

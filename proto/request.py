@@ -31,14 +31,14 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1")
+        if not 1 <= self.max_tokens < 2**31:
+            raise RequestError(f"max_tokens is {self.max_tokens}; it must be at least 1 and fit in 31 bits")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise RequestError(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number")
+        if not 0 <= self.top_k < 2**31:
+            raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number of 31 bits")
         if not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
 

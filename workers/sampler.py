@@ -47,12 +47,14 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
     probs = sorted_logits.softmax(-1)
     before = probs.cumsum(-1) - probs
-    cut = before >= column([p.top_p for p, _ in draws])
+    top_p = column([p.top_p for p, _ in draws])
+    cut = (before >= top_p) & (top_p < 1)
     cut[:, 0] = False  # the likeliest token always stays, however small top_p
     probs = probs.masked_fill(cut, 0.0)
     cumulative = probs.cumsum(-1)
     targets = column([uniform(p.seed, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
     picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)
     # Rounding may step past the last kept token; go back to the last one with any weight.
-    last_kept = (probs > 0).sum(-1, keepdim=True) - 1
+    # Logits that are not numbers (a float16 overflow) keep none: then any token, but no crash.
+    last_kept = ((probs > 0).sum(-1, keepdim=True) - 1).clamp(min=0)
     return token_ids.gather(1, torch.minimum(picks, last_kept))[:, 0]

@@ -298,19 +298,19 @@ def test_a_context_past_the_checkpoints_is_refused() -> None:
 
 def test_stages_follow_the_hardware_unless_told() -> None:
     args, config = tiny_args(n_layers=4), EngineConfig()
-    cpu = Hardware(num_cpus=8, num_gpus=0, node_memory=(GIB,))
-    gpus = Hardware(num_cpus=8, num_gpus=3, node_memory=(GIB,), gpu_memory=GIB)
-    many = Hardware(num_cpus=8, num_gpus=16, node_memory=(GIB,), gpu_memory=GIB)
+    cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
+    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=3, gpu_memory=GIB)
+    many = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=16, gpu_memory=GIB)
     assert [len(plan_for(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
     assert len(plan_for(EngineConfig(stages=4), args, gpus).stages) == 4
     assert len(plan_for(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
 
 
 def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
-    nodes = Hardware(num_cpus=7, num_gpus=0, node_memory=(1200, 900))
+    nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
     assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
-    assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 8)] == [7, 3, 2, 1]
-    assert Hardware(num_cpus=7, num_gpus=2, node_memory=(1200,), gpu_memory=77).stage_memory(5) == 77
+    assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 5, 40)] == [7, 7, 3, 2, 1]
+    assert Hardware(node_cpus=(7,), node_memory=(1200,), num_gpus=2, gpu_memory=77).stage_memory(5) == 77
 
 
 # ---- the configuration

@@ -83,6 +83,7 @@ LENGTH = 80
 CUTS = [
     pytest.param(16, [LENGTH], id="whole"),
     pytest.param(4, [5, 1, 10, 1, 1, 16, 17, 3, 1, 25], id="mixed"),
+    pytest.param(4, [2] * (LENGTH // 2), id="two by two"),
     pytest.param(1, [1] * LENGTH, id="one by one"),
 ]
 

@@ -101,9 +101,7 @@ def test_greedy_is_argmax() -> None:
         _params(top_p=1e-9),
         _params(temperature=1e-10),
         _params(temperature=1e-300),
-        pytest.param(
-            _params(top_p=1e-300), marks=pytest.mark.xfail(strict=True, reason="0 in float32: every token is cut, RuntimeError")
-        ),
+        _params(top_p=1e-300),  # 0 in float32
     ],
     ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}",
 )
@@ -119,7 +117,7 @@ def test_extremes_of_logits_stay_in_the_vocabulary() -> None:
     for params in (_params(), _params(temperature=1e-10), _params(temperature=1e6, top_k=9, top_p=0.999)):
         assert set(sample(one.expand(500, -1), [params] * 500, range(500))) == {1}
         assert sample(huge, [_params(temperature=1e-10)], [0]) == [0]
-    assert set(sample(torch.zeros(500, 4), [_params(top_k=10**12)] * 500, range(500))) == {0, 1, 2, 3}
+    assert set(sample(torch.zeros(500, 4), [_params(top_k=10**9)] * 500, range(500))) == {0, 1, 2, 3}
 
 
 def test_a_draw_does_not_depend_on_its_company() -> None:
@@ -169,3 +167,8 @@ def test_frequencies_are_those_of_softmax(params: SamplingParams) -> None:
     expected = dict(_kept(row[0].tolist(), params))
     assert set(counts) <= set(expected)
     assert sum((counts[t] - num_draws * p) ** 2 / (num_draws * p) for t, p in expected.items()) < 35
+
+
+def test_logits_that_are_not_numbers_do_not_crash() -> None:
+    ids = sample(torch.full((2, 40), float("nan")), [_params(), SamplingParams(temperature=0.0)], [0, 1])
+    assert all(0 <= token < 40 for token in ids)
