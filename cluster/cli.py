@@ -61,29 +61,29 @@ def generate(
     link: Annotated[str | None, _option("--link", help="How activations travel: object-store.")] = None,
     seed: Annotated[int | None, _option("--seed", help="Seed of sampling. Default 0.")] = None,
     config: Annotated[Path | None, _option("--config", help="YAML file of these options.")] = None,
-    json: Annotated[bool, _option("--json", help="Machine-readable output on standard output.")] = False,
+    json: Annotated[bool | None, _option("--json", help="Machine-readable output on standard output.")] = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
     flags = {
         name: value
         for name, value in locals().items()
-        if name not in ("prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "json")
+        if name not in ("prompts", "max_tokens", "temperature", "top_p", "top_k", "config")
     }
     settings = EngineConfig.build(config, flags)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
-    display = Display(live=sys.stdout.isatty(), silent=json)
+    display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
     try:
         outcome = asyncio.run(run_generate(settings, prompts or _lines_of_stdin(), sampling, display))
     finally:
         display.stop()
-    if json:
+    if settings.json_output:
         print(as_json(outcome))
     else:
         display.stderr.print(summary(outcome))
 
 
 def _lines_of_stdin() -> list[str]:
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         return []
     try:
         return sys.stdin.buffer.read().decode("utf-8").splitlines()

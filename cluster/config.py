@@ -1,14 +1,19 @@
 """The one validated configuration: every flag of the command line is a key of it."""
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from tramontane.proto.errors import ConfigError
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+# Bounds beyond which a number can only be a slip: what is allotted in advance must stay small.
+Count = Annotated[int, Field(ge=1, le=2**24)]
+Few = Annotated[int, Field(ge=1, le=2**14)]
 
 
 class EngineConfig(BaseModel):
@@ -17,19 +22,20 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path = DEMO_MODEL
-    stages: PositiveInt | None = None
+    stages: Few | None = None
     local: bool = False
     address: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    max_model_len: PositiveInt | None = None
-    max_num_seqs: PositiveInt = 64
-    max_num_batched_tokens: PositiveInt = 512
-    max_in_flight: PositiveInt | None = Field(None, description="micro-batches in flight; stages + 1 if not given")
-    page_size: PositiveInt = 16
+    max_model_len: Count | None = None
+    max_num_seqs: Few = 64
+    max_num_batched_tokens: Count = 512
+    max_in_flight: Few | None = Field(None, description="micro-batches in flight; stages + 1 if not given")
+    page_size: Count = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
-    threads_per_stage: PositiveInt | None = None
+    threads_per_stage: Few | None = None
     link: Literal["object-store"] = "object-store"
     seed: int = 0
+    json_output: bool = Field(False, alias="json")
 
     @classmethod
     def build(cls, file: Path | None, flags: dict[str, Any]) -> Self:
@@ -61,4 +67,6 @@ def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is 
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
         return f"{name.removeprefix('--')} is not a key of the configuration"
+    if problem["type"].startswith("byte_size"):
+        return f"{name} is {problem['input']!r}; it must be a size such as 512MiB or 2GiB"
     return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"

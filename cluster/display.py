@@ -67,6 +67,7 @@ class Display:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        self._ended = [True] * len(self._texts)
         self._print_blocks()
 
     def _print_blocks(self) -> None:

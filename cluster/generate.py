@@ -79,9 +79,10 @@ def encode_prompts(config: EngineConfig, prompts: list[str]) -> tuple[Tokenizer,
 
 def _encode(tokenizer: Tokenizer, number: int, prompt: str) -> tuple[int, ...]:
     try:
-        return tokenizer.encode(prompt)
+        prompt.encode()
     except UnicodeEncodeError:
         raise RequestError(f"prompt {number} is not valid UTF-8") from None
+    return tokenizer.encode(prompt)
 
 
 class _Run:

@@ -3,6 +3,7 @@
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +18,7 @@ from tramontane.cluster.supervisor import PipelineSpec, create_supervisor
 from tramontane.proto.errors import ConfigError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 
 
@@ -37,6 +39,7 @@ def running_pipeline(spec: PipelineSpec, report: Callable[[str], None] = lambda 
 @contextmanager
 def joined_ray(address: str) -> Iterator[Hardware]:
     """A cluster that is already running."""
+    _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -74,6 +77,19 @@ def own_ray(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes, and say so in many lines."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdigit():
+        raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster answers at --address {address}: {error}") from error
 
 
 def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:

@@ -1,6 +1,7 @@
 """From a model and a number of stages to a plan: layers by cost, caches by memory. Pure arithmetic."""
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
@@ -60,22 +61,22 @@ def layer_costs(args: ModelArgs) -> list[int]:
 
 
 def split_layers(costs: list[int], num_stages: int) -> list[range]:
-    """Consecutive, non-empty groups whose most expensive one is as cheap as can be, then as even as can be.
+    """Consecutive, non-empty groups whose most expensive one is as cheap as can be, and among those the most even.
 
     costs [2, 1, 1, 1, 3] in 2 groups: [2, 1, 1] and [1, 3], both 4.
     """
-    # best[n] = (cost of the worst group, sum of squared group costs, ends) for the first n layers
-    best: list[tuple[int, int, tuple[int, ...]]] = []
-    for group in range(num_stages):
-        longer = []
-        for end in range(len(costs) + 1):
-            options = [
-                _extend(best[start] if group else (0, 0, ()), sum(costs[start:end]), end)
-                for start in (range(group, end) if group else [0])
-                if end > start
-            ]
-            longer.append(min(options, default=(sum(costs) + 1, sum(costs) ** 2 + 1, ())))
-        best = longer
+    worst = max(sum(costs[layer] for layer in span) for span in _split(costs, num_stages, floor=0))
+    return _split(costs, num_stages, floor=worst)
+
+
+def _split(costs: list[int], num_stages: int, floor: int) -> list[range]:
+    """The split with the least (worst group, sum of squared groups), where any worst group up to ``floor`` counts alike."""
+    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (floor, 0, ())}  # by number of layers split so far
+    for _ in range(num_stages):
+        best = {
+            end: min(_extend(best[start], sum(costs[start:end]), end) for start in best if start < end)
+            for end in range(min(best) + 1, len(costs) + 1)
+        }
     ends = best[len(costs)][2]
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
@@ -101,7 +102,7 @@ def _plan_cache(args: ModelArgs, spans: list[range], weights: list[int], request
     """Pages for ``max_num_seqs`` sequences of full length, or for as many as the poorest stage can hold."""
     rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
     page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
-    num_seqs = float(request.max_num_seqs)
+    num_seqs = Fraction(request.max_num_seqs)  # exact: no page that fits is lost
     for stage_id, (span, weight) in enumerate(zip(spans, weights, strict=True)):
         usable = int(request.stage_memory * MEMORY_SHARE)
         room = usable - weight if request.kv_cache_memory is None else request.kv_cache_memory
@@ -114,7 +115,7 @@ def _plan_cache(args: ModelArgs, spans: list[range], weights: list[int], request
                 f"(one sequence of {request.max_model_len} positions takes {sequence_bytes / GIB:.3g} GiB) and may use "
                 f"{usable / GIB:.3g} GiB; {_advice(request, room < sequence_bytes)}"
             )
-        num_seqs = min(num_seqs, room / sequence_bytes)
+        num_seqs = min(num_seqs, Fraction(room, sequence_bytes))
     return CachePlan(
         request.page_size,
         tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in rings.items()),

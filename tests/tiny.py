@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import sentencepiece
 import torch
 from safetensors.torch import save_file
 
@@ -117,4 +118,23 @@ def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = N
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config(args)))
+    return folder
+
+
+SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:
+    """A SentencePiece model with few pieces, so that most characters fall back to bytes."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE.splitlines() * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     return folder

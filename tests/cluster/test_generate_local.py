@@ -11,37 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece as spm
 from reference import assert_same_tokens, greedy
 from rich.console import Console
-from tiny import random_model, tiny_args, write_checkpoint
+from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
 from tramontane.cluster import cli
 from tramontane.cluster.display import Display
 from tramontane.router.tokenizer import Tokenizer
 
-SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, window=24, max_seq_len=128), vocab_size=VOCAB)
 PROMPTS = ["The quick brown fox", "It", "the worst of times, it was the best of times, the lazy dog jumps over", "é 😀"]
 NUM_TOKENS = 10
-UNTIL_FIXED = "reported, not yet fixed"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, random_model(ARGS))
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(SAMPLE.splitlines() * 20),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=VOCAB,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return folder
+    return write_tokenizer(folder, VOCAB)
 
 
 @dataclass(frozen=True)
@@ -273,7 +260,6 @@ def test_blocks_come_in_input_order_each_as_soon_as_it_can(capsys: pytest.Captur
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.xfail(reason=UNTIL_FIXED, strict=True, raises=AssertionError)
 @pytest.mark.parametrize("live", [True, False])
 @pytest.mark.usefixtures("terminal")
 def test_a_failure_leaves_what_there_was(capsys: pytest.CaptureFixture[str], live: bool) -> None:

@@ -7,29 +7,16 @@ import pytest
 import sentencepiece as spm
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import write_tokenizer
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.router.tokenizer import Tokenizer
-
-SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tokenizer with few pieces, so that most characters fall back to bytes."""
-    path = tmp_path_factory.mktemp("tokenizer")
-    spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(SAMPLE.splitlines() * 20),
-        model_prefix=str(path / "tokenizer"),
-        vocab_size=320,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        hard_vocab_limit=False,
-        minloglevel=2,
-    )
-    return path
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"), 320)
 
 
 @pytest.fixture(scope="module")
