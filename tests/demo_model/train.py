@@ -260,11 +260,11 @@ def main() -> None:
     facts = {
         "data": "Tiny Shakespeare (public domain), 1.1 MB; the last tenth held out",
         "parameters": f"{parameters:,}",
-        "training": f"{options.steps} steps of {options.batch} x {SEQ_LEN} tokens, {minutes:.0f} minutes, "
-        f"{options.threads} threads",
+        "training": f"{options.steps} steps of {options.batch} x {SEQ_LEN} tokens, {minutes:.0f} minutes "
+        f"with --threads {options.threads}",
         "date": datetime.date.today().isoformat(),
         "command": "python tests/demo_model/train.py --text tinyshakespeare.txt --out OUT "
-        f"--steps {options.steps} --batch {options.batch} --lr {options.lr} --dropout {options.dropout}",
+        f"--steps {options.steps} --batch {options.batch} --lr {options.lr} --dropout {options.dropout} --threads {options.threads}",
         "held out": f"{bits:.3f} bits per byte, by the bfloat16 weights as saved, computed in float32",
     }
     (options.out / "MODEL_CARD.md").write_text(card(options, facts, experts))
