@@ -24,9 +24,9 @@ class Hardware:
         return self.num_gpus or 2
 
     def stage_memory(self, num_stages: int) -> int:
-        """Bytes one stage may use: its GPU, or an even share of the smallest node."""
+        """Bytes one stage may use: its GPU (shared only in one process), or an even share of the smallest node."""
         if self.num_gpus:
-            return self.gpu_memory
+            return self.gpu_memory // -(-num_stages // self.num_gpus)
         return min(self.node_memory) // self._stages_per_node(num_stages)
 
     def threads_per_stage(self, num_stages: int) -> int:

@@ -102,8 +102,10 @@ def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> It
     from tramontane.workers.stage_worker import StageWorker
 
     torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
-    device = "cuda" if hardware.num_gpus else "cpu"
-    chain = LocalStageChain([StageWorker.load(stage, config.model, device) for stage in plan.stages])
+    devices = [f"cuda:{i}" for i in range(hardware.num_gpus)] or ["cpu"]
+    chain = LocalStageChain(
+        [StageWorker.load(stage, config.model, devices[stage.stage_id % len(devices)]) for stage in plan.stages]
+    )
     try:
         yield plan, chain
     finally:

@@ -305,7 +305,7 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
     assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
     assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 5, 40)] == [7, 7, 3, 2, 1]
-    assert Hardware(node_cpus=(7,), node_memory=(1200,), num_gpus=2, gpu_memory=77).stage_memory(5) == 77
+    assert Hardware(node_cpus=(7,), node_memory=(1200,), num_gpus=2, gpu_memory=77).stage_memory(2) == 77
 
 
 # ---- the configuration

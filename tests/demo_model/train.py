@@ -264,7 +264,8 @@ def main() -> None:
         f"with --threads {options.threads}",
         "date": datetime.date.today().isoformat(),
         "command": "python tests/demo_model/train.py --text tinyshakespeare.txt --out OUT "
-        f"--steps {options.steps} --batch {options.batch} --lr {options.lr} --dropout {options.dropout} --threads {options.threads}",
+        f"--steps {options.steps} --batch {options.batch} --lr {options.lr} --dropout {options.dropout} "
+        f"--threads {options.threads}",
         "held out": f"{bits:.3f} bits per byte, by the bfloat16 weights as saved, computed in float32",
     }
     (options.out / "MODEL_CARD.md").write_text(card(options, facts, experts))
