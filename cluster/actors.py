@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorClass, ActorHandle
@@ -12,6 +12,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tramontane.proto import wire
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
+
+if TYPE_CHECKING:
+    from tramontane.workers.stage_worker import StageWorker
 
 NAMESPACE = "tramontane"
 
@@ -32,25 +35,31 @@ class StageActor:
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self._plan = plan
         self._threads = threads
-        self._worker = StageWorker.load(plan, folder, device)
+        self._worker: StageWorker | None = None
+        self._failure: Exception | None = None
+        try:
+            self._worker = StageWorker.load(plan, folder, device)
+        except Exception as error:  # an actor that dies in its constructor cannot say why
+            self._failure = error
 
     def __repr__(self) -> str:
         return self._plan.label
 
     def ready(self) -> str:
-        """Answers once the weights are there."""
+        """Answers once the weights are there; raises what kept them from being loaded."""
+        self._loaded()
         return self._plan.label
 
     def fence(self, epoch: int) -> None:
         import torch
 
         torch.set_num_threads(self._threads)  # counts per thread: here, on the thread that computes
-        self._worker.fence(epoch)
+        self._loaded().fence(epoch)
 
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
         from tramontane.workers.activation import Activation
 
-        outcome = self._worker.step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
+        outcome = self._loaded().step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
     @ray.method(concurrency_group="control")
@@ -61,7 +70,14 @@ class StageActor:
         overtake steps of the same caller that still wait for their input.
         """
         node_id = ray.get_runtime_context().get_node_id()
-        return {"label": self._plan.label, "epoch": self._worker.epoch, "pid": os.getpid(), "node_id": node_id}
+        epoch = self._worker.epoch if self._worker else None
+        return {"label": self._plan.label, "epoch": epoch, "pid": os.getpid(), "node_id": node_id}
+
+    def _loaded(self) -> "StageWorker":
+        if self._worker is None:
+            assert self._failure is not None
+            raise self._failure
+        return self._worker
 
 
 def stage_actor_class() -> ActorClass[Any]:

@@ -142,6 +142,16 @@ def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(fold
         _accepted(stage, epoch=6)
 
 
+def test_a_stage_that_cannot_load_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    spec = _spec(tmp_path / "nowhere", 2)
+    with (
+        pytest.raises(PipelineError, match=r"could not be started: .*nowhere has neither model.safetensors"),
+        running_pipeline(spec),
+    ):
+        pass
+    _wait_until_gone(spec.name)
+
+
 def test_control_calls_overtake_steps(folder: Path) -> None:
     """A step that waits for its input for ever must not keep the stage from answering."""
     with _pipeline(folder, 1) as (_, chain):
