@@ -1,15 +1,19 @@
 """The one place where plain classes become Ray actors."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorClass, ActorHandle
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.proto import wire
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
 
@@ -27,20 +31,24 @@ class StageActor:
     """
 
     def __init__(self, plan: StagePlan, folder: Path, device: str, threads: int) -> None:
+        self._plan = plan
+        self._threads = threads
+        self._worker: StageWorker | None = None
+        self._failure: Exception | None = None
+        try:
+            with _loading_once(plan.label):
+                self._worker = self._load(folder, device)
+        except Exception as error:  # an actor that dies in its constructor cannot say why
+            self._failure = error
+
+    def _load(self, folder: Path, device: str) -> "StageWorker":
         import warnings
 
         from tramontane.workers.stage_worker import StageWorker
 
         # Hidden states arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self._plan = plan
-        self._threads = threads
-        self._worker: StageWorker | None = None
-        self._failure: Exception | None = None
-        try:
-            self._worker = StageWorker.load(plan, folder, device)
-        except Exception as error:  # an actor that dies in its constructor cannot say why
-            self._failure = error
+        return StageWorker.load(self._plan, folder, device)
 
     def __repr__(self) -> str:
         return self._plan.label
@@ -80,9 +88,25 @@ class StageActor:
         return self._worker
 
 
-def stage_actor_class() -> ActorClass[Any]:
+@contextmanager
+def _loading_once(label: str) -> Iterator[None]:
+    """A stage whose process dies while it loads (out of memory, as a rule) is not loaded again and again.
+
+    The mark outlives the process: Ray restarts the actor, which then finds it.
+    """
+    mark = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
+    if _internal_kv_exists(mark):
+        raise PipelineError(f"the process of {label} died while it was loading; most likely there is too little memory")
+    _internal_kv_put(mark, b"")
+    try:
+        yield
+    finally:
+        _internal_kv_del(mark)
+
+
+def as_stage_actor(stage: type[StageActor]) -> ActorClass[Any]:
     """``max_task_retries=0``: a step that ran twice would write its caches twice."""
-    return ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(StageActor)  # type: ignore[call-overload, no-any-return]
+    return ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(stage)  # type: ignore[call-overload, no-any-return]
 
 
 def create_stage(
@@ -98,5 +122,5 @@ def create_stage(
         "num_gpus": 1 if use_gpu else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=plan.stage_id),
     }
-    actor = stage_actor_class().options(**options)
+    actor = as_stage_actor(StageActor).options(**options)
     return cast("ActorHandle[Any]", actor.remote(plan, folder, "cuda" if use_gpu else "cpu", threads))

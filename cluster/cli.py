@@ -1,8 +1,11 @@
 """The ``tramontane`` command."""
 
 import asyncio
+import io
 import os
+import signal
 import sys
+from collections.abc import Coroutine
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +14,7 @@ import typer
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display, as_json, summary
+from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
 from tramontane.proto.errors import RequestError, TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
@@ -73,13 +77,22 @@ def generate(
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
     display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
     try:
-        outcome = asyncio.run(run_generate(settings, prompts or _lines_of_stdin(), sampling, display))
+        outcome = asyncio.run(_stoppable(run_generate(settings, prompts or _lines_of_stdin(), sampling, display)))
     finally:
         display.stop()
     if settings.json_output:
         print(as_json(outcome))
     else:
         display.stderr.print(summary(outcome))
+
+
+async def _stoppable(work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """SIGTERM and a closed terminal end the work as Ctrl-C does: everything is removed first."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    return await work
 
 
 def _lines_of_stdin() -> list[str]:
@@ -93,13 +106,16 @@ def _lines_of_stdin() -> list[str]:
 
 def main() -> None:
     """Entry point: a user's mistake is one line and exit code 2, a failed pipeline one line and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
         code = _complain(error.format_message(), 2)
     except TramontaneError as error:
         code = _complain(str(error), 2 if isinstance(error, UserError) else 1)
-    except (typer.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import psutil
 import ray
+from ray.exceptions import GetTimeoutError
 
 from tramontane.proto.errors import PlanError
+
+GPU_PROBE_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,10 @@ class Hardware:
 
 
 def this_machine() -> Hardware:
-    num_gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    num_gpus = _visible_gpus()
     return Hardware(
         node_cpus=(_usable_cpus(),),
-        node_memory=(psutil.virtual_memory().available,),
+        node_memory=(_usable_memory(),),
         num_gpus=num_gpus,
         gpu_memory=_smallest_gpu() if num_gpus else 0,
     )
@@ -59,13 +62,49 @@ def joined_cluster() -> Hardware:
         node_cpus=tuple(int(node["CPU"]) for node in nodes),
         node_memory=tuple(int(node["memory"]) for node in nodes),
         num_gpus=num_gpus,
-        gpu_memory=ray.get(ray.remote(num_gpus=1)(_smallest_gpu).remote()) if num_gpus else 0,
+        gpu_memory=_ask_for_gpu_memory() if num_gpus else 0,
     )
 
 
 def _usable_cpus() -> int:
-    """What this process may use, where the system can tell; otherwise all."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """What this process may use, where the system can tell: its affinity and its container's quota."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, period = _cgroup_numbers("cpu.max", 2)
+    return min(cpus, max(1, quota // period)) if quota and period else cpus
+
+
+def _usable_memory() -> int:
+    """What is free on the machine, and in the container if it has a limit."""
+    free = psutil.virtual_memory().available
+    (limit,), (used,) = _cgroup_numbers("memory.max", 1), _cgroup_numbers("memory.current", 1)
+    return min(free, max(limit - used, 0)) if limit else free
+
+
+def _cgroup_numbers(file: str, count: int) -> list[int]:
+    """The numbers in a control-group file (version 2); zeros where there is no limit or no such file."""
+    try:
+        words = Path("/sys/fs/cgroup", file).read_text().split()
+    except OSError:
+        words = []
+    return [int(word) if word.isdigit() else 0 for word in (words + [""] * count)[:count]]
+
+
+def _visible_gpus() -> int:
+    """GPUs of this machine that CUDA would show; asking CUDA itself would need torch."""
+    present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return present
+    names = [name.strip() for name in chosen.split(",")]
+    return min(present, len([name for name in names if name and name != "-1"]))
+
+
+def _ask_for_gpu_memory() -> int:
+    try:
+        size: int = ray.get(ray.remote(num_gpus=1)(_smallest_gpu).remote(), timeout=GPU_PROBE_TIMEOUT_S)
+    except GetTimeoutError:
+        raise PlanError("no GPU of the cluster became free to be asked for its memory; are they all in use?") from None
+    return size
 
 
 def _smallest_gpu() -> int:

@@ -2,8 +2,8 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
@@ -11,6 +11,7 @@ from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.planner import PlanRequest, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
@@ -45,7 +46,7 @@ async def open_engine(
     report("checking the checkpoint")
     Checkpoint(config.model).check(stage_tensors(args, range(args.n_layers)))
     pipeline = _local_pipeline if config.local else _ray_pipeline
-    with pipeline(config, args, report) as (plan, chain):
+    async with pipeline(config, args, report) as (plan, chain):
         usage = UsageMeter(len(plan.stages))
 
         def on_result(result: StepResult) -> None:
@@ -64,6 +65,8 @@ async def open_engine(
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
     num_stages = config.stages or min(hardware.default_stages, args.n_layers)
+    if hardware.num_gpus and num_stages > hardware.num_gpus and not config.local:
+        raise PlanError(f"{num_stages} stages need a GPU each, and there are {hardware.num_gpus}; use fewer --stages")
     return make_plan(
         args,
         PlanRequest(
@@ -80,7 +83,7 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
 
 def _scheduler(config: EngineConfig, plan: ClusterPlan) -> Scheduler:
     limits = Limits(
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
         # In one process one micro-batch runs at a time; splitting decodes would only cost.
@@ -91,8 +94,8 @@ def _scheduler(config: EngineConfig, plan: ClusterPlan) -> Scheduler:
     return Scheduler(plan.cache, limits)
 
 
-@contextmanager
-def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> Iterator[tuple[ClusterPlan, StageChain]]:
+@asynccontextmanager
+async def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
     hardware = this_machine()
     plan = plan_for(config, args, hardware)
     report("loading the model")
@@ -112,19 +115,20 @@ def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> It
         chain.close()
 
 
-@contextmanager
-def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> Iterator[tuple[ClusterPlan, StageChain]]:
+@asynccontextmanager
+async def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with joined_ray(config.address) as hardware:
             spec = _spec(config, args, hardware)
-            with running_pipeline(spec, report) as chain:
+            async with running_pipeline(spec, report) as chain:
                 yield spec.plan, chain
         return
     spec = _spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
     report("starting Ray")
-    with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage), running_pipeline(spec, report) as chain:
-        yield spec.plan, chain
+    with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage):
+        async with running_pipeline(spec, report) as chain:
+            yield spec.plan, chain
 
 
 def _spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:

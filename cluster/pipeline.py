@@ -3,37 +3,44 @@
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
-from tramontane.cluster.supervisor import PipelineSpec, create_supervisor
+from tramontane.cluster.supervisor import PipelineSpec, Supervisor, create_supervisor
 from tramontane.proto.errors import ConfigError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
+REMOVAL_TIMEOUT_S = 10.0
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 
 
-@contextmanager
-def running_pipeline(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[RayStageChain]:
-    """Place and load the stages; remove them, their supervisor and the placement group at the end."""
+@asynccontextmanager
+async def running_pipeline(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[RayStageChain]:
+    """Place and load the stages; remove them, their supervisor and the placement group at the end.
+
+    Removing is done from here: the supervisor may be restarting, or still be busy with loading.
+    """
     report(f"loading {len(spec.plan.stages)} stages")
     supervisor = create_supervisor(spec)
     try:
-        yield RayStageChain(_start(supervisor, spec))
+        yield RayStageChain(await _start(supervisor, spec))
     finally:
         report("removing the stages")
-        with suppress(RayError):
-            ray.get(supervisor.stop.remote())
-        ray.kill(supervisor)
+        _end(supervisor, spec.supervisor_name)
+        Supervisor(spec).stop()
 
 
 @contextmanager
@@ -41,8 +48,9 @@ def joined_ray(address: str) -> Iterator[Hardware]:
     """A cluster that is already running."""
     _check_reachable(address)
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+        with _own_sigterm():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(f"no Ray cluster answers at --address {address}: {str(error).splitlines()[0]}") from error
     try:
         yield joined_cluster()
@@ -58,25 +66,35 @@ def own_ray(num_cpus: int) -> Iterator[None]:
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     try:
-        ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _system_config={
-                "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
-                "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
-            },
-        )
+        with _own_sigterm():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _system_config={
+                    "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
+                    "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
+                },
+            )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
     try:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """ray.init takes SIGTERM for itself and would end the process before anything is removed."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _check_reachable(address: str) -> None:
@@ -88,13 +106,25 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise ConfigError(f"no Ray cluster answers at --address {address}: {error}") from error
 
 
-def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:
+def _end(supervisor: ActorHandle[Any], name: str) -> None:
+    """Kill the supervisor, and wait until it is gone: it could still be making stages."""
+    ray.kill(supervisor)
+    deadline = time.monotonic() + REMOVAL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            ray.get_actor(name, NAMESPACE)
+        except ValueError:
+            return
+        time.sleep(0.02)
+
+
+async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:
     try:
-        stages: list[ActorHandle[Any]] | None = ray.get(supervisor.start.remote(PLACEMENT_TIMEOUT_S))
+        stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(PLACEMENT_TIMEOUT_S)
     except RayError as error:
         raise PipelineError(f"the stages could not be started: {last_line(error)}") from error
     if stages is None:

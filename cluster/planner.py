@@ -43,7 +43,8 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
             last_layer=span.stop,
             dtype=request.dtype,
             cache=cache,
-            max_num_seqs=request.max_num_seqs,
+            # every sequence holds a page of each class, and has a row in the stages' page tables
+            max_num_seqs=min(request.max_num_seqs, *(c.num_pages for c in cache.classes)),
             weight_bytes=weights[stage_id],
         )
         for stage_id, span in enumerate(spans)

@@ -1,6 +1,7 @@
 """The object-store link: the router submits the whole chain at once and awaits only its end."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -49,5 +50,6 @@ class RayStageChain:
 
 
 def last_line(error: RayError) -> str:
-    """Ray's errors carry remote tracebacks; their last line says what happened."""
-    return str(error).strip().splitlines()[-1]
+    """Ray's errors carry remote tracebacks; their last line says what happened, after the name of the class."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(tramontane\.[\w.]+: |ray\.exceptions\.)", "", lines[-1])

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from tramontane.cluster.actors import NAMESPACE, create_stage
@@ -26,6 +27,10 @@ class PipelineSpec:
     def bundles(self) -> list[dict[str, float]]:
         bundle: dict[str, float] = {"CPU": self.threads_per_stage}
         return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in self.plan.stages]
+
+    @property
+    def supervisor_name(self) -> str:
+        return f"{self.name}-supervisor"
 
     def stage_name(self, stage_id: int) -> str:
         return f"{self.name}-stage-{stage_id}"
@@ -60,7 +65,9 @@ class Supervisor:
             )
             for stage in self.spec.plan.stages
         ]
-        ray.get([stage.ready.remote() for stage in stages])
+        loading: list[ray.ObjectRef[str]] = [stage.ready.remote() for stage in stages]
+        for stage, ready in zip(stages, loading, strict=True):
+            wait_until_ready(stage, ready)
         return stages
 
     def stop(self) -> None:
@@ -83,9 +90,17 @@ class Supervisor:
         return group
 
 
+def wait_until_ready(stage: ActorHandle[Any], ready: "ray.ObjectRef[str]") -> None:
+    """Raises what kept the stage from loading. If its process died, its next life knows more than Ray."""
+    try:
+        ray.get(ready)
+    except RayActorError:
+        ray.get(stage.ready.remote())
+
+
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
     options = {
-        "name": f"{spec.name}-supervisor",
+        "name": spec.supervisor_name,
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,

@@ -5,6 +5,7 @@ the Hugging Face spelling. Nothing here reads weights or needs torch.
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,9 @@ class ModelArgs:
             raise CheckpointError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+        for name in ("norm_eps", "rope_theta"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise CheckpointError(f"the model's {name} is {getattr(self, name)}; it must be a positive number")
         if len(self.windows) != self.n_layers:
             raise CheckpointError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
         _check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
@@ -72,13 +76,15 @@ class ModelArgs:
     @classmethod
     def from_folder(cls, folder: Path) -> Self:
         """Read ``config.json`` of a checkpoint in the Hugging Face layout."""
-        if not folder.is_dir():
-            raise CheckpointError(f"model folder {folder} does not exist; --model takes a folder with a downloaded checkpoint")
         path = folder / "config.json"
-        if not path.is_file():
-            raise CheckpointError(f"{folder} has no config.json; --model takes a checkpoint folder in the Hugging Face layout")
         try:
+            if not folder.is_dir():
+                raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
+            if not path.is_file():
+                raise CheckpointError(f"{folder} has no config.json; --model takes a checkpoint in the Hugging Face layout")
             config = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise CheckpointError(f"model folder {str(folder)[:200]} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
         if not isinstance(config, dict):
@@ -102,6 +108,9 @@ class ModelArgs:
             raise CheckpointError(f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
         if config.get("hidden_act", "silu") != "silu":
             raise CheckpointError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
+        for key in ("attention_bias", "mlp_bias"):
+            if config.get(key):
+                raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
         if config.get("quantization_config"):
             raise CheckpointError(f"{source}: quantised checkpoints are not supported; use the original weights")
         heads = config["num_attention_heads"]
@@ -144,6 +153,8 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
     """No defaults here or above: transformers' differ by class, and a wrong guess would be a wrong model."""
     by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
     kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    if config.get("layer_types") and "sliding_attention" in kinds and config["sliding_window"] is None:
+        raise CheckpointError(f"{source} has layers of type 'sliding_attention' but no sliding_window")
     if unknown := set(kinds) - set(by_kind):
         raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
     return tuple(by_kind[kind] for kind in kinds)

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
@@ -11,6 +12,8 @@ from tramontane.proto.request import SamplingParams, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence
+
+logger = logging.getLogger(__name__)
 
 
 class Router:
@@ -32,7 +35,7 @@ class Router:
         Raises RequestError if the prompt cannot be served, PipelineError if the pipeline fails.
         """
         if self._failure is not None:
-            raise self._failure
+            raise PipelineError(str(self._failure)) from self._failure
         max_len = min(len(prompt_ids) + sampling.max_tokens, self.scheduler.limits.max_model_len)
         sequence = Sequence(next(self._seq_ids), prompt_ids, sampling, max_len)
         self.scheduler.add(sequence)
@@ -42,7 +45,7 @@ class Router:
             while True:
                 event = await stream.get()
                 if isinstance(event, PipelineError):
-                    raise event
+                    raise PipelineError(str(event)) from event  # its own: every raise grows an exception's traceback
                 yield event
                 if event.finish is not None:
                     return
@@ -63,9 +66,11 @@ class Router:
         except PipelineError as error:
             self._fail(error)
         except Exception as error:  # a defect of ours must not leave clients waiting for ever
+            logger.exception("the router failed")
             self._fail(PipelineError(f"the router failed: {error!r}"))
-            raise
         finally:
+            if self._failure is None:
+                self._fail(PipelineError("the router has stopped"))
             for _, future in self._in_flight:
                 future.cancel()
 

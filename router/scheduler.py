@@ -27,8 +27,8 @@ class Scheduler:
     """Chunked prefill and decode in one micro-batch, several micro-batches in flight.
 
     Decodes come first, at most ceil(decoding / M) of them, so that M micro-batches can
-    work at once; prompts fill what is left of the token budget, first come first
-    served. A decode token waits for its predecessor; a prompt's next chunk does not.
+    work at once; prompts fill what is left of the token budget (never nothing), first
+    come first served. A decode token waits for its predecessor; a prompt's next chunk does not.
     """
 
     def __init__(self, cache: CachePlan, limits: Limits, epoch: int = 0) -> None:
@@ -75,7 +75,8 @@ class Scheduler:
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
         self._admit()
-        chunks = self._decode_chunks(self.limits.max_num_batched_tokens)
+        kept_for_prefill = 1 if self._prefilling and self.limits.max_num_batched_tokens > 1 else 0
+        chunks = self._decode_chunks(self.limits.max_num_batched_tokens - kept_for_prefill)
         chunks += self._prefill_chunks(self.limits.max_num_batched_tokens - len(chunks))
         if not chunks:
             return None

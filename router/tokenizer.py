@@ -46,7 +46,8 @@ class Tokenizer:
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids with the beginning-of-sequence token first, as Mistral's models were trained."""
         ids: list[int] = self._model.encode(text)
-        return (self._model.bos_id(), *ids)
+        bos: int = self._model.bos_id()
+        return (bos, *ids) if bos >= 0 else tuple(ids)
 
     def decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self._piece_bytes)
@@ -59,6 +60,8 @@ class Tokenizer:
     def _bytes_of(self, token_id: int) -> bytes:
         if self._model.is_control(token_id):
             return b""
+        if self._model.is_unknown(token_id):
+            return " \u2047 ".encode()  # what SentencePiece decodes it to
         piece: str = self._model.id_to_piece(token_id)
         if self._model.is_byte(token_id):
             return bytes([int(piece[3:5], 16)])  # "<0x0A>"

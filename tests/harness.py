@@ -2,10 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.cluster.pipeline import running_pipeline
+from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
@@ -61,6 +64,18 @@ async def run_prompts(
     with suppress(asyncio.CancelledError):
         await running
     return outputs
+
+
+@contextmanager
+def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[RayStageChain]:
+    """``running_pipeline`` for code that is not asynchronous."""
+    with asyncio.Runner() as runner:
+        pipeline = running_pipeline(spec, report)
+        chain = runner.run(pipeline.__aenter__())
+        try:
+            yield chain
+        finally:
+            runner.run(pipeline.__aexit__(None, None, None))
 
 
 def run_in_process(

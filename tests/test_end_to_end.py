@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 COMMAND = [str(Path(sys.executable).parent / "tramontane"), "generate"]
 PROMPTS = ["ROMEO:", "What news from Rome, and what of the tribunes?", "O", "KING RICHARD III:\n" * 12]
@@ -20,6 +21,11 @@ def _environment(home: Path) -> dict[str, str]:
 
 def _run(home: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*COMMAND, *args], env=_environment(home), capture_output=True, text=True, check=True)
+
+
+def _hear_signals() -> None:
+    """A test run in the background of a shell would pass on that it ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _ray_processes_of(home: Path) -> list[str]:
@@ -49,14 +55,32 @@ def test_over_ray_and_locally_the_same_tokens(tmp_path: Path) -> None:
     assert _ray_processes_of(tmp_path) == []
 
 
-def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [*COMMAND, "--max-tokens", "2000", "ROMEO:"]
-    process = subprocess.Popen(command, env=_environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert len(process.stdout.read(20)) == 20  # the prompt and the first of many tokens
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
+def _start(home: Path, *args: str) -> "subprocess.Popen[str]":
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*COMMAND, *args], env=_environment(home), text=True, preexec_fn=_hear_signals, **pipes)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_and_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    with _start(tmp_path, "--max-tokens", "2000", "ROMEO:") as process:
+        assert process.stdout is not None
+        assert len(process.stdout.read(20)) == 20  # the prompt and the first of many tokens
+        process.send_signal(number)
+        _, errors = process.communicate()
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "error: interrupted"
     assert "Traceback" not in errors
+    assert _ray_processes_of(tmp_path) == []
+
+
+def test_ctrl_c_while_the_stages_load(tmp_path: Path) -> None:
+    with _start(tmp_path, "ROMEO:") as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("loading"):
+                break
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+    assert process.returncode == 130
+    assert errors.splitlines() == ["removing the stages ...", "error: interrupted"]
     assert _ray_processes_of(tmp_path) == []

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.workers.rolling_cache import RollingCache
-from tramontane.workers.step_index import DecodeIndex, PrefillIndex, StepIndex
+from tramontane.workers.step_index import DecodeGroup, DecodeIndex, PrefillIndex, StepIndex
 
 
 def visible_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
@@ -37,11 +37,11 @@ def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int
 
 
 class Kernels(Protocol):
-    """How a device attends. ``*_bias`` is called once per step and window class, the others per layer."""
+    """How a device attends. ``*_bias`` is called once per step and window class (or group), the others per layer."""
 
     def prefill_bias(self, index: PrefillIndex) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
     def prefill(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
-    def decode_bias(self, index: DecodeIndex) -> Any: ...  # noqa: ANN401
+    def decode_bias(self, group: DecodeGroup) -> Any: ...  # noqa: ANN401
     def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
 
 
@@ -74,9 +74,9 @@ class SdpaKernels:
             outs.append(out[0].transpose(0, 1))
         return torch.cat(outs)
 
-    def decode_bias(self, index: DecodeIndex) -> Tensor:
-        keys = torch.arange(index.key_rows.shape[1], device=index.key_lens.device)
-        return (keys[None, :] < index.key_lens[:, None])[:, None, None, :]
+    def decode_bias(self, group: DecodeGroup) -> Tensor:
+        keys = torch.arange(group.key_rows.shape[1], device=group.key_lens.device)
+        return (keys[None, :] < group.key_lens[:, None])[:, None, None, :]
 
     def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: Tensor) -> Tensor:
         """Query heads that share a key head become that head's queries, so that nothing is repeated."""
@@ -92,7 +92,7 @@ class CachedAttention:
     def __init__(self, cache: RollingCache, index: StepIndex, kernels: Kernels) -> None:
         self.cache, self.index, self.kernels = cache, index, kernels
         self.prefill_bias = [p and kernels.prefill_bias(p) for p in index.prefill]
-        self.decode_bias = [d and kernels.decode_bias(d) for d in index.decode]
+        self.decode_biases = [[kernels.decode_bias(group) for group in d.groups] if d else [] for d in index.decode]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
@@ -118,5 +118,9 @@ class CachedAttention:
         """Write, then attend: the token's own key is in the cache like any other."""
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)
-        k_BLGd, v_BLGd = cached.k_NGd[index.key_rows], cached.v_NGd[index.key_rows]
-        return self.kernels.decode(q_BHd, k_BLGd, v_BLGd, self.decode_bias[self.cache.class_of[layer]])
+        biases = self.decode_biases[self.cache.class_of[layer]]
+        out_BHd = torch.empty_like(q_BHd)
+        for group, bias in zip(index.groups, biases, strict=True):
+            k_BLGd, v_BLGd = cached.k_NGd[group.key_rows], cached.v_NGd[group.key_rows]
+            out_BHd[group.tokens] = self.kernels.decode(q_BHd[group.tokens], k_BLGd, v_BLGd, bias)
+        return out_BHd

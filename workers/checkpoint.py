@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+STORED_TYPES = ("F32", "BF16", "F16")
 
 
 class Checkpoint:
@@ -33,7 +34,13 @@ class Checkpoint:
         for path, wanted in self._by_file(specs):
             with _opened(path, framework="numpy") as file:
                 for spec in wanted:
-                    shape = tuple(file.get_slice(spec.name).get_shape())
+                    stored = file.get_slice(spec.name)
+                    shape = tuple(stored.get_shape())
+                    if stored.get_dtype() not in STORED_TYPES:
+                        raise CheckpointError(
+                            f"tensor {spec.name} in {path} is of type {stored.get_dtype()}; only {', '.join(STORED_TYPES)} "
+                            "weights are supported, not quantised ones"
+                        )
                     if shape != spec.shape:
                         raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; config.json needs {spec.shape}")
 
@@ -63,7 +70,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             names = {str(name): str(file) for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not a safetensors index") from error
         paths = {folder / file for file in names.values()}
         held = {path: _names_in(path) for path in sorted(paths)}

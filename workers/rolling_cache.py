@@ -83,9 +83,9 @@ class SequenceTable:
 class LayerCache:
     """Keys and values of one layer: every page of its window class, row after row."""
 
-    def __init__(self, num_rows: int, n_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k_NGd = torch.zeros(num_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
-        self.v_NGd = torch.zeros(num_rows, n_kv_heads, head_dim, dtype=dtype, device=device)
+    def __init__(self, num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.k_NGd = torch.zeros(num_rows, num_kv_heads, head_dim, dtype=dtype, device=device)
+        self.v_NGd = torch.zeros(num_rows, num_kv_heads, head_dim, dtype=dtype, device=device)
 
     def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         self.k_NGd.index_copy_(0, rows, k_TGd)

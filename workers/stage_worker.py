@@ -62,7 +62,7 @@ class StageWorker:
         Raises StaleEpochError for a step of another epoch than the stage is fenced to.
         """
         started_at, started = time.time(), time.perf_counter()
-        if batch.epoch != self.epoch:
+        if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
         assert batch.step_id == self._next_step, f"step {batch.step_id} came where {self._next_step} was due"
         self._next_step += 1

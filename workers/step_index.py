@@ -17,6 +17,9 @@ from torch import Tensor
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.rolling_cache import PageRings, SequenceTable
 
+SHORT = 256
+MAX_GROUP_KEYS = 2**15
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillIndex:
@@ -38,16 +41,24 @@ class PrefillIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeIndex:
-    """Single tokens, for one window class: B queries, up to L keys each.
+class DecodeGroup:
+    """B of the single tokens, with up to L keys each: of similar lengths, since all are padded to the longest.
 
-    ``key_rows`` [B, L] in position order; entries past ``key_lens`` [B] repeat the token's own row.
+    ``tokens`` [B] counts among the single tokens. ``key_rows`` [B, L] in position order;
+    entries past ``key_lens`` [B] repeat the token's own row.
     """
 
-    window: int | None
-    write_rows: Tensor
+    tokens: Tensor
     key_rows: Tensor
     key_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIndex:
+    """Single tokens, for one window class: ``write_rows`` of all of them, reads by group."""
+
+    write_rows: Tensor
+    groups: tuple[DecodeGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +124,31 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
 
 def _decode_index(singles: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> DecodeIndex:
     slots = torch.tensor([table.slots[chunk.seq_id] for chunk in singles], device=device)
-    positions_B = torch.tensor([chunk.start for chunk in singles], device=device)
-    key_lens_B = positions_B + 1 if ring.window is None else (positions_B + 1).clamp(max=ring.window)
-    longest = 1 + max(num_cached_keys(chunk.start, ring.window) for chunk in singles)
-    oldest_B = positions_B - key_lens_B + 1
-    key_positions_BL = torch.minimum(oldest_B[:, None] + torch.arange(longest, device=device), positions_B[:, None])
-    return DecodeIndex(
-        window=ring.window,
-        write_rows=ring.rows(slots, positions_B),
-        key_rows=ring.rows(slots[:, None], key_positions_BL),
-        key_lens=key_lens_B,
-    )
+    positions = torch.tensor([chunk.start for chunk in singles], device=device)
+    key_lens = [1 + num_cached_keys(chunk.start, ring.window) for chunk in singles]
+    groups = []
+    for members in group_by_length(key_lens):
+        tokens = torch.tensor(members, device=device)
+        positions_B, lens_B = positions[tokens], torch.tensor([key_lens[i] for i in members], device=device)
+        offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
+        oldest_B = positions_B - lens_B + 1
+        key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, positions_B[:, None])
+        groups.append(DecodeGroup(tokens, ring.rows(slots[tokens][:, None], key_positions_BL), lens_B))
+    return DecodeIndex(ring.rows(slots, positions), tuple(groups))
+
+
+def group_by_length(lens: list[int]) -> list[list[int]]:
+    """Members of each group, so that padding to the group's longest at most doubles it (below 256 it does not matter)
+    and no group of several gathers more than 32,768 keys. [300, 9000, 7, 310] -> [[2], [0, 3], [1]]
+    """
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lens)), key=lens.__getitem__):
+        limit = max(2 * lens[groups[-1][0]], SHORT) if groups else 0
+        if groups and lens[i] <= limit and (len(groups[-1]) + 1) * lens[i] <= MAX_GROUP_KEYS:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [list(range(len(lens)))] if len(groups) == 1 else groups
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> Tensor:

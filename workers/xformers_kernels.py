@@ -14,7 +14,7 @@ from xformers.ops.fmha.attn_bias import (
     BlockDiagonalCausalWithOffsetPaddedKeysMask,
 )
 
-from tramontane.workers.step_index import DecodeIndex, PrefillIndex
+from tramontane.workers.step_index import DecodeGroup, PrefillIndex
 
 # BlockDiagonalCausal[LocalAttention]FromBottomRightMask, as the layer has a window or not
 PrefillMask = Any
@@ -34,10 +34,10 @@ class XformersKernels:
     def prefill(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillMask) -> Tensor:
         return _attend(q_THd, k_SGd, v_SGd, bias)
 
-    def decode_bias(self, index: DecodeIndex) -> BlockDiagonalCausalWithOffsetPaddedKeysMask:
-        batch, longest = index.key_rows.shape
+    def decode_bias(self, group: DecodeGroup) -> BlockDiagonalCausalWithOffsetPaddedKeysMask:
+        batch, longest = group.key_rows.shape
         return BlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens(
-            q_seqlen=[1] * batch, kv_padding=longest, kv_seqlen=index.key_lens.tolist(), device=index.key_lens.device
+            q_seqlen=[1] * batch, kv_padding=longest, kv_seqlen=group.key_lens.tolist(), device=group.key_lens.device
         )
 
     def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: BlockDiagonalCausalWithOffsetPaddedKeysMask) -> Tensor:

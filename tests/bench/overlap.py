@@ -19,14 +19,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from harness import run_prompts, scheduler_for
+from harness import placed, run_prompts, scheduler_for
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.hardware import this_machine
-from tramontane.cluster.pipeline import own_ray, running_pipeline
+from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.planner import PlanRequest, make_plan
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
@@ -79,7 +79,7 @@ def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figur
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
     ways = [(traffic, m) for traffic in TRAFFIC for m in sorted({1, stages, stages + 1})]
     seen: dict[tuple[str, int], list[Figures]] = defaultdict(list)
-    with own_ray(num_cpus=stages), running_pipeline(spec, console.print) as chain, Progress(console=console) as progress:
+    with own_ray(num_cpus=stages), placed(spec, console.print) as chain, Progress(console=console) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
         for turn in range((rounds + 1) * len(ways)):
             traffic, m = ways[turn % len(ways)]
@@ -113,6 +113,8 @@ def main() -> None:
         relative = f"{f.tokens_per_s / figures[name, 1].tokens_per_s:.2f} x"
         table.add_row(name, str(m), f"{f.tokens_per_s:.0f}", relative, f"{f.bubble:.0%}", f"{f.overlap:.0%}")
     Console().print(table)
+    if figures["long prompts", options.stages].tokens_per_s <= figures["long prompts", 1].tokens_per_s:
+        sys.exit("overlapping the stages gained nothing on long prompts: something is wrong")
 
 
 if __name__ == "__main__":

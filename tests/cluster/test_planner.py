@@ -297,7 +297,9 @@ def test_stages_follow_the_hardware_unless_told() -> None:
     gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=3, gpu_memory=GIB)
     many = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=16, gpu_memory=GIB)
     assert [len(plan_for(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
-    assert len(plan_for(EngineConfig(stages=4), args, gpus).stages) == 4
+    assert len(plan_for(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
+    with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):
+        plan_for(EngineConfig(stages=4), args, gpus)
     assert len(plan_for(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
 
 

@@ -124,6 +124,39 @@ def test_a_failed_pipeline_ends_every_request_with_the_reason() -> None:
     asyncio.run(scenario())
 
 
+def test_a_stopped_router_leaves_nobody_waiting() -> None:
+    async def stuck(_batch: MicroBatch) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(stuck)) as router:
+            waiting = asyncio.create_task(_all(router, (1,), 9))
+            while not router._in_flight:
+                await asyncio.sleep(0)
+        with pytest.raises(PipelineError, match="has stopped"):
+            await waiting
+        with pytest.raises(PipelineError, match="has stopped"):
+            await _all(router, (3,), 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_is_raised_anew_to_each() -> None:
+    """One shared exception would grow its traceback with every client."""
+
+    async def broken(_batch: MicroBatch) -> None:
+        raise PipelineError("stage 1 died")
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(broken)) as router:
+            results = await asyncio.gather(*(_all(router, (1,), 9) for _ in range(3)), return_exceptions=True)
+            assert len({id(r) for r in results}) == 3
+            late = await asyncio.gather(_all(router, (1,), 9), _all(router, (1,), 9), return_exceptions=True)
+            assert late[0] is not late[1]
+
+    asyncio.run(scenario())
+
+
 def test_a_defect_in_the_loop_does_not_leave_clients_waiting() -> None:
     async def defect(_batch: MicroBatch) -> None:
         raise ZeroDivisionError

@@ -121,6 +121,20 @@ def test_decodes_are_spread_over_the_micro_batches_in_flight() -> None:
     assert sizes == [3, 3, 2]
 
 
+def test_decodes_never_shut_a_prompt_out() -> None:
+    pipe = _pipeline(_cache(16, 8, 64), budget=4, in_flight=1)
+    for seq_id in range(4):
+        pipe.scheduler.add(_sequence(seq_id, 1, 100))
+    pipe.submit()
+    pipe.answer()
+    pipe.scheduler.add(_sequence(9, 3, 1))
+    for _ in range(3):
+        pipe.submit()
+        pipe.answer()
+    assert len(pipe.tokens_of(9)) == 1
+    assert all(len(pipe.tokens_of(seq_id)) >= 3 for seq_id in range(4)), "and the decodes go on"
+
+
 def test_finishes_by_length_stop_and_context() -> None:
     pipe = _pipeline(_cache(16, 8, 64))
     pipe.scheduler.add(_sequence(0, 3, 4))

@@ -67,6 +67,13 @@ def test_ids_without_a_piece_decode_to_nothing(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode((1, 2, 10**6)) == ""
 
 
+def test_the_unknown_piece_is_what_sentencepiece_says(
+    tokenizer: Tokenizer, decode_like_sentencepiece: Callable[[tuple[int, ...]], str]
+) -> None:
+    ids = (*tokenizer.encode("fox"), 0)
+    assert tokenizer.decode(ids).removeprefix(" ") == decode_like_sentencepiece(ids)
+
+
 def test_newlines_and_spaces_survive(tokenizer: Tokenizer) -> None:
     text = "one\n\n  two   three\n"
     assert tokenizer.decode(tokenizer.encode(text)).removeprefix(" ") == text

@@ -12,7 +12,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention import SdpaKernels, reference_attention, visible_keys
 from tramontane.workers.rolling_cache import SequenceTable
-from tramontane.workers.step_index import DecodeIndex, PrefillIndex, build_step_index
+from tramontane.workers.step_index import DecodeGroup, PrefillIndex, build_step_index
 
 WINDOWS = [None, 1, 3, 16]
 TOLERANCES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
@@ -34,7 +34,7 @@ HEADS, HEAD_DIM = 4, 8
 
 def _indexes(
     chunks: Seq[tuple[int, int]], window: int | None, page_size: int = 4
-) -> tuple[PrefillIndex | None, DecodeIndex | None]:
+) -> tuple[PrefillIndex | None, DecodeGroup | None]:
     """What the stage builds for these chunks, each of a sequence of its own with ``start`` tokens behind it."""
     ring = ring_pages(window, page_size, 256)
     cache = CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),))
@@ -51,7 +51,8 @@ def _indexes(
     batch = MicroBatch(0, 1, now)
     table.update(batch)
     index = build_step_index(batch, table, torch.device("cpu"))
-    return index.prefill[0], index.decode[0]
+    decode = index.decode[0]
+    return index.prefill[0], decode and decode.groups[0]
 
 
 def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillIndex:
@@ -60,7 +61,7 @@ def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillI
     return index
 
 
-def _decode_index(positions: Seq[int], window: int | None) -> DecodeIndex:
+def _decode_index(positions: Seq[int], window: int | None) -> DecodeGroup:
     _, index = _indexes([(position, 1) for position in positions], window)
     assert index is not None
     return index

@@ -370,3 +370,30 @@ def test_values_that_look_almost_right_are_refused(changes: dict[str, object]) -
     config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
     with pytest.raises(CheckpointError):
         ModelArgs.from_hf_config(config | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rms_norm_eps": float("nan")},
+        {"rms_norm_eps": -1.0},
+        {"rope_theta": 0.0},
+        {"rope_theta": float("inf")},
+        {"attention_bias": True},
+        {"layer_types": ["sliding_attention"] * 32},
+    ],
+)
+def test_a_model_that_would_be_another_one_is_refused(changes: dict[str, object]) -> None:
+    config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
+    with pytest.raises(CheckpointError):
+        ModelArgs.from_hf_config(config | changes)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    args = tiny_args(n_layers=1)
+    folder = write_checkpoint(tmp_path, args)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].to(torch.int8)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight .* is of type I8"):
+        Checkpoint(folder).check(stage_tensors(args, range(1)))

@@ -21,7 +21,14 @@ from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
 from tramontane.workers.attention import CachedAttention
 from tramontane.workers.rolling_cache import PageRings, RollingCache, SequenceTable
-from tramontane.workers.step_index import DecodeIndex, PrefillIndex, StepIndex, build_step_index, num_cached_keys
+from tramontane.workers.step_index import (
+    DecodeGroup,
+    PrefillIndex,
+    StepIndex,
+    build_step_index,
+    group_by_length,
+    num_cached_keys,
+)
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams()
@@ -46,10 +53,10 @@ class Recorder:
         self.prefilled.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
         return q_THd
 
-    def decode_bias(self, index: DecodeIndex) -> DecodeIndex:
-        return index
+    def decode_bias(self, group: DecodeGroup) -> DecodeGroup:
+        return group
 
-    def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: DecodeIndex) -> Tensor:
+    def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: DecodeGroup) -> Tensor:
         for own, k_LGd, num_keys in zip(q_BHd, k_BLGd, bias.key_lens, strict=True):
             assert torch.equal(k_LGd[num_keys:], own.expand_as(k_LGd[num_keys:]))  # padding repeats the token's own key
         lens = bias.key_lens.tolist()
@@ -121,7 +128,8 @@ def _lens(index: StepIndex, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
     if (prefill := index.prefill[0]) is not None:
         queries, keys = list(prefill.query_lens), list(prefill.key_lens)
     if (decode := index.decode[0]) is not None:
-        queries, keys = queries + [1] * len(decode.key_lens), keys + decode.key_lens.tolist()
+        (group,) = decode.groups
+        queries, keys = queries + [1] * len(group.key_lens), keys + group.key_lens.tolist()
     return {c.seq_id: lens for c, lens in zip(chunks, zip(queries, keys, strict=True), strict=True)}
 
 
@@ -255,9 +263,10 @@ def test_one_token_writes_one_row_and_reads_the_window() -> None:
     index = stage.index([_chunk(0, 83, 1, ((),)), _chunk(1, 2, 1, ((),))]).decode[0]
     assert index is not None
     assert index.write_rows.tolist() == [_row(83), 18]
-    assert index.key_lens.tolist() == [64, 3]
-    assert index.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
-    assert index.key_rows[1].tolist() == [16, 17] + [18] * 62
+    (group,) = index.groups
+    assert group.key_lens.tolist() == [64, 3]
+    assert group.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
+    assert group.key_rows[1].tolist() == [16, 17] + [18] * 62
 
 
 def test_positions_and_sampled_rows_of_a_step() -> None:
@@ -355,3 +364,26 @@ def _check_step(stage: Stage, windows: list[int | None], chunks: list[Chunk], re
             rows = stage.table.rings[layer].rows(torch.full_like(positions, stage.table.slots[chunk.seq_id]), positions)
             keys = stage.cache.layers[layer].k_NGd[rows, 0].tolist()
             assert keys == [[chunk.seq_id, position] for position in positions.tolist()]
+
+
+def test_single_tokens_of_very_different_lengths_are_read_apart() -> None:
+    """One long sequence must not make 63 short ones gather as many keys as it has."""
+    stage = Stage([None], PAGE, max_len=1024)
+    pages = (tuple(range(40)), tuple(range(40, 42)), tuple(range(42, 80)))
+    stage.index([_chunk(s, 0, n, (p,)) for s, (n, p) in enumerate(zip((600, 20, 590), pages, strict=True))])
+    chunks = [_chunk(0, 600, 1, ((),)), _chunk(1, 20, 1, ((),)), _chunk(2, 590, 1, ((),))]
+    index = stage.index(chunks).decode[0]
+    assert index is not None
+    assert [group.tokens.tolist() for group in index.groups] == [[1], [2, 0]]
+    assert [tuple(group.key_rows.shape) for group in index.groups] == [(1, 21), (2, 601)]
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 70_000), min_size=1, max_size=64))
+def test_groups_bound_padding_and_size(lens: list[int]) -> None:
+    groups = group_by_length(lens)
+    assert sorted(i for group in groups for i in group) == list(range(len(lens)))
+    for group in groups:
+        longest, shortest = max(lens[i] for i in group), min(lens[i] for i in group)
+        assert longest <= max(2 * shortest, 256)
+        assert len(group) == 1 or len(group) * longest <= 2**15
