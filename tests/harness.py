@@ -17,7 +17,7 @@ from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.workers.stage_worker import StageWorker
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
 def random_ids(num_tokens: int, seed: int, vocab_size: int = 96) -> list[int]:
