@@ -1,8 +1,10 @@
 """The one place where plain classes become Ray actors."""
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,14 +15,27 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
 
 if TYPE_CHECKING:
+    from tramontane.cluster.supervisor import PipelineSpec
     from tramontane.workers.stage_worker import StageWorker
 
 NAMESPACE = "tramontane"
+
+
+@dataclass(frozen=True, slots=True)
+class StageHealth:
+    """``epoch`` is what the stage obeys, -1 before it has been fenced, and ``holder`` whose epoch that is."""
+
+    label: str
+    epoch: int
+    holder: str
+    pid: int
+    node_id: str
+    bytes_read: int  # of weights, by this process
 
 
 class StageActor:
@@ -30,9 +45,13 @@ class StageActor:
     drives stages never needs it.
     """
 
-    def __init__(self, plan: StagePlan, folder: Path, device: str, threads: int) -> None:
+    def __init__(
+        self, plan: StagePlan, folder: Path, device: str, threads: int, fingerprint: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         self._plan = plan
         self._threads = threads
+        self._fingerprint = fingerprint
+        self._holder = ""
         self._worker: StageWorker | None = None
         self._failure: Exception | None = None
         try:
@@ -44,11 +63,18 @@ class StageActor:
     def _load(self, folder: Path, device: str) -> "StageWorker":
         import warnings
 
+        from tramontane.workers.checkpoint import Checkpoint
         from tramontane.workers.stage_worker import StageWorker
 
         # Hidden states arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return StageWorker.load(self._plan, folder, device)
+        try:
+            if self._fingerprint:
+                Checkpoint(folder).check_fingerprint(dict(self._fingerprint))
+            return StageWorker.load(self._plan, folder, device)
+        except CheckpointError as error:
+            node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+            raise CheckpointError(f"on node {node} ({socket.gethostname()}): {error}") from error
 
     def __repr__(self) -> str:
         return self._plan.label
@@ -58,11 +84,13 @@ class StageActor:
         self._loaded()
         return self._plan.label
 
-    def fence(self, epoch: int) -> None:
+    def fence(self, epoch: int, holder: str) -> None:
+        """Forget every sequence, and obey ``epoch`` of ``holder``'s lease from now on."""
         import torch
 
         torch.set_num_threads(self._threads)  # counts per thread: here, on the thread that computes
         self._loaded().fence(epoch)
+        self._holder = holder
 
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
         from tramontane.workers.activation import Activation
@@ -71,15 +99,21 @@ class StageActor:
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
     @ray.method(concurrency_group="control")
-    def health(self) -> dict[str, Any]:
+    def health(self) -> StageHealth:
         """Answered beside the compute thread, also while a step runs.
 
         Call it with ``.options(concurrency_group="control")``: only then does it also
         overtake steps of the same caller that still wait for their input.
         """
-        node_id = ray.get_runtime_context().get_node_id()
-        epoch = self._worker.epoch if self._worker else None
-        return {"label": self._plan.label, "epoch": epoch, "pid": os.getpid(), "node_id": node_id}
+        worker = self._worker
+        return StageHealth(
+            label=self._plan.label,
+            epoch=worker.epoch if worker else -1,
+            holder=self._holder,
+            pid=os.getpid(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            bytes_read=worker.bytes_read if worker else 0,
+        )
 
     def _loaded(self) -> "StageWorker":
         if self._worker is None:
@@ -109,18 +143,17 @@ def as_stage_actor(stage: type[StageActor]) -> ActorClass[Any]:
     return ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(stage)  # type: ignore[call-overload, no-any-return]
 
 
-def create_stage(
-    name: str, plan: StagePlan, folder: Path, group: PlacementGroup, threads: int, use_gpu: bool
-) -> ActorHandle[Any]:
+def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
     """Make the named, detached actor of one stage in its bundle, or find the one that is there."""
     options = {
-        "name": name,
+        "name": spec.stage_name(plan.stage_id),
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
-        "num_cpus": threads,
-        "num_gpus": 1 if use_gpu else 0,
+        "num_cpus": spec.threads_per_stage,
+        "num_gpus": 1 if spec.use_gpus else 0,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=plan.stage_id),
     }
+    device = "cuda" if spec.use_gpus else "cpu"
     actor = as_stage_actor(StageActor).options(**options)
-    return cast("ActorHandle[Any]", actor.remote(plan, folder, "cuda" if use_gpu else "cpu", threads))
+    return cast("ActorHandle[Any]", actor.remote(plan, spec.folder, device, spec.threads_per_stage, spec.fingerprint))

@@ -40,40 +40,47 @@ def _option(*names: str, help: str) -> Any:  # noqa: ANN401
     return typer.Option(*names, help=help)
 
 
+Model = Annotated[Path | None, _option("--model", help="Checkpoint folder. Default: the built-in demo model.")]
+Stages = Annotated[int | None, _option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")]
+Address = Annotated[str | None, _option("--address", help="Join a running Ray cluster: auto or host:port.")]
+Dtype = Annotated[str | None, _option("--dtype", help="auto, bfloat16, float16 or float32.")]
+MaxModelLen = Annotated[int | None, _option("--max-model-len", help="Positions per sequence.")]
+MaxNumSeqs = Annotated[int | None, _option("--max-num-seqs", help="Sequences admitted at once. Default 64.")]
+MaxNumBatchedTokens = Annotated[int | None, _option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")]
+PageSize = Annotated[int | None, _option("--page-size", help="Positions per cache page. Default 16.")]
+KvCacheMemory = Annotated[str | None, _option("--kv-cache-memory", help="Page pool per stage, such as 512MiB.")]
+ThreadsPerStage = Annotated[int | None, _option("--threads-per-stage", help="CPU threads of a stage. Default: cores / stages.")]
+Link = Annotated[str | None, _option("--link", help="How activations travel: object-store.")]
+Config = Annotated[Path | None, _option("--config", help="YAML file of these options.")]
+Json = Annotated[bool | None, _option("--json", help="Machine-readable output on standard output.")]
+
+
 @app.command()
 def generate(
+    context: typer.Context,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, lines of standard input.")] = None,
     max_tokens: Annotated[int, _option("--max-tokens", help="New tokens per prompt.")] = 128,
     temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, _option("--top-p", help="Keep the likeliest tokens up to this much probability.")] = 1.0,
     top_k: Annotated[int, _option("--top-k", help="Keep this many likeliest tokens; 0 keeps all.")] = 0,
-    model: Annotated[Path | None, _option("--model", help="Checkpoint folder. Default: the built-in demo model.")] = None,
-    stages: Annotated[int | None, _option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")] = None,
+    model: Model = None,
+    stages: Stages = None,
     local: Annotated[bool | None, _option("--local", help="Stages as plain objects in this process, no Ray.")] = None,
-    address: Annotated[str | None, _option("--address", help="Join a running Ray cluster: auto or host:port.")] = None,
-    dtype: Annotated[str | None, _option("--dtype", help="auto, bfloat16, float16 or float32.")] = None,
-    max_model_len: Annotated[int | None, _option("--max-model-len", help="Positions per sequence.")] = None,
-    max_num_seqs: Annotated[int | None, _option("--max-num-seqs", help="Sequences admitted at once. Default 64.")] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, _option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")
-    ] = None,
-    page_size: Annotated[int | None, _option("--page-size", help="Positions per cache page. Default 16.")] = None,
-    kv_cache_memory: Annotated[str | None, _option("--kv-cache-memory", help="Page pool per stage, such as 512MiB.")] = None,
-    threads_per_stage: Annotated[
-        int | None, _option("--threads-per-stage", help="CPU threads of a stage. Default: cores / stages.")
-    ] = None,
-    link: Annotated[str | None, _option("--link", help="How activations travel: object-store.")] = None,
+    address: Address = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    page_size: PageSize = None,
+    kv_cache_memory: KvCacheMemory = None,
+    threads_per_stage: ThreadsPerStage = None,
+    link: Link = None,
     seed: Annotated[int | None, _option("--seed", help="Seed of sampling. Default 0.")] = None,
-    config: Annotated[Path | None, _option("--config", help="YAML file of these options.")] = None,
-    json: Annotated[bool | None, _option("--json", help="Machine-readable output on standard output.")] = None,
+    config: Config = None,
+    json: Json = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
-    flags = {
-        name: value
-        for name, value in locals().items()
-        if name not in ("prompts", "max_tokens", "temperature", "top_p", "top_k", "config")
-    }
-    settings = EngineConfig.build(config, flags)
+    settings = _settings(context)
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
     display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
     try:
@@ -86,12 +93,73 @@ def generate(
         display.stderr.print(summary(outcome))
 
 
+@app.command()
+def serve(
+    context: typer.Context,
+    model: Model = None,
+    served_model_name: Annotated[
+        str | None, _option("--served-model-name", help="What clients call the model. Default: the folder's name.")
+    ] = None,
+    host: Annotated[str | None, _option("--host", help="Address to listen on. Default 127.0.0.1.")] = None,
+    port: Annotated[int | None, _option("--port", help="HTTP port. Default 8000.")] = None,
+    stages: Stages = None,
+    replicas: Annotated[int | None, _option("--replicas", help="Pipelines behind the door. Default 1.")] = None,
+    address: Address = None,
+    dtype: Dtype = None,
+    max_model_len: MaxModelLen = None,
+    max_num_seqs: MaxNumSeqs = None,
+    max_num_batched_tokens: MaxNumBatchedTokens = None,
+    max_queued_requests: Annotated[
+        int | None, _option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
+    ] = None,
+    max_queued_tokens: Annotated[
+        int | None, _option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
+    ] = None,
+    page_size: PageSize = None,
+    kv_cache_memory: KvCacheMemory = None,
+    threads_per_stage: ThreadsPerStage = None,
+    link: Link = None,
+    config: Config = None,
+    json: Annotated[bool | None, _option("--json", help="The line that says it is ready as JSON.")] = None,
+) -> None:
+    """Serve an OpenAI-compatible HTTP API until interrupted."""
+    from tramontane.cluster.serving import run_server  # brings Ray Serve, which generate does not need
+
+    settings = _settings(context)
+    display = Display(live=False)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        run_server(settings, display.report, lambda served: _announce(display, served.line()))
+    finally:
+        display.stop()
+
+
+def _announce(display: Display, line: str) -> None:
+    display.stop()
+    print(line, flush=True)
+
+
+def _settings(context: typer.Context) -> EngineConfig:
+    """The flags that are keys of the configuration, over those of ``--config``."""
+    flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names()}
+    return EngineConfig.build(context.params["config"], flags)
+
+
 async def _stoppable(work: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """SIGTERM and a closed terminal end the work as Ctrl-C does: everything is removed first."""
+    """Ctrl-C, SIGTERM and a closed terminal end the work; everything is removed first, also if one presses again."""
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    stopping = False
+
+    def stop() -> None:
+        nonlocal stopping
+        if not stopping:
+            stopping = True
+            task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     return await work
 
 

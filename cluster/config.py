@@ -35,7 +35,26 @@ class EngineConfig(BaseModel):
     threads_per_stage: Few | None = None
     link: Literal["object-store"] = "object-store"
     seed: int = 0
+    served_model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    replicas: Few = 1
+    ingress_replicas: Few = 1
+    max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")
+    max_queued_tokens: Count = Field(2**17, description="prompt tokens waiting for a place")
+    max_body_bytes: Count = Field(8 * 2**20, description="of one HTTP request")
+    stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 250 per core if not given")
     json_output: bool = Field(False, alias="json")
+
+    @classmethod
+    def key_names(cls) -> set[str]:
+        """As they are written in a file and in ``build``'s flags."""
+        return {field.alias or name for name, field in cls.model_fields.items()}
+
+    @property
+    def model_name(self) -> str:
+        """What ``/v1/models`` says."""
+        return self.served_model_name or ("demo" if self.model == DEMO_MODEL else self.model.resolve().name)
 
     @classmethod
     def build(cls, file: Path | None, flags: dict[str, Any]) -> Self:

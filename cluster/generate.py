@@ -11,7 +11,7 @@ from tramontane.cluster.display import Display
 from tramontane.cluster.launch import Engine, open_engine
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
 from tramontane.router.tokenizer import Tokenizer
 
 
@@ -37,7 +37,8 @@ async def generate(config: EngineConfig, prompts: list[str], sampling: SamplingP
     """Run all prompts at once. Raises UserError before anything is started if one of them cannot be served."""
     born = psutil.Process().create_time()
     tokenizer, prompt_ids = encode_prompts(config, prompts)
-    async with open_engine(config, display.report) as engine:
+    alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
+    async with open_engine(alone, display.report) as engine:
         ready = time.time()
         display.start(prompts)
         run = _Run(engine, tokenizer, sampling, display)
@@ -93,11 +94,11 @@ class _Run:
     async def complete(self, index: int, prompt: str, prompt_ids: tuple[int, ...]) -> Completion:
         decoder = self.tokenizer.decoder()
         text, token_ids, finish = "", [], None
-        async for event in self.engine.router.generate(prompt_ids, self.sampling):
+        async for batch in self.engine.router.generate([SequenceSpec(prompt_ids, self.sampling)]):
             self.first_token_at = min(self.first_token_at, time.time())
-            token_ids.append(event.token_id)
-            finish = event.finish
-            piece = decoder.push(event.token_id) + (decoder.finish() if finish else "")
+            token_ids += [event.token_id for event in batch.events]
+            finish = batch.events[-1].finish
+            piece = "".join(decoder.push(event.token_id) for event in batch.events) + (decoder.finish() if finish else "")
             text += piece
             self.display.add(index, piece)
         assert finish is not None

@@ -22,9 +22,9 @@ class Hardware:
     num_gpus: int = 0
     gpu_memory: int = 0
 
-    @property
-    def default_stages(self) -> int:
-        return self.num_gpus or 2
+    def default_stages(self, num_pipelines: int = 1) -> int:
+        """One per GPU, shared evenly; 2 where there is none."""
+        return max(self.num_gpus // num_pipelines, 1) if self.num_gpus else 2
 
     def stage_memory(self, num_stages: int) -> int:
         """Bytes one stage may use: its GPU (shared only in one process), or an even share of the smallest node."""

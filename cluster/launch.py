@@ -42,9 +42,8 @@ async def open_engine(
 
     ``report`` hears what is being waited for; ``observe`` sees every step's result.
     """
-    args = ModelArgs.from_folder(config.model)
     report("checking the checkpoint")
-    Checkpoint(config.model).check(stage_tensors(args, range(args.n_layers)))
+    args = checked_model(config)
     pipeline = _local_pipeline if config.local else _ray_pipeline
     async with pipeline(config, args, report) as (plan, chain):
         usage = UsageMeter(len(plan.stages))
@@ -53,7 +52,7 @@ async def open_engine(
             usage.observe(result)
             observe(result)
 
-        router = Router(_scheduler(config, plan), chain, on_result)
+        router = Router(scheduler_for(config, plan), chain, on_result)
         running = asyncio.create_task(router.run())
         try:
             yield Engine(plan, router, usage)
@@ -63,15 +62,24 @@ async def open_engine(
                 await running
 
 
+def checked_model(config: EngineConfig) -> ModelArgs:
+    """The model's arguments. Raises CheckpointError if config.json and the tensors do not fit together."""
+    args = ModelArgs.from_folder(config.model)
+    Checkpoint(config.model).check(stage_tensors(args, range(args.n_layers)))
+    return args
+
+
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
-    num_stages = config.stages or min(hardware.default_stages, args.n_layers)
-    if hardware.num_gpus and num_stages > hardware.num_gpus and not config.local:
-        raise PlanError(f"{num_stages} stages need a GPU each, and there are {hardware.num_gpus}; use fewer --stages")
+    """The plan of one of ``config.replicas`` pipelines that share the hardware evenly."""
+    num_stages = config.stages or min(hardware.default_stages(config.replicas), args.n_layers)
+    num_all = num_stages * config.replicas
+    if hardware.num_gpus and num_all > hardware.num_gpus and not config.local:
+        raise PlanError(f"{num_all} stages need a GPU each, and there are {hardware.num_gpus}; use fewer --stages or --replicas")
     return make_plan(
         args,
         PlanRequest(
             num_stages=num_stages,
-            stage_memory=hardware.stage_memory(num_stages),
+            stage_memory=hardware.stage_memory(num_all),
             dtype=args.dtype if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len or args.max_seq_len,
             max_num_seqs=config.max_num_seqs,
@@ -81,7 +89,8 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
     )
 
 
-def _scheduler(config: EngineConfig, plan: ClusterPlan) -> Scheduler:
+def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:
+    """``bounded``: what may wait for a place is limited, as it must be behind a door."""
     limits = Limits(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -90,6 +99,8 @@ def _scheduler(config: EngineConfig, plan: ClusterPlan) -> Scheduler:
         max_in_flight=config.max_in_flight or (1 if config.local else len(plan.stages) + 1),
         vocab_size=plan.args.vocab_size,
         eos_token_ids=plan.args.eos_token_ids,
+        max_queued_seqs=config.max_queued_requests if bounded else None,
+        max_queued_tokens=config.max_queued_tokens if bounded else None,
     )
     return Scheduler(plan.cache, limits)
 
@@ -120,23 +131,25 @@ async def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with joined_ray(config.address) as hardware:
-            spec = _spec(config, args, hardware)
+            spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report) as chain:
                 yield spec.plan, chain
         return
-    spec = _spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
+    spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
     report("starting Ray")
     with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage):
         async with running_pipeline(spec, report) as chain:
             yield spec.plan, chain
 
 
-def _spec(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelineSpec:
+def pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None) -> PipelineSpec:
+    """One of ``config.replicas`` pipelines. Without a name it gets one that nobody else has."""
     plan = plan_for(config, args, hardware)
     return PipelineSpec(
-        name=f"tramontane-{uuid.uuid4().hex[:8]}",
+        name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
         folder=config.model.resolve(),
-        threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages)),
+        threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages) * config.replicas),
         use_gpus=hardware.num_gpus > 0,
+        fingerprint=tuple(Checkpoint(config.model).fingerprint().items()),
     )

@@ -24,9 +24,11 @@ class LocalStageChain:
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
 
-    async def fence(self, epoch: int) -> None:
+    async def fence(self) -> int:
+        epoch = max(stage.epoch for stage in self.stages) + 1
         for stage in self.stages:
             await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
+        return epoch
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -1,5 +1,6 @@
 """Ray around a pipeline: a cluster to run in, and the pipeline's coming and going."""
 
+import asyncio
 import logging
 import os
 import secrets
@@ -8,39 +9,62 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
-from tramontane.cluster.supervisor import PipelineSpec, Supervisor, create_supervisor
-from tramontane.proto.errors import ConfigError, PipelineError, PlanError
+from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, holder_name, remove_pipeline
+from tramontane.proto.errors import ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 10.0
+# Ray Serve on fewer threads, and over gRPC from its proxy: 1.3 times the streamed tokens on two cores.
+SERVE_SETTINGS = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+}
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 
 
 @asynccontextmanager
 async def running_pipeline(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[RayStageChain]:
-    """Place and load the stages; remove them, their supervisor and the placement group at the end.
+    """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
-    Removing is done from here: the supervisor may be restarting, or still be busy with loading.
+    Raises LeaseError, having touched nothing, if another router drives it. Removing is
+    done from here: the supervisor may be restarting, or still be busy with loading.
     """
-    report(f"loading {len(spec.plan.stages)} stages")
+    holder = holder_name()
     supervisor = create_supervisor(spec)
     try:
-        yield RayStageChain(await _start(supervisor, spec))
+        await supervisor.claim.remote(holder)
+    except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
+        raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
+    renewing = asyncio.create_task(_renew(supervisor, holder))
+    try:
+        report(f"loading {len(spec.plan.stages)} stages")
+        yield RayStageChain(await _start(supervisor, spec), supervisor, holder)
     finally:
+        renewing.cancel()
         report("removing the stages")
         _end(supervisor, spec.supervisor_name)
-        Supervisor(spec).stop()
+        remove_pipeline(spec)
+
+
+async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:
+    """Steps do not depend on it: a router that was replaced hears of it from the stages."""
+    while True:
+        with suppress(RayError):  # the supervisor is restarting
+            await supervisor.renew.options(concurrency_group="lease").remote(holder)
+        await asyncio.sleep(RENEW_EVERY_S)
 
 
 @contextmanager
@@ -65,8 +89,10 @@ def own_ray(num_cpus: int) -> Iterator[None]:
     # Ours dies with the cluster. Whoever sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    for name, value in SERVE_SETTINGS.items():
+        os.environ.setdefault(name, value)  # inherited by everything that Ray starts
     try:
-        with _own_sigterm():
+        with _own_sigterm(), _on_loopback():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -86,6 +112,20 @@ def own_ray(num_cpus: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _on_loopback() -> Iterator[None]:
+    """Keep Ray from replacing 127.0.0.1 by the machine's outer address, as it does where clusters are possible.
+
+    With that address every one of its processes would listen on all interfaces; with 127.0.0.1 none does.
+    """
+    possible = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = possible
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from tramontane.cluster.actors import StageHealth
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StepResult
 
 
@@ -21,8 +22,10 @@ class RayStageChain:
     micro-batches enter every stage in the order of ``submit``.
     """
 
-    def __init__(self, stages: Sequence[ActorHandle[Any]]) -> None:
+    def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
         self.stages = stages
+        self._supervisor = supervisor
+        self._holder = holder
 
     @property
     def num_stages(self) -> int:
@@ -36,11 +39,21 @@ class RayStageChain:
         assert carried is not None
         return self._result(carried)
 
-    async def fence(self, epoch: int) -> None:
+    async def fence(self) -> int:
         try:
-            await asyncio.gather(*(stage.fence.remote(epoch) for stage in self.stages))
+            epoch: int = await self._supervisor.fence.remote(self._holder)
         except RayError as error:
-            raise PipelineError(f"a stage could not be fenced: {last_line(error)}") from error
+            kind = LeaseError if isinstance(error, LeaseError) else PipelineError  # Ray's error is of its cause's class too
+            raise kind(f"the stages could not be fenced: {last_line(error)}") from error
+        return epoch
+
+    async def health(self) -> list[StageHealth]:
+        """Of every stage, also while steps run. Raises PipelineError if one does not answer."""
+        asked = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
+        try:
+            return list(await asyncio.gather(*asked))
+        except RayError as error:
+            raise PipelineError(f"a stage does not answer: {last_line(error)}") from error
 
     async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
         try:

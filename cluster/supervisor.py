@@ -1,16 +1,39 @@
-"""Creates a pipeline's actors and removes them; it is on no step's path."""
+"""Creates a pipeline's actors, grants its lease, and removes what nobody drives; it is on no step's path."""
 
+import contextlib
+import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors import NAMESPACE, create_stage
+from tramontane.cluster.actors import NAMESPACE, StageHealth, create_stage
+from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.proto.plan import ClusterPlan
+
+LEASE_TTL_S = 10.0
+RENEW_EVERY_S = 2.0
+ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
+WATCH_EVERY_S = 1.0
+HEALTH_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The Ray Serve application that a pipeline belongs to.
+
+    ``launched``: a process keeps it alive; when that has gone, the application goes.
+    ``owns_serve``: then Ray Serve goes as well, unless it has other applications.
+    """
+
+    name: str
+    launched: bool = False
+    owns_serve: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +45,8 @@ class PipelineSpec:
     folder: Path
     threads_per_stage: int
     use_gpus: bool
+    fingerprint: tuple[tuple[str, str], ...] = ()  # of the checkpoint where the plan was made; () is not checked
+    application: Application | None = None
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -39,55 +64,95 @@ class PipelineSpec:
 class Supervisor:
     """Owner of one pipeline's placement group and stage actors, all detached and named.
 
-    It keeps nothing that it could not find again by name, so Ray may restart it at any
-    time; steps go on meanwhile.
+    It keeps nothing that it could not find again by name, or read back from the stages,
+    so Ray may restart it at any time; steps go on meanwhile.
     """
 
     def __init__(self, spec: PipelineSpec) -> None:
         self.spec = spec
+        self._lock = threading.Lock()  # of the book and the launcher's time: two threads use them
+        self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), _lease_in_stages(spec))
+        self._launcher_seen_at = time.monotonic()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"Supervisor {self.spec.name}"
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
-        """Place and load every stage; None if the cluster had no room within ``timeout_s``."""
-        group = self._group()
+        """Place and load every stage, or find them; None if the cluster had no room within ``timeout_s``."""
+        group = _group(self.spec)
         if not group.wait(timeout_s):
             return None
-        stages = [
-            create_stage(
-                self.spec.stage_name(stage.stage_id),
-                stage,
-                self.spec.folder,
-                group,
-                self.spec.threads_per_stage,
-                self.spec.use_gpus,
-            )
-            for stage in self.spec.plan.stages
-        ]
+        stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
         loading: list[ray.ObjectRef[str]] = [stage.ready.remote() for stage in stages]
         for stage, ready in zip(stages, loading, strict=True):
             wait_until_ready(stage, ready)
         return stages
 
-    def stop(self) -> None:
-        """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-        for stage in self.spec.plan.stages:
-            try:
-                ray.kill(ray.get_actor(self.spec.stage_name(stage.stage_id), NAMESPACE))
-            except ValueError:  # no such actor: it was never made, or is gone
-                continue
-        try:
-            remove_placement_group(get_placement_group(self.spec.name))
-        except ValueError:
-            return
+    def fence(self, holder: str) -> int:
+        """Make every stage forget its sequences and obey a new epoch, which is returned.
 
-    def _group(self) -> PlacementGroup:
-        try:
-            group: PlacementGroup = get_placement_group(self.spec.name)
-        except ValueError:
-            group = placement_group(self.spec.bundles, strategy="PACK", name=self.spec.name, lifetime="detached")
-        return group
+        Raises LeaseError if another router holds the lease.
+        """
+        with self._lock:
+            self._claim(holder)
+            epoch = self._book.next_epoch(floor=time.time_ns() // 1_000_000)  # a book lost with its stages cannot repeat one
+        ray.get([stage.fence.remote(epoch, holder) for stage in _existing_stages(self.spec)])
+        return epoch
+
+    @ray.method(concurrency_group="lease")
+    def claim(self, holder: str) -> None:
+        """Take the lease, if it is free. Raises LeaseError while another router holds it."""
+        with self._lock:
+            self._claim(holder)
+
+    @ray.method(concurrency_group="lease")
+    def renew(self, holder: str) -> bool:
+        """A sign of life of the router that drives the pipeline; False if the lease is not its own."""
+        with self._lock:
+            return self._book.renew(holder, time.monotonic())
+
+    @ray.method(concurrency_group="lease")
+    def keep(self) -> None:
+        """A sign of life of the process that launched the application."""
+        with self._lock:
+            self._launcher_seen_at = time.monotonic()
+
+    @ray.method(concurrency_group="lease")
+    def remove(self) -> None:
+        """Remove the pipeline, whoever drives it, and this actor."""
+        self._remove()
+
+    def _remove(self) -> None:
+        remove_pipeline(self.spec)
+        ray.kill(ray.get_runtime_context().current_actor)
+
+    def _claim(self, holder: str) -> None:
+        current = self._book.lease
+        gone = current is not None and current.holder != holder and _is_gone(current.holder)
+        self._book.claim(holder, time.monotonic(), gone)
+
+    def _watch(self) -> None:
+        """Remove the pipeline once its router has been silent for long and its application is gone."""
+        while True:
+            time.sleep(WATCH_EVERY_S)
+            with self._lock:
+                silent_s = self._book.idle_s(time.monotonic())
+                launcher_silent_s = time.monotonic() - self._launcher_seen_at
+            application = self.spec.application
+            with contextlib.suppress(RayError):  # asked again in a second
+                if application and application.launched and launcher_silent_s > ABANDONED_AFTER_S:
+                    _end_application(application)
+                if silent_s > ABANDONED_AFTER_S and not (application and _is_deployed(application.name)):
+                    self._remove()
+
+
+def remove_pipeline(spec: PipelineSpec) -> None:
+    """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
+    for stage in _existing_stages(spec):
+        ray.kill(stage)
+    with contextlib.suppress(ValueError):  # it was never made, or is gone
+        remove_placement_group(get_placement_group(spec.name))
 
 
 def wait_until_ready(stage: ActorHandle[Any], ready: "ray.ObjectRef[str]") -> None:
@@ -99,6 +164,7 @@ def wait_until_ready(stage: ActorHandle[Any], ready: "ray.ObjectRef[str]") -> No
 
 
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
+    """Make the pipeline's supervisor, or find the one that is there."""
     options = {
         "name": spec.supervisor_name,
         "namespace": NAMESPACE,
@@ -107,4 +173,69 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "num_cpus": 0,
         "max_restarts": -1,
     }
-    return cast("ActorHandle[Any]", ray.remote(Supervisor).options(**options).remote(spec))
+    # The lease's calls are answered also while stages are loading.
+    actor: Any = ray.remote(concurrency_groups={"lease": 2})(Supervisor)  # type: ignore[call-overload]
+    return cast("ActorHandle[Any]", actor.options(**options).remote(spec))
+
+
+def _group(spec: PipelineSpec) -> PlacementGroup:
+    try:
+        group: PlacementGroup = get_placement_group(spec.name)
+    except ValueError:
+        group = placement_group(spec.bundles, strategy="PACK", name=spec.name, lifetime="detached")
+    return group
+
+
+def _existing_stages(spec: PipelineSpec) -> list[ActorHandle[Any]]:
+    stages = []
+    for stage in spec.plan.stages:
+        with contextlib.suppress(ValueError):
+            stages.append(ray.get_actor(spec.stage_name(stage.stage_id), NAMESPACE))
+    return stages
+
+
+def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
+    """The newest lease that any stage has been fenced for."""
+    leases: list[Lease] = []
+    for stage in _existing_stages(spec):
+        with contextlib.suppress(RayError, TimeoutError):
+            asked: ray.ObjectRef[StageHealth] = stage.health.options(concurrency_group="control").remote()
+            health = ray.get(asked, timeout=HEALTH_TIMEOUT_S)
+            if health.holder:
+                leases.append(Lease(health.holder, health.epoch))
+    return max(leases, key=lambda lease: lease.epoch, default=None)
+
+
+def holder_name() -> str:
+    """Who we are, as the holder of a lease: ``namespace/actor``, or ``driver/job`` outside of actors."""
+    context = ray.get_runtime_context()
+    actor = context.get_actor_name()
+    return f"{context.namespace}/{actor}" if actor else f"driver/{context.get_job_id()}"
+
+
+def _is_gone(holder: str) -> bool:
+    """Whether Ray knows that this actor is dead; a driver's death shows only in its silence."""
+    namespace, _, actor = holder.partition("/")
+    if namespace == "driver":
+        return False
+    try:
+        ray.get_actor(actor, namespace)
+    except ValueError:
+        return True
+    return False
+
+
+def _is_deployed(application: str) -> bool:
+    from ray import serve  # rarely needed, and slow to import
+
+    return application in serve.status().applications
+
+
+def _end_application(application: Application) -> None:
+    from ray import serve
+
+    others = set(serve.status().applications) - {application.name}
+    if _is_deployed(application.name):
+        serve.delete(application.name)
+    if application.owns_serve and not others:
+        serve.shutdown()  # type: ignore[no-untyped-call]

@@ -6,8 +6,11 @@
     |   +-- RequestError     one request: an empty prompt, a prompt past the context
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
+    +-- OverloadedError      too much is waiting already; says when to come back
     +-- PipelineError        a pipeline failed while it was working
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
+        +-- LeaseError       another router drives the pipeline
+        +-- NoStreamError    a router has no stream to answer by
 
 A ``UserError`` says what was wrong and what to do about it. Broken internal
 invariants are assertions, not members of this tree.
@@ -38,9 +41,28 @@ class PlanError(UserError):
     """No plan fits the machines that are there."""
 
 
+class OverloadedError(TramontaneError):
+    """Nothing is wrong with the request, but too many are waiting. ``retry_after_s`` is a whole number."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, retry_after_s)  # all of them, so that it can be pickled
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PipelineError(TramontaneError):
     """A pipeline failed while requests were running on it."""
 
 
 class StaleEpochError(PipelineError):
     """A step carried another epoch than the one its stage was fenced to."""
+
+
+class LeaseError(PipelineError):
+    """The pipeline's lease is another router's."""
+
+
+class NoStreamError(PipelineError):
+    """A router has no stream to the ingress that called it; the message is the router's replica."""

@@ -1,12 +1,26 @@
-"""The two seams of the engine: how steps reach stages, how tokens reach experts."""
+"""The seams: how requests reach a router, how steps reach stages, how tokens reach experts."""
 
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.proto.step import MicroBatch, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+class TokenSource(Protocol):
+    """Whoever turns a request into tokens: a router in this process, or one far away."""
+
+    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        """Yield the tokens of all sequences of one request until every one has finished.
+
+        What has become ready since the last time comes in one piece. Closing the
+        generator aborts what is unfinished. Raises RequestError or OverloadedError
+        before the first token, PipelineError at any time.
+        """
+        ...
 
 
 class StageChain(Protocol):
@@ -23,8 +37,11 @@ class StageChain(Protocol):
         """
         ...
 
-    async def fence(self, epoch: int) -> None:
-        """Make every stage forget its sequences and obey ``epoch`` from now on."""
+    async def fence(self) -> int:
+        """Make every stage forget its sequences; returns the epoch that they obey from now on.
+
+        Raises PipelineError if a stage cannot be reached or somebody else drives them.
+        """
         ...
 
 

@@ -44,9 +44,49 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """One sequence of a request: a request has one per prompt and choice."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One token of one sequence, and the reason if it was the last."""
+    """One token of one sequence, and the reason if it was the last.
+
+    ``seq_id`` is the router's number inside the router, and the index within its
+    request in what a request's client gets.
+    """
 
     seq_id: int
     token_id: int
     finish: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Where a request's time went inside the router, in seconds.
+
+    queue: until its first chunk was submitted; prefill: from there to its first token;
+    decode: from there to its last.
+    """
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Tokens of one request that were ready together, and where its time has gone so far."""
+
+    events: tuple[TokenEvent, ...]
+    times: RequestTimes
+
+    @classmethod
+    def merged(cls, batches: "list[TokenBatch]") -> "TokenBatch":
+        """Several in one, in order."""
+        if len(batches) == 1:
+            return batches[0]
+        return cls(tuple(event for batch in batches for event in batch.events), batches[-1].times)

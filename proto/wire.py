@@ -1,11 +1,20 @@
-"""The wire form of steps: msgpack arrays, field by field, no pickled classes."""
+"""The wire form of steps and requests: msgpack arrays, field by field, no pickled classes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgpack
 
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.errors import NoStreamError, OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StageTiming, StepResult
+
+REFUSALS: dict[str, type[TramontaneError]] = {
+    "request": RequestError,
+    "overloaded": OverloadedError,
+    "no stream": NoStreamError,
+    "failure": PipelineError,
+}
 
 
 def encode_batch(batch: MicroBatch) -> bytes:
@@ -52,6 +61,49 @@ def encode_header(dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming
 def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...]]:
     dtype, shape, timings = _unpack(data)
     return dtype, shape, tuple(StageTiming(*fields) for fields in timings)
+
+
+def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
+    return _pack([(spec.prompt_ids, _sampling_fields(spec.sampling)) for spec in specs])
+
+
+def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
+    return tuple(SequenceSpec(prompt_ids, SamplingParams(*sampling)) for prompt_ids, sampling in _unpack(data))
+
+
+def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | str]]) -> bytes:
+    """Tokens, or the reason of a failure, of several requests by their numbers: one message for all that was ready."""
+    return _pack([(number, _delivery_fields(what)) for number, what in deliveries])
+
+
+def decode_deliveries(data: bytes) -> list[tuple[int, TokenBatch | str]]:
+    return [(number, what if isinstance(what, str) else _delivery(what)) for number, what in _unpack(data)]
+
+
+def encode_refusal(error: TramontaneError) -> bytes:
+    """Why a request was not accepted, or why it failed."""
+    kind = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
+    return _pack((kind, str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0))
+
+
+def decode_refusal(data: bytes) -> TramontaneError:
+    kind, message, retry_after_s = _unpack(data)
+    return OverloadedError(message, retry_after_s) if kind == "overloaded" else REFUSALS[kind](message)
+
+
+def _delivery_fields(what: TokenBatch | str) -> Any:  # noqa: ANN401
+    if isinstance(what, str):
+        return what
+    events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in what.events]
+    return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s)
+
+
+def _delivery(fields: Any) -> TokenBatch:  # noqa: ANN401
+    events, times = fields
+    return TokenBatch(
+        tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
+        RequestTimes(*times),
+    )
 
 
 def _sampling_fields(s: SamplingParams) -> tuple[Any, ...]:

@@ -3,61 +3,117 @@
 import asyncio
 import itertools
 import logging
+import math
+import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import SamplingParams, TokenEvent
+from tramontane.proto.request import RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.mailbox import Mailbox
 from tramontane.router.scheduler import Scheduler
-from tramontane.router.sequence import Sequence
+from tramontane.router.sequence import Sequence as LiveSequence
 
 logger = logging.getLogger(__name__)
 
+Sink = Callable[[TokenBatch | PipelineError], None]
+
+
+class LiveRequest:
+    """One client's request while the router works on it: its sequences, and when what happened."""
+
+    def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
+        self.sink = sink
+        self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
+        self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
+
+    def deliver(self, events: list[TokenEvent], now: float) -> None:
+        self.first_token_at = min(self.first_token_at, now)
+        own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
+        self.sink(TokenBatch(own, self._times(now)))
+
+    def _times(self, now: float) -> RequestTimes:
+        return RequestTimes(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
+
 
 class Router:
-    """Drives one pipeline. ``run`` must be running for ``generate`` to yield anything."""
+    """Drives one pipeline. ``run`` must be running for requests to get anywhere."""
 
-    def __init__(self, scheduler: Scheduler, chain: StageChain, observe: Callable[[StepResult], None] | None = None) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        chain: StageChain,
+        observe: Callable[[StepResult], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.scheduler = scheduler
         self.chain = chain
         self._observe = observe
-        self._streams: dict[int, asyncio.Queue[TokenEvent | PipelineError]] = {}
+        self._clock = clock
+        self._requests: dict[int, LiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._in_flight: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
         self._wake = asyncio.Event()
         self._seq_ids = itertools.count()
-        self._failure: PipelineError | None = None
+        self._last_queue_s = 0.0  # of the request that started last
+        self.failure: PipelineError | None = None
+        self.is_running = False
 
-    async def generate(self, prompt_ids: tuple[int, ...], sampling: SamplingParams) -> AsyncIterator[TokenEvent]:
-        """Yield a sequence's tokens until it finishes. Closing the iterator aborts the sequence.
-
-        Raises RequestError if the prompt cannot be served, PipelineError if the pipeline fails.
-        """
-        if self._failure is not None:
-            raise PipelineError(str(self._failure)) from self._failure
-        max_len = min(len(prompt_ids) + sampling.max_tokens, self.scheduler.limits.max_model_len)
-        sequence = Sequence(next(self._seq_ids), prompt_ids, sampling, max_len)
-        self.scheduler.add(sequence)
-        stream = self._streams[sequence.seq_id] = asyncio.Queue()
-        self._wake.set()
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        """See ``TokenSource``."""
+        ready = Mailbox()
+        request = self.submit(specs, ready.put)
         try:
-            while True:
-                event = await stream.get()
-                if isinstance(event, PipelineError):
-                    raise PipelineError(str(event)) from event  # its own: every raise grows an exception's traceback
-                yield event
-                if event.finish is not None:
-                    return
+            num_unfinished = len(specs)
+            while num_unfinished:
+                batch = await ready.take()
+                num_unfinished -= sum(event.finish is not None for event in batch.events)
+                yield batch
         finally:
-            del self._streams[sequence.seq_id]
-            self.scheduler.abort(sequence.seq_id)
-            self._wake.set()
+            self.abort(request)
+
+    def submit(self, specs: Sequence[SequenceSpec], sink: Sink) -> LiveRequest:
+        """Queue a request, all of it or nothing. ``sink`` hears of its tokens, or of its failure.
+
+        Raises RequestError if it could never run, OverloadedError if too much is waiting.
+        """
+        assert specs
+        if self.failure is not None:
+            raise PipelineError(str(self.failure)) from self.failure
+        sequences = [self._sequence(spec) for spec in specs]
+        for sequence in sequences:
+            self.scheduler.check(sequence)
+        if (reason := self.scheduler.overload(sequences)) is not None:
+            raise OverloadedError(f"too much is waiting: {reason}", self.retry_after_s)
+        request = LiveRequest(sequences, sink, self._clock())
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+            self._requests[sequence.seq_id] = request
+        self._wake.set()
+        return request
+
+    def abort(self, request: LiveRequest) -> None:
+        """Give back what the request still holds; harmless if it has finished."""
+        for seq_id in request.index_of:
+            if self._requests.pop(seq_id, None) is not None:
+                self.scheduler.abort(seq_id)
+                self._wake.set()
+
+    @property
+    def num_requests(self) -> int:
+        return len(set(map(id, self._requests.values())))
+
+    @property
+    def retry_after_s(self) -> int:
+        """As long as the request that started last has waited, in whole seconds."""
+        return max(1, math.ceil(self._last_queue_s))
 
     async def run(self) -> None:
         """Submit and collect until cancelled, or until the pipeline fails."""
         try:
-            await self.chain.fence(self.scheduler.epoch)
+            self.scheduler.epoch = await self.chain.fence()
+            self.is_running = True
             while True:
                 self._submit()
                 await self._wake.wait()
@@ -69,19 +125,31 @@ class Router:
             logger.exception("the router failed")
             self._fail(PipelineError(f"the router failed: {error!r}"))
         finally:
-            if self._failure is None:
+            self.is_running = False
+            if self.failure is None:
                 self._fail(PipelineError("the router has stopped"))
             for _, future in self._in_flight:
                 future.cancel()
+
+    def _sequence(self, spec: SequenceSpec) -> LiveSequence:
+        max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
+        return LiveSequence(next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len)
 
     def _submit(self) -> None:
         while len(self._in_flight) < self.scheduler.limits.max_in_flight:
             batch = self.scheduler.schedule()
             if batch is None:
                 return
+            self._note_starts(batch)
             future = asyncio.ensure_future(self.chain.submit(batch))
             future.add_done_callback(lambda _: self._wake.set())
             self._in_flight.append((batch, future))
+
+    def _note_starts(self, batch: MicroBatch) -> None:
+        for chunk in batch.chunks:
+            if chunk.start == 0 and (request := self._requests.get(chunk.seq_id)) and request.started_at == math.inf:
+                request.started_at = self._clock()
+                self._last_queue_s = request.started_at - request.arrived_at
 
     def _collect(self) -> None:
         """Results come in the order of submission."""
@@ -92,12 +160,16 @@ class Router:
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
         if self._observe is not None:
             self._observe(result)
+        ready: dict[LiveRequest, list[TokenEvent]] = {}
         for event in self.scheduler.complete(batch, result):
-            if (stream := self._streams.get(event.seq_id)) is not None:
-                stream.put_nowait(event)
+            take = self._requests.pop if event.finish else self._requests.__getitem__
+            ready.setdefault(take(event.seq_id), []).append(event)
+        now = self._clock()
+        for request, events in ready.items():
+            request.deliver(events, now)
 
     def _fail(self, error: PipelineError) -> None:
         """Every request that is alive ends with the reason, and so does every later one."""
-        self._failure = error
-        for stream in self._streams.values():
-            stream.put_nowait(error)
+        self.failure = error
+        for request in {id(r): r for r in self._requests.values()}.values():
+            request.sink(PipelineError(str(error)))  # its own: every raise grows an exception's traceback

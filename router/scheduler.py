@@ -1,6 +1,7 @@
 """The policy: which tokens travel together next. Pure: no torch, no Ray, no clock, no I/O."""
 
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from tramontane.proto.errors import RequestError
@@ -13,7 +14,10 @@ from tramontane.router.sequence import Sequence, SequenceStatus
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_in_flight`` is M: over how many micro-batches running decodes are spread."""
+    """``max_in_flight`` is M: over how many micro-batches running decodes are spread.
+
+    ``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -21,6 +25,8 @@ class Limits:
     max_in_flight: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
+    max_queued_seqs: int | None = None
+    max_queued_tokens: int | None = None
 
 
 class Scheduler:
@@ -43,7 +49,13 @@ class Scheduler:
         self._next_step = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises RequestError if it could never run."""
+        """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
+        self.check(sequence)
+        self._waiting.append(sequence)
+        self._admit()
+
+    def check(self, sequence: Sequence) -> None:
+        """Raises RequestError if this sequence could never run, however long it waited."""
         if not sequence.prompt_ids:
             raise RequestError("the prompt is empty; give it at least one token")
         if len(sequence.prompt_ids) >= self.limits.max_model_len:
@@ -60,7 +72,21 @@ class Scheduler:
                 f"a sequence of {sequence.max_len} tokens needs more cache pages than there are; "
                 "shorten it or raise --kv-cache-memory"
             )
-        self._waiting.append(sequence)
+
+    def overload(self, arriving: Collection[Sequence]) -> str | None:
+        """Why these sequences must not be added now, or None.
+
+        Only what would wait is counted: with 3 of 64 places free and nobody waiting, 5 arrivals queue 2.
+        """
+        free = 0 if self._waiting else self.limits.max_num_seqs - len(self._admitted)
+        num_queued = len(self._waiting) + max(len(arriving) - free, 0)
+        if self.limits.max_queued_seqs is not None and num_queued > self.limits.max_queued_seqs:
+            return f"{len(self._waiting)} sequences are waiting and at most {self.limits.max_queued_seqs} may"
+        waiting = sum(len(s.prompt_ids) for s in self._waiting)
+        arriving_tokens = sum(len(s.prompt_ids) for s in arriving) if num_queued else 0
+        if self.limits.max_queued_tokens is not None and waiting + arriving_tokens > self.limits.max_queued_tokens:
+            return f"{waiting} prompt tokens are waiting and at most {self.limits.max_queued_tokens} may"
+        return None
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
@@ -100,6 +126,20 @@ class Scheduler:
                 events.append(self._accept(sequence, sampled[chunk.seq_id]))
             self._release_if_drained(sequence)
         return events
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a place, those included that have ended and are still in flight."""
+        return len(self._admitted)
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches made so far in this epoch."""
+        return self._next_step
 
     @property
     def is_idle(self) -> bool:

@@ -41,7 +41,9 @@ class Tokenizer:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise CheckpointError(f"{path} is not a SentencePiece model") from error
-        self._piece_bytes = tuple(self._bytes_of(i) for i in range(self._model.vocab_size()))
+        self.vocab_size: int = self._model.vocab_size()
+        self._piece_bytes = tuple(self._bytes_of(i) for i in range(self.vocab_size))
+        self.longest_piece: int = max(len(self._model.id_to_piece(i)) for i in range(self._model.vocab_size()))  # characters
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids with the beginning-of-sequence token first, as Mistral's models were trained."""

@@ -11,7 +11,7 @@ from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import StepResult
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
@@ -36,9 +36,9 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def scheduler_for(plan: ClusterPlan, budget: int = 512, max_in_flight: int | None = None, epoch: int = 0) -> Scheduler:
+def scheduler_for(plan: ClusterPlan, budget: int = 512, max_in_flight: int | None = None) -> Scheduler:
     limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, max_in_flight or len(plan.stages) + 1, plan.args.vocab_size)
-    return Scheduler(plan.cache, limits, epoch)
+    return Scheduler(plan.cache, limits)
 
 
 async def run_prompts(
@@ -55,7 +55,8 @@ async def run_prompts(
     running = asyncio.create_task(router.run())
 
     async def one(prompt: list[int]) -> list[int]:
-        return [event.token_id async for event in router.generate(tuple(prompt), sampling)]
+        specs = [SequenceSpec(tuple(prompt), sampling)]
+        return [event.token_id async for batch in router.generate(specs) for event in batch.events]
 
     outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
     scheduler.check_integrity()

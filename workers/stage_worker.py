@@ -37,6 +37,7 @@ class StageWorker:
         self.cache = RollingCache(plan, self.dtype, self.device)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.epoch = NOT_FENCED
+        self.bytes_read = 0  # from the checkpoint
         self._next_step = 0
 
     @classmethod
@@ -44,9 +45,12 @@ class StageWorker:
         """Read this stage's tensors, and only those, straight to their dtype and device."""
         with torch.device("meta"):
             model = StageModel(plan.args, plan.layers)
-        state = Checkpoint(folder).load(stage_tensors(plan.args, plan.layers), plan.dtype, device)
+        checkpoint = Checkpoint(folder)
+        state = checkpoint.load(stage_tensors(plan.args, plan.layers), plan.dtype, device)
         model.load_state_dict(state, assign=True)
-        return cls(plan, model.eval(), device)
+        worker = cls(plan, model.eval(), device)
+        worker.bytes_read = checkpoint.bytes_read
+        return worker
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""

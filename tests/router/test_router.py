@@ -8,7 +8,7 @@ import pytest
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, TokenEvent
+from tramontane.proto.request import SamplingParams, SequenceSpec, TokenEvent
 from tramontane.proto.step import MicroBatch, SampledToken, StepResult
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
@@ -27,8 +27,9 @@ class ScriptedChain:
         self.epochs: list[int] = []
         self._in_flight = 0
 
-    async def fence(self, epoch: int) -> None:
-        self.epochs.append(epoch)
+    async def fence(self) -> int:
+        self.epochs.append(len(self.epochs))
+        return self.epochs[-1]
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         self._in_flight += 1
@@ -57,7 +58,8 @@ async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3) -
 
 
 async def _all(router: Router, prompt: tuple[int, ...], max_tokens: int) -> list[TokenEvent]:
-    return [event async for event in router.generate(prompt, SamplingParams(max_tokens=max_tokens))]
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=max_tokens))]
+    return [event async for batch in router.generate(specs) for event in batch.events]
 
 
 def test_many_at_once_fill_the_pipeline() -> None:
@@ -77,10 +79,9 @@ def test_many_at_once_fill_the_pipeline() -> None:
 def test_closing_the_stream_frees_everything_within_a_step() -> None:
     async def scenario() -> None:
         async with _running(ScriptedChain(_no_gate)) as router:
-            stream = router.generate((1, 2, 3), SamplingParams(max_tokens=200))
-            assert isinstance(stream, AsyncIterator)
+            stream = router.generate([SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))])
             await anext(stream)
-            await stream.aclose()  # type: ignore[attr-defined]
+            await stream.aclose()
             steps = router.scheduler._next_step
             while not router.scheduler.is_idle:
                 await asyncio.sleep(0)

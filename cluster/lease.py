@@ -1,0 +1,57 @@
+"""Who may drive a pipeline. Pure bookkeeping: the time comes from outside."""
+
+from dataclasses import dataclass
+
+from tramontane.proto.errors import LeaseError
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """``epoch`` is the last one that was given to ``holder``; stages obey the newest they have heard of."""
+
+    holder: str
+    epoch: int
+
+
+class LeaseBook:
+    """One holder at a time, until it releases the lease, lapses, or is known to be gone.
+
+    The book decides who *should* drive; what makes a mistake harmless is that every
+    grant carries a higher epoch, and that stages refuse steps of any other.
+    """
+
+    def __init__(self, ttl_s: float, now: float, found: Lease | None = None) -> None:
+        """``found`` is what stages remember of an earlier book; its holder gets a full term to renew."""
+        self.lease = found
+        self._last_epoch = found.epoch if found else 0
+        self._ttl_s = ttl_s
+        self._renewed_at = now
+
+    def claim(self, holder: str, now: float, current_is_gone: bool = False) -> None:
+        """Make ``holder`` the holder. Raises LeaseError while somebody else is."""
+        current = self.lease
+        if current and current.holder != holder and not current_is_gone and now - self._renewed_at <= self._ttl_s:
+            raise LeaseError(f"the pipeline is driven by {current.holder}")
+        self.lease = Lease(holder, self._last_epoch)
+        self._renewed_at = now
+
+    def next_epoch(self, floor: int) -> int:
+        """A new epoch for the holder: higher than all before, and than ``floor``.
+
+        floor 1000 after epoch 7: 1001. After epoch 1001: 1002.
+        """
+        assert self.lease is not None
+        self._last_epoch = max(self._last_epoch, floor) + 1
+        self.lease = Lease(self.lease.holder, self._last_epoch)
+        return self._last_epoch
+
+    def renew(self, holder: str, now: float) -> bool:
+        """False if the lease is not this holder's (any more)."""
+        if self.lease is None or self.lease.holder != holder:
+            return False
+        self._renewed_at = now
+        return True
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the last sign of life of a holder, or since the book was opened."""
+        return now - self._renewed_at

@@ -1,0 +1,233 @@
+"""``tramontane serve``: the application's life, from a cluster to a ready line to nothing left."""
+
+import json
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+
+from tramontane.cluster.actors import NAMESPACE
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.hardware import Hardware, this_machine
+from tramontane.cluster.launch import checked_model, pipeline_spec
+from tramontane.cluster.pipeline import joined_ray, own_ray
+from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec
+from tramontane.proto import errors
+from tramontane.proto.errors import ConfigError, PipelineError
+
+Report = Callable[[str], None]
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+READY_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An application that is ready. Seconds count from the start of the process."""
+
+    url: str
+    config: EngineConfig
+    num_stages: int
+    ready_after_s: float
+
+    def line(self) -> str:
+        if self.config.json_output:
+            about = {"url": self.url, "model": self.config.model_name, "replicas": self.config.replicas}
+            return json.dumps(about | {"stages": self.num_stages, "ready_after_s": self.ready_after_s})
+        pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
+        return (
+            f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
+            f"on {pipelines} of {self.num_stages} stages; Ctrl-C stops it"
+        )
+
+
+def run_server(config: EngineConfig, report: Report, announce: Callable[[Served], None]) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP; then remove everything that was started."""
+    if config.local:
+        raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
+    with ExitStack() as stack:
+        if config.address is None:
+            stack.enter_context(_serving_alone(config, report))
+        else:
+            stack.enter_context(_serving_among_others(config, report))
+        born = psutil.Process().create_time()
+        url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+        _wait_until_healthy(url)
+        announce(Served(url, config, _num_stages(config), time.time() - born))
+        _wait_for_a_signal()
+
+
+@contextmanager
+def _serving_alone(config: EngineConfig, report: Report) -> Iterator[None]:
+    """In a cluster of our own, which ends with this process whatever happens to it."""
+    report("checking the checkpoint")
+    spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
+    _check_port(config)
+    report("starting Ray")
+    with own_ray(num_cpus=config.replicas * len(spec.plan.stages) * spec.threads_per_stage):
+        report("starting Ray Serve")
+        _start_serve(config)
+        report(f"loading {config.replicas * len(spec.plan.stages)} stages")
+        try:
+            _run(config, launched=False, owns_serve=False)
+            yield
+        finally:
+            report("stopping")
+            with _uninterrupted():
+                serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None]:
+    """On a cluster that was there before, and stays."""
+    report(f"joining Ray at {config.address}")
+    assert config.address is not None
+    with joined_ray(config.address) as hardware:
+        spec = _spec(config, hardware)
+        owns_serve = not serve.status().proxies
+        if APPLICATION in serve.status().applications:
+            raise ConfigError(f"an application named {APPLICATION} is running on this cluster already; stop it first")
+        if owns_serve:
+            report("starting Ray Serve")
+            _start_serve(config)
+        else:
+            _check_doors(config)
+        report(f"loading {config.replicas * len(spec.plan.stages)} stages")
+        try:
+            with _kept_alive():
+                _run(config, launched=True, owns_serve=owns_serve)
+                yield
+        finally:
+            report("stopping")
+            with _uninterrupted():
+                _remove(owns_serve)
+
+
+def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
+    return pipeline_spec(config, checked_model(config), hardware)
+
+
+def _num_stages(config: EngineConfig) -> int:
+    names = [name for name in _actor_names() if "-stage-" in name]
+    return len(names) // config.replicas
+
+
+def _start_serve(config: EngineConfig) -> None:
+    options = HTTPOptions(host=config.host, port=config.port)
+    serve.start(proxy_location="EveryNode", http_options=options, logging_config={"log_level": "WARNING"})
+
+
+def _check_port(config: EngineConfig) -> None:
+    """Ray Serve would try to bind it again and again, and say so in its own logs only."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"--host {config.host} --port {config.port} cannot be had: {error}") from error
+
+
+def _check_doors(config: EngineConfig) -> None:
+    """Ray Serve's address is the cluster's: the first who starts it decides."""
+    client: Any = _get_global_client()
+    host, port = client.http_config.host, client.http_config.port
+    if (host, port) != (config.host, config.port):
+        raise ConfigError(
+            f"Ray Serve runs on this cluster already, at {host}:{port}; "
+            f"give --host {host} --port {port}, or shut it down first with: serve shutdown"
+        )
+
+
+def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
+    try:
+        serve.run(application(config, launched, owns_serve), name=APPLICATION, route_prefix="/")
+    except (RuntimeError, RayError) as error:
+        raise _why_not_deployed() or PipelineError(f"Ray Serve refused the application: {error}") from error
+
+
+def _why_not_deployed() -> Exception | None:
+    """Ray Serve knows the reason as the text of a traceback; the last of our own errors in it is what happened."""
+    deployments = serve.status().applications[APPLICATION].deployments.values()
+    text = "\n".join(deployment.message for deployment in deployments)
+    found = re.findall(r"tramontane\.proto\.errors\.(\w+): (.*)", text)
+    return getattr(errors, found[-1][0])(found[-1][1].strip()) if found else None
+
+
+def _wait_until_healthy(url: str) -> None:
+    while True:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=10).status_code == httpx.codes.OK:
+                return
+        time.sleep(READY_POLL_S)
+
+
+def _wait_for_a_signal() -> None:
+    with suppress(KeyboardInterrupt):
+        while True:
+            signal.pause()
+
+
+@contextmanager
+def _kept_alive() -> Iterator[None]:
+    """While this process lives its supervisors hear of it; afterwards they remove the application."""
+    stopped = threading.Event()
+
+    def keep() -> None:
+        while not stopped.wait(RENEW_EVERY_S):
+            for name in _supervisors():
+                with suppress(RayError, ValueError):
+                    ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
+
+    thread = threading.Thread(target=keep, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _remove(owns_serve: bool) -> None:
+    """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
+    with suppress(RuntimeError, RayError):
+        serve.delete(APPLICATION)
+    for name in _supervisors():
+        with suppress(RayError, ValueError):
+            ray.get(ray.get_actor(name, NAMESPACE).remove.remote())
+    if owns_serve and not serve.status().applications:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _supervisors() -> list[str]:
+    return [name for name in _actor_names() if name.endswith("-supervisor")]
+
+
+def _actor_names() -> list[str]:
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(f"{APPLICATION}-")]
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Removing takes seconds; an impatient second Ctrl-C must not leave half of it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,205 @@
+"""``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tramontane.proto.errors import RequestError
+from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import RequestTimes, SamplingParams, SequenceSpec, TokenBatch
+from tramontane.router.choice_text import ChoiceText
+from tramontane.router.openai_schema import CompletionRequest, ParameterError
+from tramontane.router.tokenizer import Tokenizer
+
+LONG_TEXT = 4096  # characters; longer texts are tokenized beside the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only."""
+
+    name: str
+    tokenizer: Tokenizer | None
+    max_model_len: int
+    max_sequences: int  # of one request
+
+
+class Completion:
+    """One request on its way: its sequences, and the texts that grow."""
+
+    def __init__(
+        self, model: ServedModel, request: CompletionRequest, prompt_ids: list[tuple[int, ...]], arrived_at: float
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._prompt_ids = prompt_ids
+        self._choices = [ChoiceText(model.tokenizer, request.stop) for _ in range(len(prompt_ids) * request.n)]
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model.name,
+        }
+        self._arrived_at = arrived_at
+        self._times: RequestTimes | None = None
+
+    @classmethod
+    async def prepare(cls, model: ServedModel, request: CompletionRequest, arrived_at: float) -> "Completion":
+        """Tokenize and bound. Raises RequestError for what could never run."""
+        num_sequences = len(request.prompt) * request.n
+        if num_sequences > model.max_sequences:
+            raise ParameterError(
+                f"{len(request.prompt)} prompts with n = {request.n} are {num_sequences} sequences; "
+                f"one request may have at most {model.max_sequences}",
+                "prompt",
+            )
+        if model.tokenizer is None and request.stop:
+            raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
+        return cls(model, request, [await _encode(model, prompt) for prompt in request.prompt], arrived_at)
+
+    def specs(self) -> list[SequenceSpec]:
+        """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5."""
+        request = self._request
+        seed = secrets.randbits(63) if request.seed is None else request.seed
+        return [
+            SequenceSpec(
+                ids,
+                SamplingParams(
+                    request.max_tokens,
+                    request.temperature,
+                    request.top_p,
+                    max(request.top_k, 0),
+                    seed,
+                    choice,
+                    request.ignore_eos,
+                ),
+            )
+            for ids in self._prompt_ids
+            for choice in range(request.n)
+        ]
+
+    async def run(self, source: TokenSource) -> dict[str, Any]:
+        """The whole answer at once."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        async with aclosing(self.stream(source)) as changes:
+            async for choices in changes:
+                for choice in choices:
+                    parts[choice["index"]].append(choice)
+        return {**self._head, "choices": [_joined(own) for own in parts], "usage": self.usage, "timings": self.timings}
+
+    async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What has changed, choice by choice, each time something is ready; ends with the last choice."""
+        yielded: set[int] = set()
+        async with aclosing(source.generate(self.specs())) as batches:
+            async for batch in batches:
+                changes = self._take(batch, yielded)
+                self._times = batch.times
+                if changes:
+                    yield changes
+                if all(choice.finish for choice in self._choices):
+                    return
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One server-sent event. With include_usage every chunk but the last has a usage of null."""
+        return {**self._head, "choices": choices} | ({"usage": None} if self._request.includes_usage else {})
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": self.usage, "timings": self.timings}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """A prompt counts once, however many choices it has."""
+        prompt = sum(map(len, self._prompt_ids))
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds in the router, by phase, and all the rest of them, spent in the doors."""
+        assert self._times is not None
+        inside = asdict(self._times)
+        return {"ingress_s": time.monotonic() - self._arrived_at - sum(inside.values()), **inside}
+
+    def _take(self, batch: TokenBatch, yielded: set[int]) -> list[dict[str, Any]]:
+        texts: dict[int, list[str]] = {}
+        token_ids: dict[int, list[int]] = {}
+        for event in batch.events:
+            choice = self._choices[event.seq_id]
+            if choice.finish is None:
+                texts.setdefault(event.seq_id, []).append(choice.push(event))
+                token_ids.setdefault(event.seq_id, []).append(event.token_id)
+        return [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+
+    def _change(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> dict[str, Any]:
+        finish = self._choices[index].finish
+        change: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish and finish.value,
+        }
+        prompt = index // self._request.n
+        first = index not in yielded
+        yielded.add(index)
+        if first and self._request.echo:
+            change["text"] = self._prompt_text(prompt) + text
+        if self._request.return_token_ids:
+            change["token_ids"] = token_ids
+            change["prompt_token_ids"] = list(self._prompt_ids[prompt]) if first else None
+        return change
+
+    def _prompt_text(self, prompt: int) -> str:
+        given = self._request.prompt[prompt]
+        if isinstance(given, str):
+            return given
+        return self._model.tokenizer.decode(given) if self._model.tokenizer else ""
+
+
+async def _encode(model: ServedModel, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(prompt, str):
+        return prompt
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        raise ParameterError("this model has no tokenizer; give the prompt as token ids", "prompt")
+    if len(prompt) > model.max_model_len * tokenizer.longest_piece:  # no need to tokenize to know
+        raise ParameterError(
+            f"the prompt has {len(prompt)} characters; with a context of {model.max_model_len} positions that is too long",
+            "prompt",
+        )
+    if len(prompt) <= LONG_TEXT:
+        return tokenizer.encode(prompt)
+    return await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, prompt)
+
+
+def _joined(changes: list[dict[str, Any]]) -> dict[str, Any]:
+    whole = changes[0] | {"text": "".join(change["text"] for change in changes), "finish_reason": changes[-1]["finish_reason"]}
+    if "token_ids" in whole:
+        whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+    return whole
+
+
+def model_list(model: ServedModel, created: int) -> dict[str, Any]:
+    """``GET /v1/models``."""
+    entry = {
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tramontane",
+        "max_model_len": model.max_model_len,
+    }
+    return {"object": "list", "data": [entry]}
+
+
+def check_model_name(model: ServedModel, name: str | None) -> None:
+    """Raises RequestError if the client asks for another model."""
+    if name is not None and name != model.name:
+        raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {model.name!r}")
+
+
+class UnknownModelError(RequestError):
+    """The client named a model that is not served here."""

@@ -1,0 +1,166 @@
+"""What a completion request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
+
+import codecs
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tramontane.proto.errors import RequestError
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+
+Prompts = tuple[str | tuple[int, ...], ...]
+
+
+class ParameterError(RequestError):
+    """One parameter is wrong; ``parameter`` is its name, None if the body as a whole is."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+def _neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
+    """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401
+        if (
+            not any(value == neutral and type(value) is not bool for neutral in allowed)
+            and value is not None
+            and value is not False
+        ):
+            raise ValueError("this parameter is not supported; leave it out")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _prompts(value: Any) -> Prompts:  # noqa: ANN401
+    """One list, whatever form the client chose: a text, texts, token ids, or lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
+    if _are_ids(value):
+        return (tuple(value),)
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and _are_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("a list must hold either texts, or token ids, or lists of token ids, and none may be empty")
+
+
+def _are_ids(value: list[Any]) -> bool:
+    return bool(value) and all(type(item) is int for item in value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("it must be a text or a list of texts, none of them empty")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each")
+    return tuple(stops)
+
+
+def _or(default: Any) -> BeforeValidator:  # noqa: ANN401
+    """OpenAI's clients may send null for "not given"."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _encodable(value: Prompts) -> Prompts:
+    for text in value:
+        if isinstance(text, str):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise ValueError("a text is not valid Unicode (it holds half of a surrogate pair)") from None
+    return value
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: Annotated[bool, _or(False)] = False
+    include_obfuscation: Annotated[bool | None, _neutral()] = None
+
+
+class CompletionRequest(BaseModel):
+    """Body of ``POST /v1/completions``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    model: str | None = None
+    prompt: Annotated[Prompts, BeforeValidator(_prompts), AfterValidator(_encodable)] = Field(strict=False)
+    max_tokens: Annotated[int, _or(16)] = Field(16, ge=1, lt=2**31)
+    temperature: Annotated[float, _or(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: Annotated[float, _or(1.0)] = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, _or(0)] = Field(0, ge=-1, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = Field((), strict=False)
+    n: Annotated[int, _or(1)] = Field(1, ge=1, le=128)
+    echo: Annotated[bool, _or(False)] = False
+    stream: Annotated[bool, _or(False)] = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: Annotated[bool, _or(False)] = False
+    return_token_ids: Annotated[bool, _or(False)] = False
+    user: str | None = None  # means nothing here, and harms nothing
+
+    best_of: Annotated[Any, _neutral(1)] = None
+    frequency_penalty: Annotated[Any, _neutral(0)] = None
+    presence_penalty: Annotated[Any, _neutral(0)] = None
+    repetition_penalty: Annotated[Any, _neutral(1)] = None
+    min_p: Annotated[Any, _neutral(0)] = None
+    min_tokens: Annotated[Any, _neutral(0)] = None
+    logit_bias: Annotated[Any, _neutral({})] = None
+    logprobs: Annotated[Any, _neutral()] = None
+    suffix: Annotated[Any, _neutral("")] = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ParameterError, which names the first thing that is wrong."""
+    try:
+        codecs.decode(body, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
+    try:
+        request = CompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+    except RecursionError:
+        raise ParameterError("the body is nested too deeply") from None
+    if request.stream_options is not None and not request.stream:
+        raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    return request
+
+
+def _explained(error: ValidationError) -> ParameterError:
+    problem = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(str(part) for part in problem["loc"]) or None
+    shown = f"{problem['input']!r:.60}"
+    match problem["type"]:
+        case "json_invalid":
+            return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
+        case "model_type" | "model_attributes_type" if name is None:
+            return ParameterError("the body must be a JSON object")
+        case "missing":
+            return ParameterError(f"{name} is missing", name)
+        case "extra_forbidden":
+            return ParameterError(f"{name} is not a parameter of this endpoint", name)
+        case "value_error":
+            return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
+        case _:
+            return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+
+
+def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape for everything that goes wrong."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}
