@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, holder_name, remove_pipeline
+from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
 from tramontane.proto.errors import ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -36,13 +36,15 @@ OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidde
 
 
 @asynccontextmanager
-async def running_pipeline(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[RayStageChain]:
+async def running_pipeline(
+    spec: PipelineSpec, report: Callable[[str], None] = lambda _: None, holder: str | None = None
+) -> AsyncIterator[RayStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
     Raises LeaseError, having touched nothing, if another router drives it. Removing is
     done from here: the supervisor may be restarting, or still be busy with loading.
     """
-    holder = holder_name()
+    holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
     try:
         await supervisor.claim.remote(holder)

@@ -14,6 +14,9 @@ from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StepResult
 
+FENCE_ATTEMPTS = 10
+RETRY_S = 0.5
+
 
 class RayStageChain:
     """Hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
@@ -40,12 +43,17 @@ class RayStageChain:
         return self._result(carried)
 
     async def fence(self) -> int:
-        try:
-            epoch: int = await self._supervisor.fence.remote(self._holder)
-        except RayError as error:
-            kind = LeaseError if isinstance(error, LeaseError) else PipelineError  # Ray's error is of its cause's class too
-            raise kind(f"the stages could not be fenced: {last_line(error)}") from error
-        return epoch
+        for attempt in range(FENCE_ATTEMPTS):
+            try:
+                epoch: int = await self._supervisor.fence.remote(self._holder)
+                return epoch
+            except LeaseError as error:  # Ray's error is of its cause's class too
+                raise LeaseError(last_line(error)) from error
+            except RayError as error:  # the supervisor or a stage is restarting
+                if attempt == FENCE_ATTEMPTS - 1:
+                    raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
+                await asyncio.sleep(RETRY_S)
+        raise AssertionError
 
     async def health(self) -> list[StageHealth]:
         """Of every stage, also while steps run. Raises PipelineError if one does not answer."""
@@ -62,7 +70,7 @@ class RayStageChain:
             raise PipelineError(f"a stage failed: {last_line(error)}") from error
 
 
-def last_line(error: RayError) -> str:
+def last_line(error: Exception) -> str:
     """Ray's errors carry remote tracebacks; their last line says what happened, after the name of the class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^(tramontane\.[\w.]+: |ray\.exceptions\.)", "", lines[-1])

@@ -21,7 +21,7 @@ from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_fo
 from tramontane.cluster.pipeline import running_pipeline
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.cluster.supervisor import Application, PipelineSpec
+from tramontane.cluster.supervisor import Application, PipelineSpec, actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.router.router import Router
@@ -129,7 +129,7 @@ async def any_pipeline(spec: PipelineSpec) -> AsyncIterator[tuple[PipelineSpec, 
             async with AsyncExitStack() as stack:
                 mine = replace(spec, name=name)
                 try:
-                    chain = await stack.enter_async_context(running_pipeline(mine))
+                    chain = await stack.enter_async_context(running_pipeline(mine, holder=actor_as_holder()))
                 except LeaseError:
                     continue
                 yield mine, chain

@@ -33,12 +33,18 @@ def build(args: dict[str, Any]) -> Application:
     return application(EngineConfig.build(None, args))
 
 
-def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``."""
+def application(
+    config: EngineConfig, launched: bool = False, owns_serve: bool = False, num_routers: int | None = None
+) -> Application:
+    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``.
+
+    ``num_routers`` is another number of pipelines than ``config`` was planned for, as ``num_replicas``
+    in a Serve config would be.
+    """
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     router = serve.deployment(
         name="Router",
-        num_replicas=config.replicas,
+        num_replicas=num_routers or config.replicas,
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """``tramontane serve``: the application's life, from a cluster to a ready line to nothing left."""
 
 import json
+import logging
 import re
 import signal
 import socket
@@ -127,6 +128,7 @@ def _num_stages(config: EngineConfig) -> int:
 
 
 def _start_serve(config: EngineConfig) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process: what matters is reported
     options = HTTPOptions(host=config.host, port=config.port)
     serve.start(proxy_location="EveryNode", http_options=options, logging_config={"log_level": "WARNING"})
 

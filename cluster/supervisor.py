@@ -206,11 +206,15 @@ def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
     return max(leases, key=lambda lease: lease.epoch, default=None)
 
 
-def holder_name() -> str:
-    """Who we are, as the holder of a lease: ``namespace/actor``, or ``driver/job`` outside of actors."""
+def actor_as_holder() -> str:
+    """The actor that we are, as the holder of a lease: ``namespace/name``."""
     context = ray.get_runtime_context()
-    actor = context.get_actor_name()
-    return f"{context.namespace}/{actor}" if actor else f"driver/{context.get_job_id()}"
+    return f"{context.namespace}/{context.get_actor_name()}"
+
+
+def driver_as_holder() -> str:
+    """The driver that we are: ``driver/job``."""
+    return f"driver/{ray.get_runtime_context().get_job_id()}"
 
 
 def _is_gone(holder: str) -> bool:

@@ -126,6 +126,16 @@ async def _first_of(*events: asyncio.Event) -> None:
             task.cancel()
 
 
+async def _cancellable(response: Any) -> bytes:  # noqa: ANN401 - DeploymentResponse, whose types do not say that
+    """Ray Serve does not pass on by itself that whoever waits for a response has been cancelled."""
+    try:
+        outcome: bytes = await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    return outcome
+
+
 class RemoteRouters:
     """An ingress's side: the routers behind a Ray Serve handle, as one ``TokenSource``."""
 
@@ -166,7 +176,7 @@ class RemoteRouters:
         try:
             for _ in range(MAX_ATTEMPTS):
                 handle = self._handle.options(method_name="generate", session_id=replica)
-                outcome: bytes = await handle.remote(self._name, number, specs)
+                outcome = await _cancellable(handle.remote(self._name, number, specs))
                 refusal = wire.decode_refusal(outcome) if outcome != DONE else None
                 if not isinstance(refusal, NoStreamError):
                     break

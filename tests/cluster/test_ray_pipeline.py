@@ -64,8 +64,8 @@ def _pipeline(folder: Path, num_stages: int, page_size: int = 16) -> Iterator[tu
         yield spec, chain
 
 
-def _check_tokens(spec: PipelineSpec, chain: RayStageChain, budget: int, together: bool, epoch: int) -> None:
-    scheduler = scheduler_for(spec.plan, budget, epoch=epoch)
+def _check_tokens(spec: PipelineSpec, chain: RayStageChain, budget: int, together: bool) -> None:
+    scheduler = scheduler_for(spec.plan, budget)
     outputs = asyncio.run(run_prompts(chain, scheduler, PROMPTS, together=together))
     for prompt, output, expected in zip(PROMPTS, outputs, _expected(), strict=True):
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
@@ -85,27 +85,27 @@ def _wait_until_gone(name: str) -> None:
 
 def test_same_tokens_on_one_stage(folder: Path) -> None:
     with _pipeline(folder, 1) as (spec, chain):
-        _check_tokens(spec, chain, 4096, True, epoch=0)
+        _check_tokens(spec, chain, 4096, True)
 
 
 def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> None:
     with _pipeline(folder, 2, page_size=1) as (spec, chain):
         assert set(_leftovers(spec.name)) == {spec.name, f"{spec.name}-supervisor", spec.stage_name(0), spec.stage_name(1)}
-        _check_tokens(spec, chain, 64, True, epoch=0)
-        _check_tokens(spec, chain, 7, True, epoch=1)
+        _check_tokens(spec, chain, 64, True)
+        _check_tokens(spec, chain, 7, True)
     _wait_until_gone(spec.name)
 
 
 def test_same_tokens_on_three_stages(folder: Path) -> None:
     with _pipeline(folder, 3, page_size=64) as (spec, chain):
-        _check_tokens(spec, chain, 64, True, epoch=0)
+        _check_tokens(spec, chain, 64, True)
 
 
 def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Must hold: overlapped time over busy time, from the actors' own clocks, is above zero."""
     with _pipeline(folder, 4) as (spec, chain):
-        _check_tokens(spec, chain, 4096, False, epoch=0)
-        _check_tokens(spec, chain, 64, True, epoch=1)
+        _check_tokens(spec, chain, 4096, False)
+        _check_tokens(spec, chain, 64, True)
         timings: list[StageTiming] = []
 
         def observe(result: StepResult) -> None:
@@ -113,7 +113,7 @@ def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.Captur
 
         sampling = SamplingParams(max_tokens=40, temperature=0.0)
         prompts = [random_ids(20 * i + 1, seed=i) for i in range(8)]
-        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, epoch=2), prompts, sampling, observe=observe))
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan), prompts, sampling, observe=observe))
         assert {t.stage_id for t in timings} == {0, 1, 2, 3}
         for stage_id in range(4):
             own = [t for t in timings if t.stage_id == stage_id]
@@ -127,19 +127,19 @@ def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.Captur
 def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(folder: Path) -> None:
     with _pipeline(folder, 1) as (_, chain):
         (stage,) = chain.stages
-        assert ray.get(stage.health.remote())["label"] == "Stage 1/1 layers 0-7"
+        assert ray.get(stage.health.remote()).label == "Stage 1/1 layers 0-7"
         _refused(stage, epoch=0)
-        ray.get(stage.fence.remote(5))
+        ray.get(stage.fence.remote(5, "test"))
         _accepted(stage, epoch=5)
         _refused(stage, epoch=4)
         _refused(stage, epoch=6)
         with pytest.raises(RayError, match="cannot go back"):
-            ray.get(stage.fence.remote(5))
-        pid = ray.get(stage.health.remote())["pid"]
+            ray.get(stage.fence.remote(5, "test"))
+        pid = ray.get(stage.health.remote()).pid
         ray.kill(stage, no_restart=False)
         _until_reborn(stage, pid)
         _refused(stage, epoch=5)
-        ray.get(stage.fence.remote(6))
+        ray.get(stage.fence.remote(6, "test"))
         _accepted(stage, epoch=6)
 
 
@@ -159,7 +159,7 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
         (stage,) = chain.stages
         never = ray.remote(num_cpus=0)(_sleep_for_ever).remote()
         stuck = stage.step.remote(_one_token(0), never)
-        assert ray.get(stage.health.options(concurrency_group="control").remote())["epoch"] == -1
+        assert ray.get(stage.health.options(concurrency_group="control").remote()).epoch == -1
         assert ray.wait([stuck], timeout=0)[0] == []
         ray.cancel(never, force=True)
 
@@ -180,7 +180,7 @@ def test_stages_outlive_their_supervisor(folder: Path) -> None:
     with _pipeline(folder, 1) as (spec, chain):
         supervisor = ray.get_actor(f"{spec.name}-supervisor", NAMESPACE)
         ray.kill(supervisor, no_restart=False)
-        _check_tokens(spec, chain, 512, True, epoch=0)
+        _check_tokens(spec, chain, 512, True)
         ray.kill(supervisor, no_restart=False)  # it may be restarting when everything is to be removed
     _wait_until_gone(spec.name)
 
@@ -206,7 +206,7 @@ def _accepted(stage: "ActorHandle[Any]", epoch: int) -> None:
 def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:
     while True:
         try:
-            if ray.get(stage.health.remote())["pid"] != old_pid:
+            if ray.get(stage.health.remote()).pid != old_pid:
                 return
         except RayError:
             pass

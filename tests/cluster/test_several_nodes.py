@@ -19,6 +19,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 ARGS = tiny_args(n_layers=3, window=24, max_seq_len=2048)
+EPOCH = 2**50  # above those that count milliseconds
 PROMPTS = [random_ids(n, seed=n) for n in (1, 30, 900, 1500)]
 
 
@@ -39,7 +40,7 @@ def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> N
     plan = tiny_plan(ARGS, 3)
     spec = PipelineSpec("three-nodes", plan, write_checkpoint(tmp_path / "model", ARGS, model), 1, use_gpus=False)
     with placed(spec) as chain:
-        nodes = [ray.get(stage.health.remote())["node_id"] for stage in chain.stages]
+        nodes = [ray.get(stage.health.remote()).node_id for stage in chain.stages]
         assert len(set(nodes)) == 3
         scheduler = scheduler_for(plan, budget=2048)
         outputs = asyncio.run(run_prompts(chain, scheduler, PROMPTS))
@@ -52,7 +53,7 @@ def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> N
 def _check_object_store(stages: list[object], nodes: list[str]) -> None:
     """1,024 tokens of 32 floats are 128 KiB: above Ray's default threshold of 100 KiB; 8 tokens are 1 KiB."""
     for stage in stages:
-        ray.get(stage.fence.remote(7))  # type: ignore[attr-defined]
+        ray.get(stage.fence.remote(EPOCH, "test"))  # type: ignore[attr-defined]
     large = _first_hop(stages[0], _prompt_batch(step_id=0, seq_id=0, num_tokens=1024))
     small = _first_hop(stages[0], _prompt_batch(step_id=1, seq_id=1, num_tokens=8))
     where = ray.experimental.get_object_locations([large, small])
@@ -70,4 +71,4 @@ def _first_hop(stage: object, batch: MicroBatch) -> "ray.ObjectRef[object]":
 def _prompt_batch(step_id: int, seq_id: int, num_tokens: int) -> MicroBatch:
     pages = tuple(range(3 * seq_id, 3 * seq_id + min(3, -(-num_tokens // 16))))
     chunk = Chunk(seq_id, 0, (5,) * num_tokens, (pages,), SamplingParams(temperature=0.0), False)
-    return MicroBatch(7, step_id, (chunk,))
+    return MicroBatch(EPOCH, step_id, (chunk,))

@@ -178,6 +178,6 @@ def test_a_refused_request_touches_nothing() -> None:
             with pytest.raises(RequestError, match="at most 255"):
                 await _all(router, (1,) * 256, 3)
             assert router.scheduler.is_idle
-            assert router._streams == {}
+            assert router._requests == {}
 
     asyncio.run(scenario())

@@ -1,0 +1,369 @@
+"""The whole application over HTTP: official clients, many clients, clients that leave, routers that die."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import ray
+from harness import random_ids
+from openai import AsyncOpenAI, OpenAI
+from ray import serve
+from serving import URL, complete, events, ingress_stats, leftovers, router_stats, served, wait_until_idle, wait_until_ready
+
+from tramontane.cluster.config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.launch import open_engine
+from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.router.tokenizer import Tokenizer
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+
+SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 2, "max_num_seqs": 32, "threads_per_stage": 1}
+TOKENIZER = Tokenizer(DEMO_MODEL)
+WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split())  # noqa: SIM905
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _app() -> Iterator[None]:
+    with own_ray(num_cpus=4), served(**SETTINGS):
+        yield
+
+
+def _prompt(rng: random.Random, most: int = 12) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
+
+
+def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[list[int]]:
+    """The same engine in this process, without Ray."""
+
+    async def run() -> list[list[int]]:
+        async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
+
+            async def one(ids: tuple[int, ...]) -> list[int]:
+                batches = [batch async for batch in engine.router.generate([SequenceSpec(ids, sampling)])]
+                return [event.token_id for batch in batches for event in batch.events]
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+    return asyncio.run(run())
+
+
+# ---- official clients
+
+
+def test_the_official_client_gets_what_generate_gives() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    prompts = [_prompt(random.Random(i)) for i in range(8)]
+    expected = _local([TOKENIZER.encode(p) for p in prompts], SamplingParams(max_tokens=24, temperature=0.9, seed=5))
+    together = client.completions.create(
+        model="demo", prompt=prompts, max_tokens=24, temperature=0.9, seed=5, extra_body={"return_token_ids": True}
+    )
+    assert [choice.token_ids for choice in together.choices] == expected  # type: ignore[attr-defined]
+    assert [choice.text for choice in together.choices] == [TOKENIZER.decode(tuple(ids)) for ids in expected]
+    assert {choice.finish_reason for choice in together.choices} == {"length"}
+    assert together.usage is not None
+    assert together.usage.prompt_tokens == sum(len(TOKENIZER.encode(p)) for p in prompts)
+    assert together.usage.completion_tokens == 8 * 24
+
+
+def test_every_form_of_prompt_and_every_parameter() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+
+    def text(**more: Any) -> str:  # noqa: ANN401
+        options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0.0}
+        return client.completions.create(**(options | more)).choices[0].text
+
+    plain = text()
+    assert text(prompt=list(TOKENIZER.encode("ROMEO:"))) == plain
+    assert text(echo=True) == "ROMEO:" + plain
+    assert text(echo=True, prompt=list(TOKENIZER.encode("ROMEO:"))).endswith("ROMEO:" + plain)
+    assert text(temperature=5.0, extra_body={"top_k": 1}) == plain
+    assert text(temperature=5.0, top_p=1e-9) == plain
+    assert text(stop=[plain[3:6]]) == plain[: plain.index(plain[3:6])]
+    assert text(temperature=1.0, seed=3) == text(temperature=1.0, seed=3) != text(temperature=1.0, seed=4)
+    assert text(extra_body={"ignore_eos": True}) == plain
+    several = client.completions.create(model="demo", prompt=["O", "ROMEO:"], n=3, max_tokens=8, temperature=1.0, seed=1)
+    assert [choice.index for choice in several.choices] == list(range(6))
+    assert len({choice.text for choice in several.choices}) == 6
+    alone = client.completions.create(model="demo", prompt="ROMEO:", n=3, max_tokens=8, temperature=1.0, seed=1)
+    assert [c.text for c in alone.choices] == [c.text for c in several.choices[3:]]
+    assert client.models.list().data[0].id == "demo"
+
+
+def test_the_asynchronous_client_streams() -> None:
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none") as client:
+            stream = await client.completions.create(
+                model="demo",
+                prompt="ROMEO:",
+                n=2,
+                max_tokens=16,
+                seed=2,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"return_token_ids": True},
+            )
+            texts, ids, reasons, usage = ["", ""], [[], []], [None, None], None
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    ids[choice.index] += choice.token_ids  # type: ignore[attr-defined]
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+                usage = chunk.usage or usage
+            whole = await client.completions.create(model="demo", prompt="ROMEO:", n=2, max_tokens=16, seed=2)
+            assert texts == [choice.text for choice in whole.choices]
+            assert [len(each) for each in ids] == [16, 16]
+            assert reasons == ["length", "length"]
+            assert usage == whole.usage
+            assert usage is not None
+            assert (usage.prompt_tokens, usage.completion_tokens) == (3, 32)
+
+    asyncio.run(run())
+
+
+def test_mistakes_arrive_as_the_clients_own_errors() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
+        client.completions.create(model="gpt-4", prompt="O")
+    with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+        client.completions.create(model="demo", prompt="O", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="at most 2047"):
+        client.completions.create(model="demo", prompt=[5] * 2048)
+    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+        client.completions.create(model="demo", prompt=[10**6])
+    with pytest.raises(openai.NotFoundError, match="is not here"):
+        client.chat.completions.create(model="demo", messages=[])
+
+
+def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
+    rng = random.Random(11)
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        plain = (await client.post("/v1/completions", json=body)).json()
+        stream = (await client.post("/v1/completions", json=body | {"stream": True})).text
+        texts, reasons = {}, {}
+        for event in events(stream):
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                reasons[choice["index"]] = choice["finish_reason"]
+        assert texts == {c["index"]: c["text"] for c in plain["choices"]}, body
+        assert reasons == {c["index"]: c["finish_reason"] for c in plain["choices"]}, body
+
+    def body() -> dict[str, Any]:
+        drawn = {
+            "prompt": _prompt(rng),
+            "max_tokens": rng.randint(1, 20),
+            "temperature": rng.choice([0, 0.7, 1.3]),
+            "seed": rng.randrange(1000),
+            "n": rng.choice([1, 1, 1, 2]),
+            "echo": rng.random() < 0.2,
+        }
+        return drawn | ({"stop": rng.choice(["e", " the", ["\n", "r,"]])} if rng.random() < 0.4 else {})
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            waiting = [body() for _ in range(200)]
+
+            async def worker() -> None:
+                while waiting:
+                    await one(client, waiting.pop())
+
+            await asyncio.gather(*(worker() for _ in range(16)))
+
+    asyncio.run(run())
+    wait_until_idle()
+
+
+# ---- many clients, and clients that leave
+
+
+async def _leave_early(client: httpx.AsyncClient, rng: random.Random) -> bool:
+    """One request that is perhaps given up at a random moment; True if it was."""
+    body = {"prompt": _prompt(rng, 40), "max_tokens": rng.randint(1, 40), "seed": 1, "n": rng.choice([1, 1, 2])}
+    body["stream"] = rng.random() < 0.6
+    call = asyncio.create_task(client.post("/v1/completions", json=body))
+    leaves = rng.random() < 0.5
+    done, _ = await asyncio.wait([call], timeout=rng.random() * 2 if leaves else None)
+    if not done:
+        call.cancel()
+        await asyncio.wait([call])
+        return True
+    assert call.result().status_code == 200, call.result().text
+    return False
+
+
+def _storm(num_requests: int, seed: int) -> int:
+    """Requests from 64 clients; returns how many were given up."""
+    rng = random.Random(seed)
+
+    async def run() -> int:
+        waiting, left = list(range(num_requests)), 0
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=URL, timeout=240, limits=limits) as client:
+
+            async def worker() -> None:
+                nonlocal left
+                while waiting:
+                    waiting.pop()
+                    gave_up = await _leave_early(client, rng)
+                    left += gave_up
+
+            await asyncio.gather(*(worker() for _ in range(64)))
+        return left
+
+    return asyncio.run(run())
+
+
+@pytest.mark.timeout(900)
+def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
+    _storm(150, seed=1)
+    (before,), door_before = wait_until_idle(), ingress_stats()
+    assert _storm(500, seed=2) > 100, "many must have left"
+    (after,), door_after = wait_until_idle(), ingress_stats()
+    assert after["steps"] > before["steps"]
+    assert after["tasks"] <= before["tasks"] + 3
+    assert door_after["tasks"] <= door_before["tasks"] + 3
+    for now, then in ((after, before), (door_after, door_before)):
+        assert now["rss"] < then["rss"] + 24 * 2**20, "memory is flat after the first storm"
+
+
+def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
+    """Whether it was streaming, waiting for all of its answer, or waiting for a place."""
+    (before,) = wait_until_idle()
+
+    async def leave(body: dict[str, Any], running: int, waiting: int) -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            call = asyncio.create_task(client.post("/v1/completions", json={"max_tokens": 2000, "ignore_eos": True, **body}))
+            while True:
+                stats = (await asyncio.to_thread(router_stats))[0]
+                if (stats["sequences"], stats["waiting"]) == (running, waiting):
+                    break
+            call.cancel()
+            await asyncio.wait([call])
+
+    asyncio.run(leave({"prompt": "ROMEO:", "stream": True}, 1, 0))
+    wait_until_idle()
+    asyncio.run(leave({"prompt": "ROMEO:"}, 1, 0))
+    wait_until_idle()
+    asyncio.run(leave({"prompt": ["ROMEO:"] * 40, "stream": True}, 32, 8))
+    (after,) = wait_until_idle()
+    assert after["steps"] - before["steps"] < 1000, "none of them ran to its end"
+
+
+# ---- too much at once
+
+
+def test_a_request_of_too_many_sequences_is_refused_for_good() -> None:
+    response = httpx.post(f"{URL}/v1/completions", json={"prompt": ["O"] * 300, "n": 1}, timeout=60)
+    assert response.status_code == 400
+    assert "at most 288" in response.json()["error"]["message"]
+
+
+def test_when_too_many_wait_the_next_is_told_when_to_come_back() -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            long = {"prompt": ["O"] * 250, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+            full = asyncio.create_task(client.post("/v1/completions", json=long))
+            while (await asyncio.to_thread(router_stats))[0]["waiting"] < 200:
+                await asyncio.sleep(0.05)
+            refused = await client.post("/v1/completions", json={"prompt": ["O"] * 60})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            full.cancel()
+            await asyncio.wait([full])
+
+    asyncio.run(run())
+    wait_until_idle()
+
+
+# ---- a router that dies
+
+
+def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights() -> None:
+    (before,) = wait_until_idle()
+    os.kill(before["pid"], signal.SIGKILL)
+    while True:
+        try:
+            (after,) = router_stats()
+            if after["pid"] != before["pid"]:
+                break
+        except Exception:
+            pass
+        time.sleep(0.1)
+    wait_until_ready()
+    assert after["pipeline"] == before["pipeline"]
+    assert after["epoch"] > before["epoch"]
+    for old, new in zip(before["stages"], after["stages"], strict=True):
+        assert (new["pid"], new["bytes_read"]) == (old["pid"], old["bytes_read"]), "the same process, which has read nothing more"
+        assert new["holder"] != old["holder"]
+    sizes = [health["bytes_read"] for health in after["stages"]]
+    assert sum(sizes) == (DEMO_MODEL / "model.safetensors").stat().st_size - _header_bytes()
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+def _header_bytes() -> int:
+    """Of a safetensors file: eight bytes of length, and the header itself."""
+    with (DEMO_MODEL / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_a_killed_ingress_leaves_no_sequence_running() -> None:
+    with httpx.stream(
+        "POST", f"{URL}/v1/completions", json={"prompt": "O", "max_tokens": 2000, "stream": True, "ignore_eos": True}, timeout=60
+    ) as response:
+        next(response.iter_bytes())
+        os.kill(ingress_stats()["pid"], signal.SIGKILL)
+        while router_stats()[0]["sequences"]:
+            time.sleep(0.05)
+        assert router_stats()[0]["steps"] < 1900
+    wait_until_ready()
+
+
+# ---- two pipelines
+
+
+def test_scaling_up_adds_a_pipeline_and_scaling_down_removes_it() -> None:
+    one = {name for name in leftovers() if name.endswith("-supervisor")}
+    assert len(one) == 1
+    _scale(2)
+    stats = router_stats()
+    assert len({s["pipeline"] for s in stats}) == 2
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True} for i in range(24)]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert {answer.status_code for answer in answers} == {200}
+
+    before = [s["steps"] for s in stats]
+    asyncio.run(run())
+    assert all(now["steps"] > then for now, then in zip(router_stats(), before, strict=True)), "both have worked"
+    _scale(1)
+    while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
+        time.sleep(0.1)
+    wait_until_ready()
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+def _scale(replicas: int) -> None:
+    """As ``serve deploy`` does with another num_replicas: the deployments' code and arguments stay as they are."""
+    app = application(EngineConfig.build(None, SETTINGS), num_routers=replicas)
+    serve.run(app, name=APPLICATION, route_prefix="/")
+    while len(router_stats()) != replicas:
+        time.sleep(0.1)
+
+
+def test_deleting_the_application_removes_every_pipeline() -> None:
+    serve.delete(APPLICATION)
+    while leftovers():
+        time.sleep(0.1)
+    assert ray.is_initialized()

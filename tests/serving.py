@@ -1,0 +1,96 @@
+"""A Tramontane server for tests: the real application on a Ray of its own, and what it holds."""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.serve_app import APPLICATION, application
+
+PORT = 8765
+URL = f"http://127.0.0.1:{PORT}"
+
+
+@contextmanager
+def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
+    """On the cluster that is connected. Ray Serve itself is started once and stays."""
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=PORT), logging_config={"log_level": "WARNING"})
+    serve.run(application(EngineConfig.build(None, settings)), name=APPLICATION, route_prefix="/")
+    wait_until_ready()
+    try:
+        yield
+    finally:
+        serve.delete(APPLICATION)
+
+
+def wait_until_ready() -> None:
+    """Bounded by pytest's own timeout."""
+    while True:
+        try:
+            if httpx.get(f"{URL}/health", timeout=10).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+
+
+def router_stats() -> list[dict[str, Any]]:
+    """Of every Router replica."""
+    handle = serve.get_deployment_handle("Router", APPLICATION)
+    answers: list[dict[str, Any]] = handle.broadcast("stats").results()
+    return answers
+
+
+def ingress_stats() -> dict[str, Any]:
+    handle = serve.get_deployment_handle("Ingress", APPLICATION)
+    answer: dict[str, Any] = handle.stats.remote().result()
+    return answer
+
+
+def wait_until_idle() -> list[dict[str, Any]]:
+    """Every place, page and waiting request given back; returns the last look."""
+    while True:
+        stats = router_stats()
+        if all(s["sequences"] == s["waiting"] == s["pages_held"] == 0 for s in stats) and ingress_stats()["requests"] == 0:
+            return stats
+        time.sleep(0.05)
+
+
+def complete(**body: Any) -> dict[str, Any]:  # noqa: ANN401
+    response = httpx.post(f"{URL}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Server-sent events of a whole stream, without the last."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def listening(process: psutil.Process) -> set[tuple[str, str]]:
+    """Addresses at which this process and all it started listen, with who listens."""
+    found = set()
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            found |= {(each.name(), c.laddr.ip) for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def leftovers(prefix: str = APPLICATION) -> list[str]:
+    """Named actors of pipelines, and placement groups that are not removed."""
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [g["name"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    return [name for name in actors + groups if name.startswith(f"{prefix}-")]
