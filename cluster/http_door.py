@@ -4,8 +4,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from typing import Any
 
 from starlette.applications import Starlette
@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError
 from tramontane.proto.ports import TokenSource
@@ -41,6 +42,23 @@ class Pacer:
         wait = last_write + self.num_streams / self._writes_per_s - asyncio.get_running_loop().time()
         if wait > 0:
             await asyncio.sleep(wait)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
+
+    Without this they would wait for Python's garbage collector, and hold their places until then.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], changes: AsyncGenerator[Any, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self._sources = (events, changes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, changes = self._sources
+        async with aclosing(changes), aclosing(events):
+            with suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
 
 
 class HttpDoor:
@@ -85,7 +103,7 @@ class HttpDoor:
         except TramontaneError as error:
             return error_response(error)
         events = self._events(completion, first, changes, parsed.includes_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        return EventStream(events, changes)
 
     async def _body(self, request: Request) -> bytes:
         declared = request.headers.get("content-length", "")
@@ -105,7 +123,7 @@ class HttpDoor:
         first: list[dict[str, Any]],
         changes: AsyncGenerator[list[dict[str, Any]], None],
         includes_usage: bool,
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Server-sent events, as many in one piece as there is to say."""
         clock = asyncio.get_running_loop().time
         self._pacer.num_streams += 1

@@ -236,10 +236,11 @@ def _is_deployed(application: str) -> bool:
 
 
 def _end_application(application: Application) -> None:
+    """Ray Serve does the rest by itself, if this actor is removed meanwhile."""
     from ray import serve
 
-    others = set(serve.status().applications) - {application.name}
-    if _is_deployed(application.name):
-        serve.delete(application.name)
-    if application.owns_serve and not others:
+    applications = serve.status().applications
+    if application.owns_serve and applications.keys() <= {application.name}:
         serve.shutdown()  # type: ignore[no-untyped-call]
+    elif application.name in applications:
+        serve.delete(application.name)

@@ -152,9 +152,9 @@ class RemoteRouters:
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
-        number = next(self._numbers)
+        number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
-        call = self._start(self._call(number, wire.encode_specs(specs), mailbox))
+        call = self._start(self._call(number, encoded, mailbox))
         num_unfinished = len(specs)
         try:
             while num_unfinished:

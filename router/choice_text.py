@@ -23,9 +23,9 @@ class StopMatcher:
         Stop "END": push("xEN") shows "x" and holds "EN"; push("Q") shows "ENQ".
         """
         self._held += text
-        found = [at for at in (self._held.find(stop) for stop in self._stops) if at >= 0]
-        if found:
-            shown, self._held = self._held[: min(found)], ""
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:  # the one that is complete first, and of those the longest
+            shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

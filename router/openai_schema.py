@@ -9,6 +9,8 @@ from tramontane.proto.errors import RequestError
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
+MAX_TOKEN_ID = 2**31
+MAX_NAME_CHARS = 64
 
 Prompts = tuple[str | tuple[int, ...], ...]
 
@@ -52,7 +54,11 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
 
 
 def _are_ids(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int for item in value)
+    if not value or not all(type(item) is int for item in value):
+        return False
+    if not all(0 <= item < MAX_TOKEN_ID for item in value):
+        raise ValueError(f"token ids are whole numbers from 0 to {MAX_TOKEN_ID - 1}")
+    return True
 
 
 def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
@@ -141,7 +147,7 @@ def parse_completion(body: bytes) -> CompletionRequest:
 
 def _explained(error: ValidationError) -> ParameterError:
     problem = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(str(part) for part in problem["loc"]) or None
+    name = ".".join(map(_shown_name, problem["loc"])) if problem["loc"] else None
     shown = f"{problem['input']!r:.60}"
     match problem["type"]:
         case "json_invalid":
@@ -156,6 +162,12 @@ def _explained(error: ValidationError) -> ParameterError:
             return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
         case _:
             return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+def _shown_name(part: str | int) -> str:
+    """A client may call a parameter anything; an error says it in one short line."""
+    name = "".join(char if char.isprintable() else "?" for char in str(part)[:MAX_NAME_CHARS])
+    return name or '""'
 
 
 ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]

@@ -101,7 +101,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 def _digest(path: Path) -> str:
     """A file of up to NUM_SAMPLES * SAMPLE_BYTES is read whole; of a longer one, blocks at even distances, its ends included.
 
-    1,000,000 bytes in 64 blocks of 4096: the distance is (1,000,000 - 4096) // 63 = 15807, the last starts at 995,841.
+    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
     """
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
@@ -109,9 +109,8 @@ def _digest(path: Path) -> str:
         if size <= NUM_SAMPLES * SAMPLE_BYTES:
             digest.update(file.read())
         else:
-            distance = (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1)
             for sample in range(NUM_SAMPLES):
-                file.seek(sample * distance)
+                file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 

@@ -702,7 +702,7 @@ def test_a_call_that_is_cancelled_takes_its_work_along(
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("num_read", [0, 1, 2])
+@pytest.mark.parametrize("num_read", [1, 2])
 def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, tokenizer: Tokenizer, num_read: int) -> None:
     async def scenario() -> None:
         async with _held(chain, tokenizer) as held:
@@ -838,7 +838,7 @@ def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
         opening = _house(chain, tokenizer)
         house = runner.run(opening.__aenter__())
 
-        @settings(derandomize=True, deadline=None, max_examples=150)
+        @settings(derandomize=True, deadline=None, max_examples=100)
         @given(body=BODIES[kind])
         def whatever(body: bytes) -> None:
             runner.run(send(house, body))

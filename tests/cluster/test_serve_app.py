@@ -15,6 +15,7 @@ import ray
 from harness import random_ids
 from openai import AsyncOpenAI, OpenAI
 from ray import serve
+from ray.exceptions import RayError
 from serving import URL, complete, events, ingress_stats, leftovers, router_stats, served, wait_until_idle, wait_until_ready
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
@@ -358,7 +359,12 @@ def _scale(replicas: int) -> None:
     """As ``serve deploy`` does with another num_replicas: the deployments' code and arguments stay as they are."""
     app = application(EngineConfig.build(None, SETTINGS), num_routers=replicas)
     serve.run(app, name=APPLICATION, route_prefix="/")
-    while len(router_stats()) != replicas:
+    while True:
+        try:
+            if len(router_stats()) == replicas:
+                return
+        except RayError:  # one of them is just being stopped
+            pass
         time.sleep(0.1)
 
 

@@ -1,0 +1,465 @@
+"""From a parsed request to OpenAI's objects: streamed or not, the same texts, and every token counted once."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto import wire
+from tramontane.proto.errors import PipelineError, RequestError
+from tramontane.proto.request import FinishReason, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.router.completions import LONG_TEXT, Completion, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.tokenizer import Tokenizer
+
+CONTEXT = 2048
+MAX_SEQUENCES = 8
+PROMPT, OTHER_PROMPT = "What news?", "la la"
+TEXT, OTHER_TEXT = "Speak, my lord; the hour is late.", "\u00e9 \U0001f600 END of it"
+ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
+
+
+class ScriptedSource:
+    """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences."""
+
+    def __init__(self, scripts: Sequence[Sequence[int]], sizes: Sequence[int] = (1,), error: PipelineError | None = None) -> None:
+        self._scripts, self._sizes, self._error = scripts, sizes, error
+        self.specs: list[SequenceSpec] = []
+        self.num_open = 0
+        self.num_batches = 0
+
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        self.specs = list(specs)
+        assert len(specs) == len(self._scripts)
+        self.num_open += 1
+        try:
+            events, number = self._events(), count()
+            while events:
+                size = self._sizes[next(number) % len(self._sizes)]
+                await asyncio.sleep(0)
+                self.num_batches += 1
+                yield TokenBatch(tuple(events[:size]), RequestTimes(1.0, 2.0, float(self.num_batches)))
+                events = events[size:]
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.num_open -= 1
+
+    def _events(self) -> list[TokenEvent]:
+        """Scripts (7, 8) and (9,) become 7 of sequence 0, 9 of sequence 1, 8 of sequence 0."""
+        last = None if self._error else FinishReason.LENGTH
+        return [
+            TokenEvent(index, script[turn], last if turn == len(script) - 1 else None)
+            for turn in range(max(map(len, self._scripts)))
+            for index, script in enumerate(self._scripts)
+            if turn < len(script)
+        ]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Tokenizer) -> ServedModel:
+    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def wordless() -> ServedModel:
+    return ServedModel("wordless", None, CONTEXT, MAX_SEQUENCES)
+
+
+@pytest.fixture(scope="module")
+def script(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tokenizer.encode(TEXT)
+
+
+@pytest.fixture(scope="module")
+def other_script(tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tokenizer.encode(OTHER_TEXT)
+
+
+def _request(**fields: Any) -> CompletionRequest:  # noqa: ANN401
+    return parse_completion(json.dumps({"prompt": PROMPT} | fields).encode())
+
+
+async def _prepared(model: ServedModel, **fields: Any) -> Completion:  # noqa: ANN401
+    return await Completion.prepare(model, _request(**fields), 0.0)
+
+
+def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str, Any]:  # noqa: ANN401
+    async def scenario() -> dict[str, Any]:
+        answer = await (await _prepared(model, **fields)).run(source)
+        assert source.num_open == 0
+        return answer
+
+    return asyncio.run(scenario())
+
+
+def _stream(model: ServedModel, source: ScriptedSource, **fields: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:  # noqa: ANN401
+    """The chunks with choices, and the one after them."""
+
+    async def scenario() -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        completion = await _prepared(model, stream=True, **fields)
+        chunks = [completion.chunk(choices) async for choices in completion.stream(source)]
+        assert source.num_open == 0
+        return chunks, completion.last_chunk()
+
+    return asyncio.run(scenario())
+
+
+def _changes(chunks: list[dict[str, Any]], index: int) -> list[dict[str, Any]]:
+    return [change for chunk in chunks for change in chunk["choices"] if change["index"] == index]
+
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=5)
+
+
+# Streamed and whole
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    num_prompts=st.integers(1, 3),
+    n=st.integers(1, 2),
+    sizes=SIZES,
+    other_sizes=SIZES,
+    stop=st.sampled_from([[], ["my"], [", m", "END"], ["\U0001f600"], ["lat", "late."]]),
+    echo=st.booleans(),
+    ids=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_a_stream_joined_is_the_whole_answer(
+    model: ServedModel,
+    script: tuple[int, ...],
+    other_script: tuple[int, ...],
+    num_prompts: int,
+    n: int,
+    sizes: list[int],
+    other_sizes: list[int],
+    stop: list[str],
+    echo: bool,
+    ids: bool,
+    seed: int,
+) -> None:
+    prompts = [PROMPT, OTHER_PROMPT, ""][:num_prompts]
+    scripts = [(script, other_script)[(index + seed) % 2] for index in range(num_prompts * n)]
+    fields = {"prompt": prompts, "n": n, "stop": stop, "echo": echo, "return_token_ids": ids}
+    whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
+    chunks, last = _stream(model, ScriptedSource(scripts, sizes), **fields)
+    assert last["usage"] == whole["usage"]
+    assert [choice["index"] for choice in whole["choices"]] == list(range(num_prompts * n))
+    for choice in whole["choices"]:
+        own = _changes(chunks, choice["index"])
+        assert "".join(change["text"] for change in own) == choice["text"]
+        assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+        if ids:
+            assert [token_id for change in own for token_id in change["token_ids"]] == choice["token_ids"]
+            assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+            assert [change["prompt_token_ids"] for change in own[1:]] == [None] * (len(own) - 1)
+        else:
+            assert all("token_ids" not in change and "prompt_token_ids" not in change for change in (*own, choice))
+
+
+def test_an_answer_is_its_tokens_text(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script])
+    answer = _run(model, source)
+    assert answer["choices"] == [ENDED | {"text": " " + TEXT}]
+    assert (answer["object"], answer["model"]) == ("text_completion", "demo")
+    assert answer["id"].startswith("cmpl-")
+    assert source.num_batches == len(script)
+
+
+def test_every_chunk_has_the_same_head_and_the_whole_answer_another(model: ServedModel, script: tuple[int, ...]) -> None:
+    chunks, last = _stream(model, ScriptedSource([script]))
+    heads = {(chunk["id"], chunk["object"], chunk["created"], chunk["model"]) for chunk in (*chunks, last)}
+    assert len(heads) == 1
+    assert _run(model, ScriptedSource([script]))["id"] != last["id"]
+
+
+def test_what_is_ready_together_comes_as_one_change_per_choice(model: ServedModel, script: tuple[int, ...]) -> None:
+    chunks, _ = _stream(model, ScriptedSource([script, script], sizes=[1000]), n=2)
+    assert len(chunks) == 1
+    assert [(change["index"], change["text"]) for change in chunks[0]["choices"]] == [(0, " " + TEXT), (1, " " + TEXT)]
+
+
+# Sequences and their numbers
+
+
+def test_a_choice_knows_its_prompt(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+    prompts = [PROMPT, OTHER_PROMPT]
+    source = ScriptedSource([script[: index + 1] for index in range(6)])
+    answer = _run(model, source, prompt=prompts, n=3, return_token_ids=True, seed=11)
+    encoded = [tokenizer.encode(prompt) for prompt in prompts]
+    assert [spec.prompt_ids for spec in source.specs] == [ids for ids in encoded for _ in range(3)]
+    assert [spec.sampling.choice for spec in source.specs] == [0, 1, 2, 0, 1, 2]
+    for index, choice in enumerate(answer["choices"]):
+        assert choice["index"] == index
+        assert choice["prompt_token_ids"] == list(encoded[index // 3])
+        assert choice["token_ids"] == list(script[: index + 1])
+
+
+def test_sampling_is_what_was_asked(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script])
+    _run(model, source, max_tokens=7, temperature=0.5, top_p=0.25, top_k=9, seed=-3, ignore_eos=True)
+    sampling = source.specs[0].sampling
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (7, 0.5, 0.25, 9)
+    assert (sampling.seed, sampling.choice, sampling.ignore_eos) == (-3, 0, True)
+    _run(model, source, top_k=-1)
+    assert source.specs[0].sampling.top_k == 0, "vLLM's word for all"
+
+
+def test_without_a_seed_every_request_has_one_of_its_own(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script] * 4)
+    seeds = []
+    for _ in range(2):
+        _run(model, source, prompt=["a", "b"], n=2)
+        seeds.append({spec.sampling.seed for spec in source.specs})
+        assert len(seeds[-1]) == 1
+    assert seeds[0] != seeds[1]
+
+
+def test_token_ids_go_through_as_they_are(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script] * 2)
+    answer = _run(model, source, prompt=[[5, 6], [7]], return_token_ids=True)
+    assert [spec.prompt_ids for spec in source.specs] == [(5, 6), (7,)]
+    assert answer["usage"]["prompt_tokens"] == 3
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    prompt=st.lists(st.integers(0, 999), min_size=1, max_size=3),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    temperature=st.floats(0, allow_infinity=False) | st.integers(0, 10**30),
+    max_tokens=st.integers(1, 2**31 - 1),
+)
+@example(prompt=[2**64], seed=0, temperature=1, max_tokens=1)
+@example(prompt=[-(2**63) - 1], seed=0, temperature=1, max_tokens=1)
+def test_what_is_accepted_crosses_the_wire(
+    model: ServedModel, prompt: list[int], seed: int, temperature: float, max_tokens: int
+) -> None:
+    """A request that the door lets in must reach a router, be it only to be refused there."""
+
+    async def scenario() -> None:
+        try:
+            completion = await _prepared(model, prompt=prompt, seed=seed, temperature=temperature, max_tokens=max_tokens)
+        except RequestError:
+            return
+        specs = completion.specs()
+        assert wire.decode_specs(wire.encode_specs(specs)) == tuple(specs)
+
+    asyncio.run(scenario())
+
+
+# What is counted
+
+
+@pytest.mark.parametrize(("n", "prompts"), [(1, [PROMPT]), (3, [PROMPT]), (2, [PROMPT, OTHER_PROMPT, ""])])
+def test_a_prompt_counts_once_and_every_new_token_counts(
+    model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...], n: int, prompts: list[str]
+) -> None:
+    answer = _run(model, ScriptedSource([script] * (n * len(prompts))), prompt=prompts, n=n)
+    num_prompt = sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    num_new = len(script) * n * len(prompts)
+    expected = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+    assert answer["usage"] == expected
+
+
+def test_tokens_after_a_stop_string_do_not_count(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+    answer = _run(model, ScriptedSource([script], sizes=[1000]), stop=[";"], return_token_ids=True)
+    [choice] = answer["choices"]
+    assert choice["text"] == " Speak, my lord"
+    assert choice["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert tokenizer.decode(tuple(choice["token_ids"])).endswith(";")
+    assert tuple(choice["token_ids"]) == script[: len(choice["token_ids"])]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_usage_comes_in_a_chunk_of_its_own_and_is_null_before(model: ServedModel, script: tuple[int, ...], asks: bool) -> None:
+    chunks, last = _stream(model, ScriptedSource([script]), stream_options={"include_usage": asks})
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == len(script)
+    if asks:
+        assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    else:
+        assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_timings_are_the_routers_last_word_and_the_rest(model: ServedModel, script: tuple[int, ...]) -> None:
+    timings = _run(model, ScriptedSource([script]))["timings"]
+    assert (timings["queue_s"], timings["prefill_s"], timings["decode_s"]) == (1.0, 2.0, float(len(script)))
+    assert set(timings) == {"ingress_s", "queue_s", "prefill_s", "decode_s"}
+
+
+# Echo and stop strings
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, "", "two\n\n  lines \U0001f600"])
+def test_echo_begins_with_the_prompt_as_it_was_given(model: ServedModel, script: tuple[int, ...], prompt: str) -> None:
+    answer = _run(model, ScriptedSource([script] * 2), prompt=prompt, echo=True, n=2)
+    assert [choice["text"] for choice in answer["choices"]] == [f"{prompt} {TEXT}"] * 2
+
+
+def test_echo_of_token_ids_is_their_text(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
+    ids = list(tokenizer.encode(PROMPT))
+    assert _run(model, ScriptedSource([script]), prompt=ids, echo=True)["choices"][0]["text"] == f" {PROMPT} {TEXT}"
+
+
+def test_a_stop_string_in_the_echoed_prompt_stops_nothing(model: ServedModel, script: tuple[int, ...]) -> None:
+    [choice] = _run(model, ScriptedSource([script]), echo=True, stop="news")["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (f"{PROMPT} {TEXT}", "length")
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(start=st.integers(1, 30), length=st.integers(1, 8), sizes=SIZES)
+def test_a_stop_string_is_found_across_tokens_and_batches(
+    model: ServedModel, script: tuple[int, ...], start: int, length: int, sizes: list[int]
+) -> None:
+    text = " " + TEXT
+    stop = text[start : start + length]
+    chunks, _ = _stream(model, ScriptedSource([script], sizes), stop=stop)
+    own = _changes(chunks, 0)
+    assert "".join(change["text"] for change in own) == text.split(stop)[0]
+    assert own[-1]["finish_reason"] == "stop"
+
+
+def test_a_choice_that_stopped_says_nothing_more_while_others_go_on(
+    model: ServedModel, script: tuple[int, ...], other_script: tuple[int, ...]
+) -> None:
+    chunks, _ = _stream(model, ScriptedSource([script, other_script]), n=2, stop="Speak")
+    assert [change["finish_reason"] for change in _changes(chunks, 0)][-1] == "stop"
+    assert "".join(change["text"] for change in _changes(chunks, 1)) == " " + OTHER_TEXT
+    assert all(chunk["choices"] for chunk in chunks)
+
+
+def test_when_every_choice_has_stopped_the_source_is_closed_at_once(model: ServedModel, script: tuple[int, ...]) -> None:
+    source = ScriptedSource([script, script])
+    _run(model, source, n=2, stop="Speak")
+    assert source.num_batches < len(script)
+
+
+# Without a tokenizer
+
+
+def test_without_a_tokenizer_ids_go_in_and_come_out(wordless: ServedModel) -> None:
+    source = ScriptedSource([(7, 8, 9)])
+    answer = _run(wordless, source, prompt=[1, 2], return_token_ids=True, echo=True)
+    ids = {"token_ids": [7, 8, 9], "prompt_token_ids": [1, 2]}
+    assert answer["choices"] == [ENDED | {"text": ""} | ids]
+    assert answer["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter"), [({"prompt": "a"}, "prompt"), ({"prompt": ["a"]}, "prompt"), ({"prompt": [1], "stop": "x"}, "stop")]
+)
+def test_without_a_tokenizer_texts_are_refused(wordless: ServedModel, fields: dict[str, Any], parameter: str) -> None:
+    with pytest.raises(ParameterError, match="no tokenizer") as refused:
+        asyncio.run(_prepared(wordless, **fields))
+    assert refused.value.parameter == parameter
+
+
+# What could never run
+
+
+@pytest.mark.parametrize(("num_prompts", "n", "fits"), [(8, 1, True), (2, 4, True), (9, 1, False), (3, 3, False), (1, 9, False)])
+def test_too_many_sequences_are_refused_with_the_numbers(model: ServedModel, num_prompts: int, n: int, fits: bool) -> None:
+    preparing = _prepared(model, prompt=["a"] * num_prompts, n=n)
+    if fits:
+        assert len(asyncio.run(preparing).specs()) == MAX_SEQUENCES
+    else:
+        with pytest.raises(ParameterError, match=f"{num_prompts * n} sequences.*at most {MAX_SEQUENCES}"):
+            asyncio.run(preparing)
+
+
+def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.tokenizer is not None
+    longest = CONTEXT * model.tokenizer.longest_piece
+    monkeypatch.setattr(model.tokenizer, "encode", lambda text: (len(text),))
+    assert asyncio.run(_prepared(model, prompt="a" * longest)).specs()[0].prompt_ids == (longest,)
+
+    def refuse(_text: str) -> None:
+        raise AssertionError("this text must not be tokenized")
+
+    monkeypatch.setattr(model.tokenizer, "encode", refuse)
+    with pytest.raises(ParameterError, match=f"{longest + 1} characters") as refused:
+        asyncio.run(_prepared(model, prompt="a" * (longest + 1)))
+    assert refused.value.parameter == "prompt"
+
+
+@pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, LONG_TEXT + 1, 3 * LONG_TEXT])
+def test_a_long_text_has_the_same_tokens(model: ServedModel, tokenizer: Tokenizer, length: int) -> None:
+    text = ("la la, \u00e9 " * length)[:length]
+    assert asyncio.run(_prepared(model, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(text)
+
+
+def test_another_model_is_refused_and_none_is_this_one(model: ServedModel) -> None:
+    check_model_name(model, None)
+    check_model_name(model, "demo")
+    with pytest.raises(UnknownModelError, match="'gpt' does not exist; this server has 'demo'"):
+        check_model_name(model, "gpt")
+
+
+def test_the_list_of_models_has_this_one(model: ServedModel) -> None:
+    entry = {"id": "demo", "object": "model", "created": 7, "owned_by": "tramontane", "max_model_len": CONTEXT}
+    assert model_list(model, 7) == {"object": "list", "data": [entry]}
+
+
+# Who leaves, and what fails
+
+
+@pytest.mark.parametrize("num_read", [1, 3])
+def test_closing_early_closes_the_source(model: ServedModel, script: tuple[int, ...], num_read: int) -> None:
+    async def scenario() -> None:
+        source = ScriptedSource([script])
+        changes = (await _prepared(model)).stream(source)
+        for _ in range(num_read):
+            await anext(changes)
+        assert source.num_open == 1
+        await changes.aclose()
+        assert (source.num_open, source.num_batches) == (0, num_read)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_turns", range(1, 8))
+def test_cancelling_closes_the_source(model: ServedModel, script: tuple[int, ...], num_turns: int) -> None:
+    async def scenario() -> None:
+        source = ScriptedSource([script])
+        running = asyncio.create_task((await _prepared(model)).run(source))
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert source.num_open == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_comes_after_the_tokens_and_closes_the_source(model: ServedModel, script: tuple[int, ...]) -> None:
+    async def scenario() -> None:
+        source = ScriptedSource([script], error=PipelineError("stage 1 died"))
+        completion = await _prepared(model)
+        texts = []
+        changes = completion.stream(source)
+        for _ in script:
+            texts += [change["text"] for change in await anext(changes)]
+        with pytest.raises(PipelineError, match="stage 1 died"):
+            await anext(changes)
+        assert "".join(texts) == " " + TEXT
+        assert source.num_open == 0
+        with pytest.raises(PipelineError, match="stage 1 died"):
+            await (await _prepared(model)).run(source)
+
+    asyncio.run(scenario())

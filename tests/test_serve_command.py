@@ -1,0 +1,208 @@
+"""``tramontane serve`` as a user runs it: the ready line, the ports, and that nothing stays behind."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from serving import leftovers, listening
+
+from tramontane.cluster.config import DEMO_MODEL
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+
+COMMAND = [str(Path(sys.executable).parent / "tramontane"), "serve"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(home: Path, **more: str) -> dict[str, str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    return clean | {"HOME": str(home)} | more
+
+
+def _hear_signals() -> None:
+    """A test run in the background of a shell would pass on that it ignores Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@contextmanager
+def _server(environment: dict[str, str], *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
+    """A server that is ready, and what its ready line says."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _hear_signals}
+    with subprocess.Popen([*COMMAND, "--json", *arguments], env=environment, **pipes) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            line = process.stdout.readline()
+            assert line, process.stderr.read()
+            yield process, json.loads(line)
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def _run(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True, check=False)
+
+
+def _complete(url: str, **body: Any) -> dict[str, Any]:  # noqa: ANN401
+    response = httpx.post(f"{url}/v1/completions", json={"max_tokens": 6, "temperature": 0, **body}, timeout=120)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def _started_with(home: Path) -> list[psutil.Process]:
+    """Processes that inherited this home."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("HOME") == str(home):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> None:
+    port = free_port()
+    with _server(_environment(tmp_path), "--port", str(port)) as (process, ready):
+        assert ready["url"] == f"http://127.0.0.1:{port}"
+        assert (ready["model"], ready["stages"], ready["replicas"]) == ("demo", 2, 1)
+        assert _complete(ready["url"], prompt="ROMEO:")["usage"]["completion_tokens"] == 6
+        sockets = listening(psutil.Process(process.pid))
+        assert len(sockets) > 5, "the stages, the replicas and Ray itself"
+        outside = {(name, ip) for name, ip in sockets if ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
+        assert outside == set()
+        taken = _run(_environment(tmp_path), "--port", str(port))
+        assert taken.returncode == 2
+        assert taken.stderr.splitlines()[-1].startswith(f"error: --host 127.0.0.1 --port {port} cannot be had")
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)  # once more, by somebody impatient
+        assert process.wait(timeout=120) == 0
+    assert _started_with(tmp_path) == []
+
+
+def test_killed_outright_it_leaves_no_process(tmp_path: Path) -> None:
+    with _server(_environment(tmp_path), "--port", str(free_port()), "--stages", "1") as (process, _):
+        process.kill()
+        process.wait()
+    while _started_with(tmp_path):
+        time.sleep(0.1)
+
+
+def test_mistakes_are_one_line(tmp_path: Path) -> None:
+    home = _environment(tmp_path)
+    for arguments, message in (
+        (["--stages", "99"], "error: --stages is 99"),
+        (["--model", str(tmp_path)], "error: "),
+        (["--replicas", "0"], "error: --replicas is "),
+        (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 cannot be had"),
+    ):
+        run = _run(home, *arguments)
+        assert run.returncode == 2, run.stderr
+        assert run.stdout == ""
+        assert run.stderr.splitlines()[-1].startswith(message)
+
+
+# ---- a cluster that was there before
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three raylets, with room for one stage each."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def _joined(cluster: Cluster, home: Path) -> dict[str, str]:
+    return _environment(home, RAY_AUTH_MODE="disabled", RAY_ADDRESS=cluster.address)
+
+
+def _ray_actors() -> list[str]:
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+
+
+def test_three_stages_on_three_nodes_over_http(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "3", "--dtype", "float32"]
+    with _server(_joined(cluster, tmp_path), *options) as (process, ready):
+        assert ready["stages"] == 3
+        nodes = set()
+        for name in leftovers():
+            if "-stage-" in name:
+                stage = ray.get_actor(name, "tramontane")
+                nodes.add(ray.get(stage.health.remote()).node_id)
+        assert len(nodes) == 3
+        prompt = "KING: what news from Rome"
+        assert _complete(ready["url"], prompt=prompt, max_tokens=30)["choices"][0]["text"] == _locally(prompt, 30)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=120) == 0
+    while leftovers() or _ray_actors():
+        time.sleep(0.1)
+
+
+def _locally(prompt: str, num_tokens: int) -> str:
+    command = [COMMAND[0], "generate", "--local", "--json", "--dtype", "float32", "--temperature", "0"]
+    run = subprocess.run([*command, "--max-tokens", str(num_tokens), prompt], capture_output=True, text=True, check=True)
+    text: str = json.loads(run.stdout)["completions"][0]["text"]
+    return text
+
+
+def test_when_the_command_is_killed_everything_it_started_goes(cluster: Cluster, tmp_path: Path) -> None:
+    """The pipeline's supervisor misses it, and ends the application, Ray Serve, the pipeline and itself."""
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "2"]
+    with _server(_joined(cluster, tmp_path), *options) as (process, ready):
+        assert leftovers()
+        process.kill()
+        process.wait()
+        assert _complete(ready["url"], prompt="O")["usage"]["completion_tokens"] == 6, "it is not missed at once"
+    while leftovers() or _ray_actors():
+        time.sleep(0.2)
+
+
+def test_a_node_whose_weights_differ_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    """All nodes of this cluster share one disk, so the folder changes after the plan was made: as on a node with another one."""
+    model = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, model)
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "2", "--model", str(model)]
+    environment = _joined(cluster, tmp_path)
+    with subprocess.Popen([*COMMAND, *options], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        while not any(name.endswith("-supervisor") for name in leftovers()):
+            time.sleep(0.02)
+        with (model / "model.safetensors").open("r+b") as file:
+            file.seek(-8, os.SEEK_END)
+            file.write(b"\0" * 8)
+        assert process.stderr is not None
+        last = process.stderr.read().splitlines()[-1]
+        assert process.wait() == 2
+    node = ray.nodes()[0]["NodeManagerAddress"]
+    assert last.startswith(f"error: on node {node} (")
+    assert "model.safetensors differs from the same file on other nodes" in last
+    while leftovers():
+        time.sleep(0.1)
