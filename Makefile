@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench clean
+.PHONY: demo test check types bench bench-serve clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,9 @@ types: $(STAMP)  # mypy needs the rooms under the name they are imported by
 
 bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight and with several
 	$(BIN)/python tests/bench/overlap.py
+
+bench-serve: $(STAMP)  ## what HTTP costs: first token, and 64 streaming clients against generate
+	$(BIN)/python tests/bench/serving.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -21,7 +21,7 @@ from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
-from tramontane.proto.errors import ConfigError, LeaseError, PipelineError, PlanError
+from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
@@ -168,7 +168,8 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[Actor
     try:
         stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(PLACEMENT_TIMEOUT_S)
     except RayError as error:
-        raise PipelineError(f"the stages could not be started: {last_line(error)}") from error
+        kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
+        raise kind(f"the stages could not be started: {last_line(error)}") from error
     if stages is None:
         free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
         raise PlanError(

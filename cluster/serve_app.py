@@ -45,6 +45,7 @@ def application(
     router = serve.deployment(
         name="Router",
         num_replicas=num_routers or config.replicas,
+        max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]

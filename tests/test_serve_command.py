@@ -196,13 +196,13 @@ def test_a_node_whose_weights_differ_is_named(cluster: Cluster, tmp_path: Path) 
         while not any(name.endswith("-supervisor") for name in leftovers()):
             time.sleep(0.02)
         with (model / "model.safetensors").open("r+b") as file:
-            file.seek(-8, os.SEEK_END)
-            file.write(b"\0" * 8)
+            file.seek(-9, os.SEEK_END)
+            file.write(b"different")
         assert process.stderr is not None
         last = process.stderr.read().splitlines()[-1]
         assert process.wait() == 2
     node = ray.nodes()[0]["NodeManagerAddress"]
-    assert last.startswith(f"error: on node {node} (")
+    assert last.startswith(f"error: the stages could not be started: on node {node} (")
     assert "model.safetensors differs from the same file on other nodes" in last
     while leftovers():
         time.sleep(0.1)

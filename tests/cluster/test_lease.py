@@ -19,7 +19,7 @@ from tramontane.cluster.actors import NAMESPACE, StageHealth
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import running_pipeline
 from tramontane.cluster.supervisor import PipelineSpec, create_supervisor, remove_pipeline
-from tramontane.proto.errors import LeaseError, PipelineError
+from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
 from tramontane.proto.step import StepResult
 
 TTL = 10.0
@@ -200,8 +200,8 @@ def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, 
 @pytest.mark.ray
 def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec) -> None:
     wrong = replace(spec, fingerprint=(("config.json", "0" * 64),))
-    with pytest.raises(PipelineError, match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file"), placed(wrong):
+    with pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file"), placed(wrong):
         pass
     missing = replace(spec, fingerprint=(("model-00002.safetensors", "0" * 64),))
-    with pytest.raises(PipelineError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"), placed(missing):
+    with pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"), placed(missing):
         pass

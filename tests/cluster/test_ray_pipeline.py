@@ -23,7 +23,7 @@ from tramontane.cluster.actors import NAMESPACE, StageActor, as_stage_actor
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec, wait_until_ready
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.usage import overlap_share
@@ -146,7 +146,7 @@ def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(fold
 def test_a_stage_that_cannot_load_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     spec = _spec(tmp_path / "nowhere", 2)
     with (
-        pytest.raises(PipelineError, match=r"could not be started: .*nowhere has neither model.safetensors"),
+        pytest.raises(CheckpointError, match=r"could not be started: .*nowhere has neither model.safetensors"),
         placed(spec),
     ):
         pass

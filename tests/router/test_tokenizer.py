@@ -41,7 +41,8 @@ def test_pieces_add_up_to_the_text(
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     # SentencePiece puts a space before the text and drops one when it decodes.
     assert ("".join(pieces) + decoder.finish()).removeprefix(" ") == decode_like_sentencepiece(ids)
-    assert tokenizer.decode(ids).removeprefix(" ") == text.removeprefix(" ") or "\x00" in text
+    readable = "\x00" not in text and "\u2581" not in text  # the latter is how SentencePiece writes a space
+    assert tokenizer.decode(ids).removeprefix(" ") == text or not readable
 
 
 def test_a_character_appears_with_its_last_byte(tokenizer: Tokenizer) -> None:
