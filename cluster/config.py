@@ -85,7 +85,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
-        return f"{name.removeprefix('--')} is not a key of the configuration"
+        return f"{problem['loc'][0]} is not a key of the configuration; README lists them"
     if problem["type"].startswith("byte_size"):
         return f"{name} is {problem['input']!r}; it must be a size such as 512MiB or 2GiB"
     return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"

@@ -17,6 +17,7 @@ import psutil
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
@@ -58,6 +59,11 @@ class Served:
 
 def run_server(config: EngineConfig, report: Report, announce: Callable[[Served], None]) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then remove everything that was started."""
+    if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
+        raise ConfigError(
+            f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
+            "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
+        )
     if config.local:
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     with ExitStack() as stack:
