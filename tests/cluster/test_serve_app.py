@@ -16,6 +16,8 @@ from harness import random_ids
 from openai import AsyncOpenAI, OpenAI
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 from serving import URL, complete, events, ingress_stats, leftovers, router_stats, served, wait_until_idle, wait_until_ready
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
@@ -373,3 +375,19 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
     while leftovers():
         time.sleep(0.1)
     assert ray.is_initialized()
+
+
+def test_the_same_application_as_a_serve_config() -> None:
+    """What ``serve deploy`` sends to the controller."""
+    described = {"name": APPLICATION, "route_prefix": "/", "import_path": "tramontane.cluster.serve_app:build", "args": SETTINGS}
+    _deploy([described | {"deployments": [{"name": "Router", "num_replicas": 1}]}])
+    wait_until_ready()
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+    _deploy([])
+    while leftovers():
+        time.sleep(0.1)
+
+
+def _deploy(applications: list[dict[str, Any]]) -> None:
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
