@@ -43,7 +43,7 @@ class EngineConfig(BaseModel):
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")
     max_queued_tokens: Count = Field(2**17, description="prompt tokens waiting for a place")
     max_body_bytes: Count = Field(8 * 2**20, description="of one HTTP request")
-    stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 250 per core if not given")
+    stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
     json_output: bool = Field(False, alias="json")
 
     @classmethod
@@ -63,6 +63,7 @@ class EngineConfig(BaseModel):
         keys |= {name: value for name, value in flags.items() if value is not None}
         try:
             config = cls(**keys)
+            config = config.model_copy(update={"model": config.model.resolve()})  # replicas run in other directories
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
         if config.local and config.address:

@@ -129,12 +129,12 @@ class HttpDoor:
         self._pacer.num_streams += 1
         try:
             async with aclosing(changes):
-                yield _event(completion.chunk(first))
-                await self._pacer.turn(clock())
-                async for choices in changes:
-                    yield _event(completion.chunk(choices))
+                ready = _event(completion.chunk(first))
+                while not completion.is_finished:
+                    yield ready
                     await self._pacer.turn(clock())
-            yield (_event(completion.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
+                    ready = _event(completion.chunk(await anext(changes)))
+            yield ready + (_event(completion.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
         except TramontaneError as error:
             yield b"data: " + error_response(error).body + b"\n\n"
         finally:

@@ -56,9 +56,19 @@ async def running_pipeline(
         yield RayStageChain(await _start(supervisor, spec), supervisor, holder)
     finally:
         renewing.cancel()
-        report("removing the stages")
-        _end(supervisor, spec.supervisor_name)
-        remove_pipeline(spec)
+        if await _is_ours(supervisor, holder):
+            report("removing the stages")
+            _end(supervisor, spec.supervisor_name)
+            remove_pipeline(spec)
+
+
+async def _is_ours(supervisor: ActorHandle[Any], holder: str) -> bool:
+    """False if another router has taken the pipeline over. A supervisor that does not answer denies nothing."""
+    try:
+        asked: ray.ObjectRef[bool] = supervisor.renew.options(concurrency_group="lease").remote(holder)
+        return bool(await asyncio.wait_for(asyncio.wrap_future(asked.future()), REMOVAL_TIMEOUT_S))
+    except (RayError, TimeoutError):
+        return True
 
 
 async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:

@@ -15,6 +15,7 @@ from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StepResult
 
 FENCE_ATTEMPTS = 10
+HEALTH_TIMEOUT_S = 3.0
 RETRY_S = 0.5
 
 
@@ -59,8 +60,8 @@ class RayStageChain:
         """Of every stage, also while steps run. Raises PipelineError if one does not answer."""
         asked = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
         try:
-            return list(await asyncio.gather(*asked))
-        except RayError as error:
+            return list(await asyncio.wait_for(asyncio.gather(*asked), HEALTH_TIMEOUT_S))
+        except (RayError, TimeoutError) as error:
             raise PipelineError(f"a stage does not answer: {last_line(error)}") from error
 
     async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
@@ -70,7 +71,7 @@ class RayStageChain:
             raise PipelineError(f"a stage failed: {last_line(error)}") from error
 
 
-def last_line(error: Exception) -> str:
+def last_line(error: BaseException) -> str:
     """Ray's errors carry remote tracebacks; their last line says what happened, after the name of the class."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^(tramontane\.[\w.]+: |ray\.exceptions\.)", "", lines[-1])

@@ -72,7 +72,10 @@ class RouterReplica:
             stages = await self._chain.health()
         except PipelineError:
             return False
-        return all(stage.epoch == self._router.scheduler.epoch for stage in stages)
+        obeyed = all(stage.epoch == self._router.scheduler.epoch for stage in stages)
+        if not obeyed and self._router.is_running:  # a stage died while nothing ran on it, and nothing else would tell
+            self._router.fail(PipelineError("a stage has lost its sequences"))
+        return obeyed
 
     async def check_health(self) -> None:
         """For Ray Serve: only a new replica helps if another router has taken the pipeline, or the loop has died."""

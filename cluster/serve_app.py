@@ -25,7 +25,7 @@ from tramontane.router.tokenizer import FILE_NAME, Tokenizer
 APPLICATION = "tramontane"
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 READY_TIMEOUT_S = 5.0
-WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says how they were measured
+WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
 
 
 def build(args: dict[str, Any]) -> Application:

@@ -35,6 +35,8 @@ Report = Callable[[str], None]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
+READY_TIMEOUT_S = 60.0
+REMOVAL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +95,8 @@ def _serving_alone(config: EngineConfig, report: Report) -> Iterator[None]:
             _run(config, launched=False, owns_serve=False)
             yield
         finally:
-            report("stopping")
             with _uninterrupted():
+                report("stopping")
                 serve.shutdown()  # type: ignore[no-untyped-call]
 
 
@@ -109,6 +111,7 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
         if APPLICATION in serve.status().applications:
             raise ConfigError(f"an application named {APPLICATION} is running on this cluster already; stop it first")
         if owns_serve:
+            _check_port(config)
             report("starting Ray Serve")
             _start_serve(config)
         else:
@@ -119,8 +122,8 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
                 _run(config, launched=True, owns_serve=owns_serve)
                 yield
         finally:
-            report("stopping")
             with _uninterrupted():
+                report("stopping")
                 _remove(owns_serve)
 
 
@@ -129,8 +132,7 @@ def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
 
 
 def _num_stages(config: EngineConfig) -> int:
-    names = [name for name in _actor_names() if "-stage-" in name]
-    return len(names) // config.replicas
+    return len(_actor_names(r"stage-\d+")) // config.replicas
 
 
 def _start_serve(config: EngineConfig) -> None:
@@ -170,18 +172,20 @@ def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
 
 def _why_not_deployed() -> Exception | None:
     """Ray Serve knows the reason as the text of a traceback; the last of our own errors in it is what happened."""
-    deployments = serve.status().applications[APPLICATION].deployments.values()
-    text = "\n".join(deployment.message for deployment in deployments)
+    status = serve.status().applications.get(APPLICATION)
+    text = "\n".join(deployment.message for deployment in status.deployments.values()) if status else ""
     found = re.findall(r"tramontane\.proto\.errors\.(\w+): (.*)", text)
     return getattr(errors, found[-1][0])(found[-1][1].strip()) if found else None
 
 
 def _wait_until_healthy(url: str) -> None:
-    while True:
-        with suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/health", timeout=10).status_code == httpx.codes.OK:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError, ValueError):
+            if httpx.get(f"{url}/health", timeout=10, trust_env=False).json() == {"status": "ready"}:
                 return
         time.sleep(READY_POLL_S)
+    raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
 
 
 def _wait_for_a_signal() -> None:
@@ -212,22 +216,24 @@ def _kept_alive() -> Iterator[None]:
 
 def _remove(owns_serve: bool) -> None:
     """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
-    with suppress(RuntimeError, RayError):
+    with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
         serve.delete(APPLICATION)
     for name in _supervisors():
-        with suppress(RayError, ValueError):
-            ray.get(ray.get_actor(name, NAMESPACE).remove.remote())
+        with suppress(RayError, ValueError):  # it ends itself, so the answer may not arrive
+            ray.get(ray.get_actor(name, NAMESPACE).remove.remote(), timeout=REMOVAL_TIMEOUT_S)
     if owns_serve and not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _supervisors() -> list[str]:
-    return [name for name in _actor_names() if name.endswith("-supervisor")]
+    return _actor_names("supervisor")
 
 
-def _actor_names() -> list[str]:
+def _actor_names(kind: str) -> list[str]:
+    """Of this application's pipelines, and of no other's: see ``router_replica.any_pipeline``."""
     actors = ray.util.list_named_actors(all_namespaces=True)
-    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(f"{APPLICATION}-")]
+    ours = re.compile(rf"{APPLICATION}-[0-9a-f]{{8}}-\d+-{kind}")
+    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and ours.fullmatch(a["name"])]
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Creates a pipeline's actors, grants its lease, and removes what nobody drives; it is on no step's path."""
 
 import contextlib
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 from tramontane.cluster.actors import NAMESPACE, StageHealth, create_stage
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.proto.plan import ClusterPlan
+
+logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
@@ -140,11 +143,13 @@ class Supervisor:
                 silent_s = self._book.idle_s(time.monotonic())
                 launcher_silent_s = time.monotonic() - self._launcher_seen_at
             application = self.spec.application
-            with contextlib.suppress(RayError):  # asked again in a second
+            try:
                 if application and application.launched and launcher_silent_s > ABANDONED_AFTER_S:
                     _end_application(application)
                 if silent_s > ABANDONED_AFTER_S and not (application and _is_deployed(application.name)):
                     self._remove()
+            except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
+                logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
 
 
 def remove_pipeline(spec: PipelineSpec) -> None:

@@ -6,6 +6,7 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 """
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import uuid
@@ -29,6 +30,7 @@ DONE = b""
 KEEPALIVE_S = 5.0
 IDLE_S = 2.0
 MAX_ATTEMPTS = 5
+LAST_TOKENS_S = 10.0
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +85,7 @@ class TokenChannels:
                 yield message
         finally:
             channel.closed.set()
-            if self._channels[ingress] is channel:
+            if self._channels.get(ingress) is channel:
                 del self._channels[ingress]
 
     async def generate(self, router: Router, ingress: str, number: int, specs: bytes) -> bytes:
@@ -145,6 +147,8 @@ class RemoteRouters:
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
+        self._opening: dict[str, asyncio.Task[None]] = {}  # streams, by replica
+        self._opened: dict[str, asyncio.Event] = {}
 
     @property
     def num_requests(self) -> int:
@@ -173,6 +177,7 @@ class RemoteRouters:
     async def _call(self, number: int, specs: bytes, mailbox: Mailbox) -> None:
         """Lasts as long as a router works on the request. Its end and the last tokens come in any order."""
         replica = ""  # any
+        refusal: TramontaneError | None = None
         try:
             for _ in range(MAX_ATTEMPTS):
                 handle = self._handle.options(method_name="generate", session_id=replica)
@@ -181,29 +186,44 @@ class RemoteRouters:
                 if not isinstance(refusal, NoStreamError):
                     break
                 replica = str(refusal)
-                await self._open_stream(replica)
-        except (RayError, RayServeException) as error:
+                await self._stream_from(replica)
+        except Exception as error:  # whatever it is, the client must hear of it
             logger.warning("a request's call failed: %s", error)
             refusal = PipelineError("the router is gone")
+        if isinstance(refusal, NoStreamError):
+            refusal = PipelineError("no stream from the router could be kept open")
         if refusal is not None:
             mailbox.put(refusal)
+        else:  # the last tokens are here or on their way, unless the router has died since; nobody reads this if they came
+            asyncio.get_running_loop().call_later(LAST_TOKENS_S, mailbox.put, PipelineError("the router is gone"))
 
-    async def _open_stream(self, replica: str) -> None:
-        """A router takes requests once it has a stream to answer by."""
+    async def _stream_from(self, replica: str) -> None:
+        """A router takes requests once it has a stream to answer by.
+
+        The stream is nobody's but this object's: the client for whom it is opened may leave.
+        """
+        if replica not in self._opening:
+            opened = asyncio.Event()
+            self._opening[replica] = self._start(self._listen(replica, opened))
+            self._opening[replica].add_done_callback(lambda _: opened.set())
+            self._opened[replica] = opened
+        await self._opened[replica].wait()
+
+    async def _listen(self, replica: str, opened: asyncio.Event) -> None:
         handle = self._handle.options(method_name="subscribe", stream=True, session_id=replica)
-        messages = aiter(cast("AsyncIterable[bytes]", handle.remote(self._name)))
-        await anext(messages)
-        self._start(self._listen(messages))
-
-    async def _listen(self, messages: AsyncIterator[bytes]) -> None:
-        with suppress(RayError, RayServeException):  # then its requests' calls fail as well, and say so
-            async for message in messages:
+        try:
+            async for message in cast("AsyncIterable[bytes]", handle.remote(self._name)):
+                opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
                     if (mailbox := self._mailboxes.get(number)) is not None:  # else its client has left
                         mailbox.put(PipelineError(what) if isinstance(what, str) else what)
+        except (RayError, RayServeException) as error:  # then the calls of its requests end as well
+            logger.warning("the stream from router %s broke: %s", replica, error)
+        finally:
+            del self._opening[replica], self._opened[replica]
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
+        task = asyncio.create_task(work, context=contextvars.Context())  # of no request, which Ray Serve would cancel with it
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

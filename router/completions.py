@@ -60,7 +60,15 @@ class Completion:
             )
         if model.tokenizer is None and request.stop:
             raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-        return cls(model, request, [await _encode(model, prompt) for prompt in request.prompt], arrived_at)
+        prompt_ids = [await _encode(model, prompt) for prompt in request.prompt]
+        for ids in prompt_ids:
+            if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
+                raise ParameterError(
+                    f"the prompt has {len(ids)} tokens; with a context of {model.max_model_len} positions "
+                    f"it may have at most {model.max_model_len - 1}",
+                    "prompt",
+                )
+        return cls(model, request, prompt_ids, arrived_at)
 
     def specs(self) -> list[SequenceSpec]:
         """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5."""
@@ -101,8 +109,12 @@ class Completion:
                 self._times = batch.times
                 if changes:
                     yield changes
-                if all(choice.finish for choice in self._choices):
+                if self.is_finished:
                     return
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish for choice in self._choices)
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """One server-sent event. With include_usage every chunk but the last has a usage of null."""

@@ -118,6 +118,8 @@ class Router:
                 self._submit()
                 await self._wake.wait()
                 self._wake.clear()
+                if self.failure is not None:
+                    return
                 self._collect()
         except PipelineError as error:
             self._fail(error)
@@ -167,6 +169,11 @@ class Router:
         now = self._clock()
         for request, events in ready.items():
             request.deliver(events, now)
+
+    def fail(self, error: PipelineError) -> None:
+        """Somebody else has seen that the pipeline cannot go on: end everything, and ``run``."""
+        self._fail(error)
+        self._wake.set()
 
     def _fail(self, error: PipelineError) -> None:
         """Every request that is alive ends with the reason, and so does every later one."""

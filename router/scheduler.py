@@ -82,10 +82,9 @@ class Scheduler:
         num_queued = len(self._waiting) + max(len(arriving) - free, 0)
         if self.limits.max_queued_seqs is not None and num_queued > self.limits.max_queued_seqs:
             return f"{len(self._waiting)} sequences are waiting and at most {self.limits.max_queued_seqs} may"
-        waiting = sum(len(s.prompt_ids) for s in self._waiting)
-        arriving_tokens = sum(len(s.prompt_ids) for s in arriving) if num_queued else 0
-        if self.limits.max_queued_tokens is not None and waiting + arriving_tokens > self.limits.max_queued_tokens:
-            return f"{waiting} prompt tokens are waiting and at most {self.limits.max_queued_tokens} may"
+        num_tokens = [len(s.prompt_ids) for s in (*self._waiting, *list(arriving)[free:])]
+        if self.limits.max_queued_tokens is not None and len(num_tokens) > 1 and sum(num_tokens) > self.limits.max_queued_tokens:
+            return f"{sum(num_tokens)} prompt tokens would be waiting and at most {self.limits.max_queued_tokens} may"
         return None
 
     def abort(self, seq_id: int) -> None:

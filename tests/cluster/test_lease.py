@@ -1,6 +1,7 @@
 """One router at a time: the book alone, then supervisors, stages and two routers that both believe."""
 
 import asyncio
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -163,17 +164,23 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
         holder = _health(spec)[0].holder
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
+        pid = ray.get(supervisor.__ray_call__.remote(_pid))
         ray.kill(supervisor, no_restart=False)
         while True:
             try:
-                assert ray.get(supervisor.renew.remote(holder)), "the new life knows the holder"
-                break
+                if ray.get(supervisor.__ray_call__.remote(_pid)) != pid:
+                    break
             except RayError:
                 time.sleep(0.05)
+        assert ray.get(supervisor.renew.remote(holder)), "the new life knows the holder"
         with pytest.raises(LeaseError, match="driven by"):
             ray.get(supervisor.claim.remote("no such/actor"))
         epoch = _health(spec)[0].epoch
         assert ray.get(supervisor.fence.remote(holder)) > epoch
+
+
+def _pid(_actor: object) -> int:
+    return os.getpid()
 
 
 @pytest.mark.ray
