@@ -63,7 +63,6 @@ class EngineConfig(BaseModel):
         keys |= {name: value for name, value in flags.items() if value is not None}
         try:
             config = cls(**keys)
-            config = config.model_copy(update={"model": config.model.resolve()})  # replicas run in other directories
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
         if config.local and config.address:

@@ -33,18 +33,13 @@ def build(args: dict[str, Any]) -> Application:
     return application(EngineConfig.build(None, args))
 
 
-def application(
-    config: EngineConfig, launched: bool = False, owns_serve: bool = False, num_routers: int | None = None
-) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``.
-
-    ``num_routers`` is another number of pipelines than ``config`` was planned for, as ``num_replicas``
-    in a Serve config would be.
-    """
+def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False) -> Application:
+    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``."""
+    config = config.model_copy(update={"model": config.model.resolve()})  # replicas run in other directories
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     router = serve.deployment(
         name="Router",
-        num_replicas=num_routers or config.replicas,
+        num_replicas=config.replicas,
         max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},

@@ -212,9 +212,8 @@ def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
 
 
 def actor_as_holder() -> str:
-    """The actor that we are, as the holder of a lease: ``namespace/name``."""
-    context = ray.get_runtime_context()
-    return f"{context.namespace}/{context.get_actor_name()}"
+    """The actor that we are, as the holder of a lease: ``actor/name``."""
+    return f"actor/{ray.get_runtime_context().get_actor_name()}"
 
 
 def driver_as_holder() -> str:
@@ -224,14 +223,8 @@ def driver_as_holder() -> str:
 
 def _is_gone(holder: str) -> bool:
     """Whether Ray knows that this actor is dead; a driver's death shows only in its silence."""
-    namespace, _, actor = holder.partition("/")
-    if namespace == "driver":
-        return False
-    try:
-        ray.get_actor(actor, namespace)
-    except ValueError:
-        return True
-    return False
+    kind, _, name = holder.partition("/")
+    return kind == "actor" and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
 
 
 def _is_deployed(application: str) -> bool:

@@ -23,7 +23,7 @@ from serving import URL, complete, events, ingress_stats, leftovers, router_stat
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.cluster.serve_app import APPLICATION
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.tokenizer import Tokenizer
 
@@ -348,43 +348,7 @@ def test_an_idle_stage_that_dies_is_fenced_anew_without_a_request() -> None:
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
 
 
-# ---- two pipelines
-
-
-def test_scaling_up_adds_a_pipeline_and_scaling_down_removes_it() -> None:
-    one = {name for name in leftovers() if name.endswith("-supervisor")}
-    assert len(one) == 1
-    _scale(2)
-    stats = router_stats()
-    assert len({s["pipeline"] for s in stats}) == 2
-
-    async def run() -> None:
-        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            bodies = [{"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True} for i in range(24)]
-            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
-            assert {answer.status_code for answer in answers} == {200}
-
-    before = [s["steps"] for s in stats]
-    asyncio.run(run())
-    assert all(now["steps"] > then for now, then in zip(router_stats(), before, strict=True)), "both have worked"
-    _scale(1)
-    while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
-        time.sleep(0.1)
-    wait_until_ready()
-    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
-
-
-def _scale(replicas: int) -> None:
-    """As ``serve deploy`` does with another num_replicas: the deployments' code and arguments stay as they are."""
-    app = application(EngineConfig.build(None, SETTINGS), num_routers=replicas)
-    serve.run(app, name=APPLICATION, route_prefix="/")
-    while True:
-        try:
-            if len(router_stats()) == replicas:
-                return
-        except RayError:  # one of them is just being stopped
-            pass
-        time.sleep(0.1)
+# ---- other ways to start and stop
 
 
 def test_deleting_the_application_removes_every_pipeline() -> None:
@@ -394,17 +358,50 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
     assert ray.is_initialized()
 
 
-def test_the_same_application_as_a_serve_config() -> None:
-    """What ``serve deploy`` sends to the controller."""
-    described = {"name": APPLICATION, "route_prefix": "/", "import_path": "tramontane.cluster.serve_app:build", "args": SETTINGS}
-    _deploy([described | {"deployments": [{"name": "Router", "num_replicas": 1}]}])
+def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
+    """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
+    _deploy(1)
+    wait_until_ready()
+    (first,) = router_stats()
+    _deploy(2)
+    while len(stats := _stats_once_they_settle()) != 2:
+        time.sleep(0.1)
+    assert len({s["pipeline"] for s in stats}) == 2
+    assert first["pid"] in {s["pid"] for s in stats}, "the one that was there goes on"
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True} for i in range(24)]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert {answer.status_code for answer in answers} == {200}
+
+    before = {s["pid"]: s["steps"] for s in stats}
+    asyncio.run(run())
+    assert all(s["steps"] > before[s["pid"]] for s in router_stats()), "both have worked"
+    _deploy(1)
+    while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
+        time.sleep(0.1)
     wait_until_ready()
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
-    _deploy([])
+    _deploy(0)
     while leftovers():
         time.sleep(0.1)
 
 
-def _deploy(applications: list[dict[str, Any]]) -> None:
+def _stats_once_they_settle() -> list[dict[str, Any]]:
+    try:
+        return router_stats()
+    except RayError:  # one of them is just starting or being stopped
+        return []
+
+
+def _deploy(num_pipelines: int) -> None:
+    described = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": "tramontane.cluster.serve_app:build",
+        "args": SETTINGS,
+        "deployments": [{"name": "Router", "num_replicas": num_pipelines}],
+    }
     client: Any = _get_global_client()
-    client.deploy_apps(ServeDeploySchema.model_validate({"applications": applications}))
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_pipelines else []}))
