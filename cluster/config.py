@@ -54,7 +54,7 @@ class EngineConfig(BaseModel):
     @property
     def model_name(self) -> str:
         """What ``/v1/models`` says."""
-        return self.served_model_name or ("demo" if self.model == DEMO_MODEL else self.model.resolve().name)
+        return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
     @classmethod
     def build(cls, file: Path | None, flags: dict[str, Any]) -> Self:

@@ -26,7 +26,7 @@ from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, Pi
 PLACEMENT_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 10.0
-# Ray Serve on fewer threads, and over gRPC from its proxy: 1.3 times the streamed tokens on two cores.
+# Ray Serve on fewer threads, and over gRPC from its proxy: about 1.2 times the streamed tokens on two cores.
 SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",

@@ -348,6 +348,14 @@ def test_defaults_are_the_designs() -> None:
     assert {name: getattr(config, SWITCHES.get(name, name)) for name in DEFAULTS} == DEFAULTS
 
 
+def test_the_demo_keeps_its_name_by_whatever_path(tmp_path: Path) -> None:
+    """Replicas see the folder with its links resolved; the command that names the model may not."""
+    link = tmp_path / "link"
+    link.symlink_to(DEMO_MODEL)
+    assert EngineConfig(model=link).model_name == EngineConfig().model_name == "demo"
+    assert EngineConfig(model=tmp_path).model_name == tmp_path.name
+
+
 @pytest.mark.parametrize(("name", "others"), [("generate", OF_SERVE), ("serve", OF_GENERATE)])
 def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -> None:
     command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
