@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 import ray
+from nodes import three_nodes
 from ray.cluster_utils import Cluster
 from serving import leftovers, listening
 
@@ -130,15 +131,8 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three raylets, with room for one stage each."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        nodes.add_node(num_cpus=1)
-    nodes.wait_for_nodes()
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with three_nodes() as nodes:
+        yield nodes
 
 
 def _joined(cluster: Cluster, home: Path) -> dict[str, str]:

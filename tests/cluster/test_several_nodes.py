@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import ray
 from harness import GREEDY, placed, random_ids, run_prompts, scheduler_for
+from nodes import three_nodes
 from ray.cluster_utils import Cluster
 from reference import assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
@@ -25,14 +26,8 @@ PROMPTS = [random_ids(n, seed=n) for n in (1, 30, 900, 1500)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    for _ in range(2):
-        nodes.add_node(num_cpus=1)
-    nodes.wait_for_nodes()
-    ray.init(address=nodes.address, log_to_driver=False)
-    yield nodes
-    ray.shutdown()
-    nodes.shutdown()
+    with three_nodes() as nodes:
+        yield nodes
 
 
 def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> None:

@@ -1,0 +1,20 @@
+"""A cluster of several raylets on this machine."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+from ray.cluster_utils import Cluster
+
+
+@contextmanager
+def three_nodes() -> Iterator[Cluster]:
+    """Each has room for one stage; this process is connected."""
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        nodes.add_node(num_cpus=1)
+    nodes.wait_for_nodes()
+    ray.init(address=nodes.address, log_to_driver=False)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
