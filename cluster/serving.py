@@ -149,7 +149,9 @@ def _check_port(config: EngineConfig) -> None:
         try:
             probe.bind((config.host, config.port))
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"--host {config.host} --port {config.port} cannot be had: {error}; choose another --port or --host") from error
+            raise ConfigError(
+                f"--host {config.host} --port {config.port} cannot be had: {error}; choose another --port or --host"
+            ) from error
 
 
 def _check_doors(config: EngineConfig) -> None:
