@@ -1,6 +1,7 @@
 """The one place where plain classes become Ray actors."""
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 if TYPE_CHECKING:
     from tramontane.cluster.supervisor import PipelineSpec
@@ -45,9 +47,7 @@ class StageActor:
     drives stages never needs it.
     """
 
-    def __init__(
-        self, plan: StagePlan, folder: Path, device: str, threads: int, fingerprint: tuple[tuple[str, str], ...] = ()
-    ) -> None:
+    def __init__(self, plan: StagePlan, folder: Path, device: str, threads: int, fingerprint: Fingerprint = ()) -> None:
         self._plan = plan
         self._threads = threads
         self._fingerprint = fingerprint
@@ -63,18 +63,13 @@ class StageActor:
     def _load(self, folder: Path, device: str) -> "StageWorker":
         import warnings
 
-        from tramontane.workers.checkpoint import Checkpoint
         from tramontane.workers.stage_worker import StageWorker
 
         # Hidden states arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        try:
-            if self._fingerprint:
-                Checkpoint(folder).check_fingerprint(dict(self._fingerprint))
+        with naming_the_node():
+            check_fingerprint(folder, self._fingerprint)
             return StageWorker.load(self._plan, folder, device)
-        except CheckpointError as error:
-            node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-            raise CheckpointError(f"on node {node} ({socket.gethostname()}): {error}") from error
 
     def __repr__(self) -> str:
         return self._plan.label
@@ -123,6 +118,16 @@ class StageActor:
 
 
 @contextmanager
+def naming_the_node() -> Iterator[None]:
+    """A checkpoint's folder is looked for on many nodes: say on which of them something is wrong with it."""
+    try:
+        yield
+    except CheckpointError as error:
+        node = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        raise CheckpointError(f"on node {node} ({socket.gethostname()}): {error}") from error
+
+
+@contextmanager
 def _loading_once(label: str) -> Iterator[None]:
     """A stage whose process dies while it loads (out of memory, as a rule) is not loaded again and again.
 
@@ -136,6 +141,12 @@ def _loading_once(label: str) -> Iterator[None]:
         yield
     finally:
         _internal_kv_del(mark)
+
+
+def actor_names(pattern: str) -> list[str]:
+    """Names of our living actors that match the whole of a regular expression."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return sorted(a["name"] for a in actors if a["namespace"] == NAMESPACE and re.fullmatch(pattern, a["name"]))
 
 
 def as_stage_actor(stage: type[StageActor]) -> ActorClass[Any]:

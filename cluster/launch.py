@@ -20,6 +20,7 @@ from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.usage import UsageMeter
 from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.fingerprint import Fingerprint
 from tramontane.workers.tensor_names import stage_tensors
 
 Report = Callable[[str], None]
@@ -142,8 +143,13 @@ async def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -
             yield spec.plan, chain
 
 
-def pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None) -> PipelineSpec:
-    """One of ``config.replicas`` pipelines. Without a name it gets one that nobody else has."""
+def pipeline_spec(
+    config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
+) -> PipelineSpec:
+    """One of ``config.replicas`` pipelines.
+
+    Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
+    """
     plan = plan_for(config, args, hardware)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
@@ -151,5 +157,5 @@ def pipeline_spec(config: EngineConfig, args: ModelArgs, hardware: Hardware, nam
         folder=config.model.resolve(),
         threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages) * config.replicas),
         use_gpus=hardware.num_gpus > 0,
-        fingerprint=tuple(Checkpoint(config.model).fingerprint().items()),
+        fingerprint=fingerprint or Checkpoint(config.model).fingerprint(),
     )

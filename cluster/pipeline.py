@@ -58,8 +58,7 @@ async def running_pipeline(
         renewing.cancel()
         if await _is_ours(supervisor, holder):
             report("removing the stages")
-            _end(supervisor, spec.supervisor_name)
-            remove_pipeline(spec)
+            end_pipeline(spec)
 
 
 async def _is_ours(supervisor: ActorHandle[Any], holder: str) -> bool:
@@ -162,16 +161,15 @@ def _check_reachable(address: str) -> None:
         raise ConfigError(f"no Ray cluster answers at --address {address}: {error}") from error
 
 
-def _end(supervisor: ActorHandle[Any], name: str) -> None:
-    """Kill the supervisor, and wait until it is gone: it could still be making stages."""
-    ray.kill(supervisor)
+def end_pipeline(spec: PipelineSpec) -> None:
+    """Remove a pipeline from outside, whoever drives it: its supervisor first, which could still be making stages."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
-    while time.monotonic() < deadline:
-        try:
-            ray.get_actor(name, NAMESPACE)
-        except ValueError:
-            return
-        time.sleep(0.02)
+    with suppress(ValueError):  # it is gone
+        ray.kill(ray.get_actor(spec.supervisor_name, NAMESPACE))
+        while time.monotonic() < deadline:
+            ray.get_actor(spec.supervisor_name, NAMESPACE)
+            time.sleep(0.02)
+    remove_pipeline(spec)
 
 
 async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:

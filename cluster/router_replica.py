@@ -5,16 +5,16 @@ import hashlib
 import itertools
 import logging
 import os
+import re
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
-import ray
 from ray import serve
 
-from tramontane.cluster.actors import NAMESPACE
+from tramontane.cluster.actors import actor_names, naming_the_node
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
@@ -25,28 +25,35 @@ from tramontane.cluster.supervisor import Application, PipelineSpec, actor_as_ho
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.router.router import Router
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.2
+MAX_FAILED_STARTS = 3  # in a row; each has tried for some time
 
 
 class RouterReplica:
     """One pipeline behind Ray Serve. Ray Serve calls ``__del__`` when it stops the replica, not when it is killed."""
 
-    async def __init__(self, config: EngineConfig, launched: bool, owns_serve: bool) -> None:  # type: ignore[misc]
+    async def __init__(self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool) -> None:  # type: ignore[misc]
         keep_internal_port_on_node_address()
         self._config = config
-        self._channels = TokenChannels(serve.get_replica_context().replica_id.unique_id)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._channels = TokenChannels(self._name)
         self._exit = AsyncExitStack()
+        self._num_failed_starts = 0
+        self._asking: asyncio.Task[bool] | None = None
         application = Application(serve.get_replica_context().app_name, launched, owns_serve)
-        spec = await asyncio.to_thread(_spec_for, config, application)
+        spec = await asyncio.to_thread(_spec_for, config, fingerprint, application)
         self._spec, self._chain = await self._exit.enter_async_context(any_pipeline(spec))
         self._router = self._new_router()
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_running:
             if self._router.failure is not None:
-                raise self._router.failure
+                failure = self._router.failure
+                await self.__del__()  # nobody else calls it for a replica that was never ready
+                raise failure
             await asyncio.sleep(0.01)
 
     async def __del__(self) -> None:
@@ -64,8 +71,14 @@ class RouterReplica:
         """One request, from its arrival to its end; see ``TokenChannels``."""
         return await self._channels.generate(self._router, ingress, number, specs)
 
-    async def is_ready(self) -> bool:
-        """Whether every stage answers and obeys this router, so that the next step can run."""
+    async def is_ready(self) -> tuple[bool, str]:
+        """Whether the next step can run; and which replica says so. However many ask, the stages are asked once."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._is_obeyed())
+        return await asyncio.shield(self._asking), self._name
+
+    async def _is_obeyed(self) -> bool:
+        """Whether every stage answers and obeys this router."""
         if not self._router.is_running:
             return False
         try:
@@ -78,8 +91,8 @@ class RouterReplica:
         return obeyed
 
     async def check_health(self) -> None:
-        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or the loop has died."""
-        if self._driving.done() or isinstance(self._router.failure, LeaseError):
+        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or it does not start any more."""
+        if self._driving.done() or isinstance(self._router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS:
             raise PipelineError(f"this router drives no pipeline any more: {self._router.failure}")
 
     async def stats(self) -> dict[str, Any]:
@@ -106,6 +119,7 @@ class RouterReplica:
         while True:
             await self._router.run()
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
+            self._num_failed_starts = 0 if self._router.scheduler.epoch else self._num_failed_starts + 1
             await asyncio.sleep(RETRY_S)
             self._router = self._new_router()
 
@@ -113,8 +127,11 @@ class RouterReplica:
         return Router(scheduler_for(self._config, self._spec.plan, bounded=True), self._chain)
 
 
-def _spec_for(config: EngineConfig, application: Application) -> PipelineSpec:
-    spec = pipeline_spec(config, checked_model(config), joined_cluster(), application.name)
+def _spec_for(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:
+    with naming_the_node():
+        check_fingerprint(config.model, fingerprint)
+        args = checked_model(config)
+    spec = pipeline_spec(config, args, joined_cluster(), application.name, fingerprint)
     return replace(spec, application=application)
 
 
@@ -142,8 +159,6 @@ async def any_pipeline(spec: PipelineSpec) -> AsyncIterator[tuple[PipelineSpec, 
 
 def _candidates(prefix: str) -> list[str]:
     """Names of pipelines that exist, and the first that does not."""
-    suffix = "-supervisor"
-    actors = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == NAMESPACE]
-    existing = sorted(name.removesuffix(suffix) for name in actors if name.startswith(prefix) and name.endswith(suffix))
+    existing = [name.removesuffix("-supervisor") for name in actor_names(rf"{re.escape(prefix)}\d+-supervisor")]
     fresh = next(name for number in itertools.count() if (name := f"{prefix}{number}") not in existing)
     return [*existing, fresh]

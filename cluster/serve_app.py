@@ -12,19 +12,22 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from tramontane.cluster.actors import naming_the_node
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.http_door import HttpDoor
+from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.cluster.token_channel import LeastLoaded, RemoteRouters
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.router.completions import ServedModel
 from tramontane.router.tokenizer import FILE_NAME, Tokenizer
+from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
+WEIGHTS = ".safetensors"  # which a door does not read
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
-READY_TIMEOUT_S = 5.0
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
 
 
@@ -34,8 +37,13 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``."""
+    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``.
+
+    The checkpoint as it is here, where the application is built, is what every node must have.
+    """
     config = config.model_copy(update={"model": config.model.resolve()})  # replicas run in other directories
+    with naming_the_node():
+        fingerprint = Checkpoint(config.model).fingerprint()
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     router = serve.deployment(
         name="Router",
@@ -55,20 +63,22 @@ def application(config: EngineConfig, launched: bool = False, owns_serve: bool =
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
-    return ingress.bind(config, router.bind(config, launched, owns_serve))
+    return ingress.bind(config, fingerprint, router.bind(config, fingerprint, launched, owns_serve))
 
 
 class IngressReplica:
     """Parses, bounds, tokenizes and streams; keeps nothing between requests."""
 
-    def __init__(self, config: EngineConfig, router: "DeploymentHandle[Any]") -> None:
+    def __init__(self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]") -> None:
         keep_internal_port_on_node_address()
-        self._router = router
+        with naming_the_node():
+            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
+            model = served_model(config)
         self._routers = RemoteRouters(router)
         self._door = HttpDoor(
-            served_model(config),
+            model,
             self._routers,
-            self._is_ready,
+            self._routers.is_ready,
             config.max_body_bytes,
             config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES),
         )
@@ -87,12 +97,6 @@ class IngressReplica:
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),
         }
-
-    async def _is_ready(self) -> bool:
-        try:
-            return bool(await asyncio.wait_for(self._router.is_ready.remote(), READY_TIMEOUT_S))
-        except Exception:  # whatever keeps the router from answering
-            return False
 
 
 def served_model(config: EngineConfig) -> ServedModel:

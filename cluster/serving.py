@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -21,11 +21,11 @@ from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 
-from tramontane.cluster.actors import NAMESPACE
+from tramontane.cluster.actors import NAMESPACE, actor_names
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
-from tramontane.cluster.pipeline import joined_ray, own_ray
+from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
 from tramontane.cluster.serve_app import APPLICATION, application
 from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec
 from tramontane.proto import errors
@@ -36,7 +36,6 @@ Report = Callable[[str], None]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
-REMOVAL_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
         finally:
             with _uninterrupted():
                 report("stopping")
-                _remove(owns_serve)
+                _remove(spec, owns_serve)
 
 
 def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
@@ -216,13 +215,12 @@ def _kept_alive() -> Iterator[None]:
         thread.join()
 
 
-def _remove(owns_serve: bool) -> None:
+def _remove(spec: PipelineSpec, owns_serve: bool) -> None:
     """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
     with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
         serve.delete(APPLICATION)
     for name in _supervisors():
-        with suppress(RayError, ValueError):  # it ends itself, so the answer may not arrive
-            ray.get(ray.get_actor(name, NAMESPACE).remove.remote(), timeout=REMOVAL_TIMEOUT_S)
+        end_pipeline(replace(spec, name=name.removesuffix("-supervisor")))
     if owns_serve and not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]
 
@@ -233,9 +231,7 @@ def _supervisors() -> list[str]:
 
 def _actor_names(kind: str) -> list[str]:
     """Of this application's pipelines, and of no other's: see ``router_replica.any_pipeline``."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    ours = re.compile(rf"{APPLICATION}-[0-9a-f]{{8}}-\d+-{kind}")
-    return [a["name"] for a in actors if a["namespace"] == NAMESPACE and ours.fullmatch(a["name"])]
+    return actor_names(rf"{APPLICATION}-[0-9a-f]{{8}}-\d+-{kind}")
 
 
 @contextmanager

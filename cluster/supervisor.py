@@ -4,6 +4,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +16,17 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 
 from tramontane.cluster.actors import NAMESPACE, StageHealth, create_stage
 from tramontane.cluster.lease import Lease, LeaseBook
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
+UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
+FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the router asks again
 WATCH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 
@@ -48,7 +53,7 @@ class PipelineSpec:
     folder: Path
     threads_per_stage: int
     use_gpus: bool
-    fingerprint: tuple[tuple[str, str], ...] = ()  # of the checkpoint where the plan was made; () is not checked
+    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: Application | None = None
 
     @property
@@ -73,7 +78,9 @@ class Supervisor:
 
     def __init__(self, spec: PipelineSpec) -> None:
         self.spec = spec
-        self._lock = threading.Lock()  # of the book and the launcher's time: two threads use them
+        self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
+        self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
+        self._is_ending = False
         self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), _lease_in_stages(spec))
         self._launcher_seen_at = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -83,10 +90,12 @@ class Supervisor:
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
         """Place and load every stage, or find them; None if the cluster had no room within ``timeout_s``."""
-        group = _group(self.spec)
+        with self._making_allowed():
+            group = _group(self.spec)
         if not group.wait(timeout_s):
             return None
-        stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
+        with self._making_allowed():
+            stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
         loading: list[ray.ObjectRef[str]] = [stage.ready.remote() for stage in stages]
         for stage, ready in zip(stages, loading, strict=True):
             wait_until_ready(stage, ready)
@@ -95,12 +104,16 @@ class Supervisor:
     def fence(self, holder: str) -> int:
         """Make every stage forget its sequences and obey a new epoch, which is returned.
 
-        Raises LeaseError if another router holds the lease.
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good,
+        and Ray's GetTimeoutError if one does not answer in time.
         """
         with self._lock:
             self._claim(holder)
             epoch = self._book.next_epoch(floor=time.time_ns() // 1_000_000)  # a book lost with its stages cannot repeat one
-        ray.get([stage.fence.remote(epoch, holder) for stage in _existing_stages(self.spec)])
+        stages = _existing_stages(self.spec)
+        if len(stages) < len(self.spec.plan.stages):
+            raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
+        ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
         return epoch
 
     @ray.method(concurrency_group="lease")
@@ -121,12 +134,17 @@ class Supervisor:
         with self._lock:
             self._launcher_seen_at = time.monotonic()
 
-    @ray.method(concurrency_group="lease")
-    def remove(self) -> None:
-        """Remove the pipeline, whoever drives it, and this actor."""
-        self._remove()
+    @contextlib.contextmanager
+    def _making_allowed(self) -> Iterator[None]:
+        with self._making:
+            if self._is_ending:
+                raise PipelineError("the pipeline is being removed")
+            yield
 
     def _remove(self) -> None:
+        """Remove the pipeline and this actor."""
+        with self._making:
+            self._is_ending = True
         remove_pipeline(self.spec)
         ray.kill(ray.get_runtime_context().current_actor)
 
@@ -136,7 +154,7 @@ class Supervisor:
         self._book.claim(holder, time.monotonic(), gone)
 
     def _watch(self) -> None:
-        """Remove the pipeline once its router has been silent for long and its application is gone."""
+        """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone."""
         while True:
             time.sleep(WATCH_EVERY_S)
             with self._lock:
@@ -146,7 +164,8 @@ class Supervisor:
             try:
                 if application and application.launched and launcher_silent_s > ABANDONED_AFTER_S:
                     _end_application(application)
-                if silent_s > ABANDONED_AFTER_S and not (application and _is_deployed(application.name)):
+                claimable = silent_s <= UNCLAIMED_AFTER_S and application and _is_deployed(application.name)
+                if silent_s > ABANDONED_AFTER_S and not claimable:
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)

@@ -11,6 +11,7 @@
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
         +-- LeaseError       another router drives the pipeline
         +-- NoStreamError    a router has no stream to answer by
+        +-- NotRunningError  a router's pipeline cannot make tokens now
 
 A ``UserError`` says what was wrong and what to do about it. Broken internal
 invariants are assertions, not members of this tree.
@@ -65,4 +66,8 @@ class LeaseError(PipelineError):
 
 
 class NoStreamError(PipelineError):
-    """A router has no stream to the ingress that called it; the message is the router's replica."""
+    """A router has no stream to the ingress that called it."""
+
+
+class NotRunningError(PipelineError):
+    """A router's pipeline is being started again; another router may be well."""

@@ -5,7 +5,14 @@ from typing import Any
 
 import msgpack
 
-from tramontane.proto.errors import NoStreamError, OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.proto.errors import (
+    NoStreamError,
+    NotRunningError,
+    OverloadedError,
+    PipelineError,
+    RequestError,
+    TramontaneError,
+)
 from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StageTiming, StepResult
 
@@ -13,6 +20,7 @@ REFUSALS: dict[str, type[TramontaneError]] = {
     "request": RequestError,
     "overloaded": OverloadedError,
     "no stream": NoStreamError,
+    "not running": NotRunningError,
     "failure": PipelineError,
 }
 
@@ -80,15 +88,15 @@ def decode_deliveries(data: bytes) -> list[tuple[int, TokenBatch | str]]:
     return [(number, what if isinstance(what, str) else _delivery(what)) for number, what in _unpack(data)]
 
 
-def encode_refusal(error: TramontaneError) -> bytes:
-    """Why a request was not accepted, or why it failed."""
+def encode_refusal(error: TramontaneError, replica: str) -> bytes:
+    """Why a request was not accepted, or why it failed, and by which router's replica."""
     kind = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
-    return _pack((kind, str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0))
+    return _pack((kind, str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
 
 
-def decode_refusal(data: bytes) -> TramontaneError:
-    kind, message, retry_after_s = _unpack(data)
-    return OverloadedError(message, retry_after_s) if kind == "overloaded" else REFUSALS[kind](message)
+def decode_refusal(data: bytes) -> tuple[TramontaneError, str]:
+    kind, message, retry_after_s, replica = _unpack(data)
+    return OverloadedError(message, retry_after_s) if kind == "overloaded" else REFUSALS[kind](message), replica
 
 
 def _delivery_fields(what: TokenBatch | str) -> Any:  # noqa: ANN401

@@ -58,7 +58,7 @@ class Router:
         self._seq_ids = itertools.count()
         self._last_queue_s = 0.0  # of the request that started last
         self.failure: PipelineError | None = None
-        self.is_running = False
+        self._is_fenced = False
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
@@ -101,6 +101,11 @@ class Router:
                 self._wake.set()
 
     @property
+    def is_running(self) -> bool:
+        """Whether a request that came now would be worked on."""
+        return self._is_fenced and self.failure is None
+
+    @property
     def num_requests(self) -> int:
         return len(set(map(id, self._requests.values())))
 
@@ -113,7 +118,7 @@ class Router:
         """Submit and collect until cancelled, or until the pipeline fails."""
         try:
             self.scheduler.epoch = await self.chain.fence()
-            self.is_running = True
+            self._is_fenced = True
             while True:
                 self._submit()
                 await self._wake.wait()
@@ -127,7 +132,7 @@ class Router:
             logger.exception("the router failed")
             self._fail(PipelineError(f"the router failed: {error!r}"))
         finally:
-            self.is_running = False
+            self._is_fenced = False
             if self.failure is None:
                 self._fail(PipelineError("the router has stopped"))
             for _, future in self._in_flight:

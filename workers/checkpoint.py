@@ -3,7 +3,6 @@
 Only safetensors is ever opened. Looking (``check``) reads headers and needs no torch.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
 from tramontane.workers.tensor_names import TensorSpec
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 STORED_TYPES = ("F32", "BF16", "F16")
-NUM_SAMPLES, SAMPLE_BYTES = 64, 4096  # of a file's content, for its fingerprint
+OTHER_FILES = ("config.json", "tokenizer.model")
 
 
 class Checkpoint:
@@ -32,18 +32,10 @@ class Checkpoint:
         self.files = _tensor_files(folder)
         self.bytes_read = 0  # of tensors, by ``load``
 
-    def fingerprint(self) -> dict[str, str]:
-        """One digest per file, by name: of its size and of samples all over it, so that it costs next to nothing."""
-        files = {self.folder / "config.json", *self.files.values()}
-        return {str(path.relative_to(self.folder)): _digest(path) for path in sorted(files)}
-
-    def check_fingerprint(self, expected: dict[str, str]) -> None:
-        """Raise ``CheckpointError`` naming the first file that is not as it was where ``expected`` was taken."""
-        for name, digest in expected.items():
-            if not (self.folder / name).is_file():
-                raise CheckpointError(f"{self.folder / name} is missing, but other nodes have it")
-            if _digest(self.folder / name) != digest:
-                raise CheckpointError(f"{self.folder / name} differs from the same file on other nodes")
+    def fingerprint(self) -> Fingerprint:
+        """Of all that is read of the folder, by stages and by doors."""
+        others = (self.folder / name for name in OTHER_FILES)
+        return fingerprint_of(self.folder, {*self.files.values(), *(path for path in others if path.is_file())})
 
     def check(self, specs: Iterable[TensorSpec]) -> None:
         """Raise ``CheckpointError`` naming the first tensor that is missing or misshapen, or the damaged file."""
@@ -96,23 +88,6 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     if single.is_file():
         return dict.fromkeys(_names_in(single), single)
     raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors weights are loaded")
-
-
-def _digest(path: Path) -> str:
-    """A file of up to NUM_SAMPLES * SAMPLE_BYTES is read whole; of a longer one, blocks at even distances, its ends included.
-
-    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
-    """
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        if size <= NUM_SAMPLES * SAMPLE_BYTES:
-            digest.update(file.read())
-        else:
-            for sample in range(NUM_SAMPLES):
-                file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _names_in(path: Path) -> frozenset[str]:

@@ -1,0 +1,42 @@
+"""Whether a checkpoint's folder is the same on every node, without reading gigabytes."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from tramontane.proto.errors import CheckpointError
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
+
+Fingerprint = tuple[tuple[str, str], ...]  # names of files, relative to the folder, and their digests
+
+
+def fingerprint_of(folder: Path, files: Iterable[Path]) -> Fingerprint:
+    """A digest of each file's size and of samples all over it, so that it costs next to nothing."""
+    return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
+
+
+def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
+    """Raise ``CheckpointError`` naming the first file that is not as it was where ``expected`` was taken."""
+    for name, digest in expected:
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing, but other nodes have it")
+        if _digest(folder / name) != digest:
+            raise CheckpointError(f"{folder / name} differs from the same file on other nodes")
+
+
+def _digest(path: Path) -> str:
+    """A file of up to NUM_SAMPLES * SAMPLE_BYTES is read whole; of a longer one, blocks at even distances, its ends included.
+
+    1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        if size <= NUM_SAMPLES * SAMPLE_BYTES:
+            digest.update(file.read())
+        else:
+            for sample in range(NUM_SAMPLES):
+                file.seek(sample * (size - SAMPLE_BYTES) // (NUM_SAMPLES - 1))
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
