@@ -5,7 +5,7 @@ import contextvars
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Collection, Coroutine, Sequence
 from typing import Any, cast
 
 from ray.exceptions import RayError
@@ -107,8 +107,9 @@ class RemoteRouters:
             asyncio.get_running_loop().call_later(LAST_TOKENS_S, mailbox.put, PipelineError("the router is gone"))
 
     async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:
-        """Find a router that takes the request, and wait until it is done; or else the last one's refusal."""
-        wish, refused = ANY, set[str]()
+        """Find a router that takes the request, and wait until it is done; or else the reason why none did."""
+        wish = ANY
+        refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
             handle = self._handle.options(method_name="generate", session_id=wish)
@@ -121,10 +122,12 @@ class RemoteRouters:
                     await self._stream_from(replica)
                     wish = ONLY + replica
                 case NotRunningError() | OverloadedError() if replica not in refused:
-                    refused.add(replica)
+                    refused[replica] = refusal
                     wish = _any_but(refused)
-                case _:  # or there is no other
-                    break
+                case NotRunningError() | OverloadedError():  # there is no other; one that is only full says when to come back
+                    return next((each for each in refused.values() if isinstance(each, OverloadedError)), refusal)
+                case _:
+                    return refusal
         return refusal
 
     async def _stream_from(self, replica: str) -> None:
@@ -159,7 +162,7 @@ class RemoteRouters:
         return task
 
 
-def _any_but(replicas: set[str]) -> str:
+def _any_but(replicas: Collection[str]) -> str:
     """{} gives "", {"b", "a"} gives "!a,b"."""
     return EXCEPT + ",".join(sorted(replicas)) if replicas else ANY
 

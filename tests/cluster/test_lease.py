@@ -15,10 +15,10 @@ from ray.exceptions import RayError
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster import supervisor as supervisor_module
-from tramontane.cluster.actors import NAMESPACE, StageHealth
+from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import running_pipeline
-from tramontane.cluster.supervisor import PipelineSpec, create_supervisor, remove_pipeline
+from tramontane.cluster.supervisor import Application, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
 from tramontane.proto.step import StepResult
 
@@ -182,8 +182,30 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
 @pytest.mark.ray
 def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a command was killed on a joined cluster: nobody renews, and no application claims it."""
-    ray.cloudpickle.register_pickle_by_value(supervisor_module)
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 3.0)
+    _start_and_leave(spec, monkeypatch)
+    while _actors_of(spec):
+        time.sleep(0.05)
+    with pytest.raises(ValueError, match="Failed to look up"):
+        ray.util.get_placement_group(spec.name)
+
+
+@pytest.mark.ray
+def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is_there(
+    spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them now."""
+    monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 0.0)
+    monkeypatch.setattr(supervisor_module, "UNCLAIMED_AFTER_S", 3.0)
+    monkeypatch.setattr(supervisor_module, "_is_deployed", lambda _name: True)
+    _start_and_leave(replace(spec, application=Application("some application")), monkeypatch)
+    while _actors_of(spec):
+        time.sleep(0.05)
+
+
+def _start_and_leave(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor's process gets the module as it is patched here."""
+    ray.cloudpickle.register_pickle_by_value(supervisor_module)
     monkeypatch.setattr(supervisor_module, "WATCH_EVERY_S", 0.1)
     try:
         supervisor = create_supervisor(spec)
@@ -194,10 +216,21 @@ def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, 
         assert len(ray.get(started)) == 2
     finally:
         ray.cloudpickle.unregister_pickle_by_value(supervisor_module)
-    while [a for a in ray.util.list_named_actors(all_namespaces=True) if a["name"].startswith(spec.name)]:
-        time.sleep(0.05)
-    with pytest.raises(ValueError, match="Failed to look up"):
-        ray.util.get_placement_group(spec.name)
+
+
+def _actors_of(spec: PipelineSpec) -> list[str]:
+    return actor_names(f"{spec.name}-.*")
+
+
+@pytest.mark.ray
+def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineSpec) -> None:
+    """Its router would wait for ever for the steps that it submits to nobody."""
+    with placed(spec) as chain:
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
+        ray.kill(ray.get_actor(spec.stage_name(1), NAMESPACE))
+        supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
+        with pytest.raises(PipelineError, match="only 1 of 2 stages are left"):
+            ray.get(supervisor.fence.remote(driver_as_holder()))
 
 
 @pytest.mark.ray

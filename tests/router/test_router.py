@@ -1,50 +1,20 @@
 """The router's loop with chains that misbehave: cancellation, failure, company."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from scripted import ScriptedChain, no_gate
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec, TokenEvent
-from tramontane.proto.step import MicroBatch, SampledToken, StepResult
+from tramontane.proto.step import MicroBatch
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-
-
-class ScriptedChain:
-    """Samples token 7; every micro-batch passes through ``gate`` first."""
-
-    num_stages = 2
-
-    def __init__(self, gate: Callable[[MicroBatch], Awaitable[None]]) -> None:
-        self.gate = gate
-        self.most_in_flight = 0
-        self.epochs: list[int] = []
-        self._in_flight = 0
-
-    async def fence(self) -> int:
-        self.epochs.append(len(self.epochs))
-        return self.epochs[-1]
-
-    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        return self._run(batch)
-
-    async def _run(self, batch: MicroBatch) -> StepResult:
-        await self.gate(batch)
-        self._in_flight -= 1
-        tokens = tuple(SampledToken(c.seq_id, 7) for c in batch.chunks if c.wants_token)
-        return StepResult(batch.epoch, batch.step_id, tokens, ())
-
-
-async def _no_gate(_batch: MicroBatch) -> None:
-    await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -64,7 +34,7 @@ async def _all(router: Router, prompt: tuple[int, ...], max_tokens: int) -> list
 
 def test_many_at_once_fill_the_pipeline() -> None:
     async def scenario() -> None:
-        chain = ScriptedChain(_no_gate)
+        chain = ScriptedChain(no_gate)
         async with _running(chain) as router:
             results = await asyncio.gather(*(_all(router, (1,) * n, 5) for n in (1, 30, 100, 3, 3, 3)))
             assert [len(r) for r in results] == [5] * 6
@@ -78,7 +48,7 @@ def test_many_at_once_fill_the_pipeline() -> None:
 
 def test_closing_the_stream_frees_everything_within_a_step() -> None:
     async def scenario() -> None:
-        async with _running(ScriptedChain(_no_gate)) as router:
+        async with _running(ScriptedChain(no_gate)) as router:
             stream = router.generate([SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))])
             await anext(stream)
             await stream.aclose()
@@ -94,7 +64,7 @@ def test_closing_the_stream_frees_everything_within_a_step() -> None:
 
 def test_a_cancelled_client_leaves_the_others_alone() -> None:
     async def scenario() -> None:
-        async with _running(ScriptedChain(_no_gate), budget=4) as router:
+        async with _running(ScriptedChain(no_gate), budget=4) as router:
             leaving = asyncio.create_task(_all(router, (1,) * 60, 50))
             staying = asyncio.create_task(_all(router, (2,) * 9, 20))
             while not staying.done():
@@ -172,7 +142,7 @@ def test_a_defect_in_the_loop_does_not_leave_clients_waiting() -> None:
 
 def test_a_refused_request_touches_nothing() -> None:
     async def scenario() -> None:
-        async with _running(ScriptedChain(_no_gate)) as router:
+        async with _running(ScriptedChain(no_gate)) as router:
             with pytest.raises(RequestError, match="empty"):
                 await _all(router, (), 3)
             with pytest.raises(RequestError, match="at most 255"):

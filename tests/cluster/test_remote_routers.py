@@ -1,0 +1,167 @@
+"""An ingress and several routers, without Ray: who is asked when a router cannot take a request."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.config import RequestRouterConfig
+from scripted import ScriptedChain, no_gate
+
+from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
+from tramontane.cluster.token_channel import TokenChannels
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Limits, Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+LIMITS = Limits(8, 64, 256, 3, 1000, max_queued_seqs=4)
+
+
+class Replica:
+    """A Router replica without Ray Serve; ``asked`` counts the calls by method."""
+
+    def __init__(self, name: str, limits: Limits = LIMITS) -> None:
+        self.name, self.asked = name, Counter[str]()
+        self.router = Router(Scheduler(CACHE, limits), ScriptedChain(no_gate))
+        self._channels = TokenChannels(name)
+
+    def generate(self, ingress: str, number: int, specs: bytes) -> Awaitable[bytes]:
+        return self._channels.generate(self.router, ingress, number, specs)
+
+    def subscribe(self, ingress: str) -> AsyncIterator[bytes]:
+        return self._channels.subscribe(ingress)
+
+    async def is_ready(self) -> tuple[bool, str]:
+        return self.router.is_running, self.name
+
+
+class Response:
+    """Of a unary call, as Ray Serve gives it."""
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self._task = task
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        return self._task.__await__()
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Routes with the real policy; of the replicas that it leaves, the first has the fewest requests."""
+
+    replicas: list[Replica]
+    wish: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
+        return replace(self, wish=wish)
+
+    def remote(self, *args: Any) -> Any:  # noqa: ANN401
+        if self.wish.get("stream"):
+            return self._stream(*args)
+        return Response(asyncio.ensure_future(self._call(*args)))
+
+    async def _call(self, *args: Any) -> Any:  # noqa: ANN401
+        return await getattr(await self._chosen(), self.wish["method_name"])(*args)
+
+    async def _stream(self, ingress: str) -> AsyncIterator[bytes]:
+        async for message in (await self._chosen()).subscribe(ingress):
+            yield message
+
+    async def _chosen(self) -> Replica:
+        candidates: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=each.name)) for each in self.replicas]
+        pending: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=self.wish["session_id"]))
+        policy: Any = None  # it needs nothing of its own
+        ((first, *_),) = await LeastLoaded.choose_replicas(policy, candidates, pending)
+        replica = next(each for each in self.replicas if each.name == first.replica_id.unique_id)
+        replica.asked[self.wish["method_name"]] += 1
+        return replica
+
+
+@asynccontextmanager
+async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RemoteRouters]:
+    """The routers named in ``running`` are driven; the others are as after a failure."""
+    driving = [asyncio.create_task(each.router.run()) for each in replicas if each.name in running]
+    handle: Any = Handle(replicas)
+    routers = RemoteRouters(handle)
+    await asyncio.sleep(0.01)
+    try:
+        yield routers
+    finally:
+        routers.close()
+        for task in driving:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _ask(routers: RemoteRouters, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
+    """How many tokens came."""
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=5))] * num_sequences
+    return sum([len(batch.events) async for batch in routers.generate(specs)])
+
+
+def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
+    """It refuses at once, so it always has the fewest requests; they go on to the one that works."""
+
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b"), Replica("c")]
+        async with _house(replicas, running="c") as routers:
+            assert await asyncio.gather(*(_ask(routers) for _ in range(8))) == [5] * 8
+            with pytest.raises(OverloadedError):  # of c, which knows more than those that are down
+                await _ask(routers, num_sequences=50)
+            assert replicas[2].router.scheduler.is_idle
+            assert replicas[2].asked["subscribe"] == 1
+            assert await routers.is_ready()
+
+    asyncio.run(scenario())
+
+
+def test_where_no_pipeline_works_the_client_hears_it_after_each_was_asked_once_more() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b")]
+        async with _house(replicas, running="") as routers:
+            with pytest.raises(PipelineError, match="is being started again; try again soon"):
+                await _ask(routers)
+            assert sum(each.asked["generate"] for each in replicas) == 3, "a, b, and one of them again"
+            assert not await routers.is_ready()
+            assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
+    async def scenario() -> None:
+        narrow = replace(LIMITS, max_num_seqs=1, max_queued_seqs=0)
+        replicas = [Replica("a", narrow), Replica("b")]
+        async with _house(replicas, running="ab") as routers:
+            assert await _ask(routers, num_sequences=4) == 20, "a has one place, and nobody may wait"
+            assert replicas[1].router.scheduler.num_steps
+            with pytest.raises(OverloadedError):
+                await _ask(routers, num_sequences=50)
+
+    asyncio.run(scenario())
+
+
+def test_what_can_never_run_is_refused_by_the_first_router_that_hears_of_it() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b")]
+        async with _house(replicas, running="ab") as routers:
+            with pytest.raises(RequestError):
+                await _ask(routers, prompt=(1,) * 300)
+            assert not replicas[1].asked
+
+    asyncio.run(scenario())
+
+
+def test_the_policy_is_one_that_ray_serve_takes() -> None:
+    assert RequestRouterConfig(request_router_class=LeastLoaded).get_request_router_class() is LeastLoaded
