@@ -4,7 +4,7 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from tramontane.router.choice_text import ChoiceText
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.tokenizer import Tokenizer
 
-LONG_TEXT = 4096  # characters; longer texts are tokenized beside the event loop
+LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Completion:
             )
         if model.tokenizer is None and request.stop:
             raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-        prompt_ids = [await _encode(model, prompt) for prompt in request.prompt]
+        prompt_ids = await _encode(model, request.prompt)
         for ids in prompt_ids:
             if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
                 raise ParameterError(
@@ -172,20 +172,26 @@ class Completion:
         return self._model.tokenizer.decode(given) if self._model.tokenizer else ""
 
 
-async def _encode(model: ServedModel, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-    if not isinstance(prompt, str):
-        return prompt
-    tokenizer = model.tokenizer
-    if tokenizer is None:
+async def _encode(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
+    num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+
+    def encode() -> list[tuple[int, ...]]:
+        return [prompt if not isinstance(prompt, str) else _encode_text(model, prompt) for prompt in prompts]
+
+    if num_characters <= LONG_TEXT:
+        return encode()
+    return await asyncio.get_running_loop().run_in_executor(None, encode)
+
+
+def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
+    if model.tokenizer is None:
         raise ParameterError("this model has no tokenizer; give the prompt as token ids", "prompt")
-    if len(prompt) > model.max_model_len * tokenizer.longest_piece:  # no need to tokenize to know
+    if len(text) > model.max_model_len * model.tokenizer.longest_piece:  # no need to tokenize to know
         raise ParameterError(
-            f"the prompt has {len(prompt)} characters; with a context of {model.max_model_len} positions that is too long",
+            f"the prompt has {len(text)} characters; with a context of {model.max_model_len} positions that is too long",
             "prompt",
         )
-    if len(prompt) <= LONG_TEXT:
-        return tokenizer.encode(prompt)
-    return await asyncio.get_running_loop().run_in_executor(None, tokenizer.encode, prompt)
+    return model.tokenizer.encode(text)
 
 
 def _joined(changes: list[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -403,6 +404,24 @@ def test_a_long_text_has_the_same_tokens(model: ServedModel, tokenizer: Tokenize
     text = ("la la, \u00e9 " * length)[:length]
     roomy = replace(model, max_model_len=10**6)
     assert asyncio.run(_prepared(roomy, prompt=text)).specs()[0].prompt_ids == tokenizer.encode(text)
+
+
+def test_many_short_texts_are_tokenized_beside_the_event_loop_like_a_long_one(
+    model: ServedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert model.tokenizer is not None
+    threads: set[int] = set()
+
+    def encode(text: str) -> tuple[int, ...]:
+        threads.add(threading.get_ident())
+        return (len(text),)
+
+    monkeypatch.setattr(model.tokenizer, "encode", encode)
+    wide = replace(model, max_sequences=1000)
+    asyncio.run(_prepared(wide, prompt=["a" * 10] * (LONG_TEXT // 10)))
+    assert threads == {threading.get_ident()}
+    asyncio.run(_prepared(wide, prompt=["a" * 10] * (LONG_TEXT // 10 + 1)))
+    assert len(threads) == 2
 
 
 def test_another_model_is_refused_and_none_is_this_one(model: ServedModel) -> None:
