@@ -82,8 +82,7 @@ class RemoteRouters:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while True:
-                    handle = self._handle.options(method_name="is_ready", session_id=_any_but(asked))
-                    ready, replica = await _cancellable(handle.remote())
+                    ready, replica = await _cancellable(self._method("is_ready", _any_but(asked)).remote())
                     if ready or replica in asked:
                         return bool(ready)
                     asked.add(replica)
@@ -112,8 +111,7 @@ class RemoteRouters:
         refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
-            handle = self._handle.options(method_name="generate", session_id=wish)
-            outcome: bytes = await _cancellable(handle.remote(self._name, number, specs))
+            outcome: bytes = await _cancellable(self._method("generate", wish).remote(self._name, number, specs))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_refusal(outcome)
@@ -143,9 +141,9 @@ class RemoteRouters:
         await self._opened[replica].wait()
 
     async def _listen(self, replica: str, opened: asyncio.Event) -> None:
-        handle = self._handle.options(method_name="subscribe", stream=True, session_id=ONLY + replica)
+        call = self._method("subscribe", ONLY + replica, stream=True)
         try:
-            async for message in cast("AsyncIterable[bytes]", handle.remote(self._name)):
+            async for message in cast("AsyncIterable[bytes]", call.remote(self._name)):
                 opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
                     if (mailbox := self._mailboxes.get(number)) is not None:  # else its client has left
@@ -154,6 +152,10 @@ class RemoteRouters:
             logger.warning("the stream from router %s broke: %s", replica, error)
         finally:
             del self._opening[replica], self._opened[replica]
+
+    def _method(self, name: str, wish: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
+        """Over gRPC between the replicas: a fifth less work for an ingress than with an object for each message."""
+        return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=False)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=contextvars.Context())  # of no request, which Ray Serve would cancel with it
