@@ -10,6 +10,7 @@ from tramontane.workers.tensor_names import layer_tensors, stage_tensors
 
 MEMORY_SHARE = 0.9  # of what a stage has; the rest is for activations and the runtime
 GIB = 2**30
+SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,27 +104,44 @@ def _plan_cache(args: ModelArgs, spans: list[range], weights: list[int], request
     """Pages for ``max_num_seqs`` sequences of full length, or for as many as the poorest stage can hold."""
     rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
     page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
-    num_seqs = Fraction(request.max_num_seqs)  # exact: no page that fits is lost
-    for stage_id, (span, weight) in enumerate(zip(spans, weights, strict=True)):
-        usable = int(request.stage_memory * MEMORY_SHARE)
-        room = usable - weight if request.kv_cache_memory is None else request.kv_cache_memory
-        sequence_bytes = sum(rings[args.windows[layer]] for layer in span) * page_bytes
-        cache_bytes = max(sequence_bytes, request.kv_cache_memory or 0)
-        if weight + cache_bytes > usable or room < sequence_bytes:
+    sequence_bytes = [sum(rings[args.windows[layer]] for layer in span) * page_bytes for span in spans]
+    usable = int(request.stage_memory * MEMORY_SHARE)
+    for stage_id, (weight, one) in enumerate(zip(weights, sequence_bytes, strict=True)):
+        cache_bytes = max(one, request.kv_cache_memory or 0)
+        if weight + cache_bytes > usable:
             raise PlanError(
-                f"too little memory for stage {stage_id + 1}/{len(spans)} (layers {span.start}-{span.stop - 1}): it needs "
+                f"too little memory for {_label(stage_id, spans)}: it needs "
                 f"{weight / GIB:.3g} GiB for weights and {cache_bytes / GIB:.3g} GiB of cache "
-                f"(one sequence of {request.max_model_len} positions takes {sequence_bytes / GIB:.3g} GiB) and may use "
-                f"{usable / GIB:.3g} GiB; {_advice(request, room < sequence_bytes)}"
+                f"(one sequence of {request.max_model_len} positions takes {one / GIB:.3g} GiB) and may use "
+                f"{usable / GIB:.3g} GiB; use more --stages, or lower --max-model-len or --kv-cache-memory"
             )
-        num_seqs = min(num_seqs, Fraction(room, sequence_bytes))
+    if request.kv_cache_memory is not None:
+        _check_kv_cache_memory(request.kv_cache_memory, sequence_bytes, spans, request.max_model_len)
+    rooms = [usable - weight if request.kv_cache_memory is None else request.kv_cache_memory for weight in weights]
+    # exact: no page that fits is lost
+    num_seqs = min(Fraction(request.max_num_seqs), *map(Fraction, rooms, sequence_bytes))
     return CachePlan(
         request.page_size,
         tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in rings.items()),
     )
 
 
-def _advice(request: PlanRequest, cache_too_small: bool) -> str:
-    if request.kv_cache_memory is not None and cache_too_small:
-        return "raise --kv-cache-memory or lower --max-model-len"
-    return "use more --stages, or lower --max-model-len or --kv-cache-memory"
+def _check_kv_cache_memory(given: int, sequence_bytes: list[int], spans: list[range], max_model_len: int) -> None:
+    """The minimum is named for all stages at once: raising it to the first stage's would only meet the next."""
+    minimum = max(sequence_bytes)
+    if given < minimum:
+        raise PlanError(
+            f"--kv-cache-memory is {_size(given)}, but one sequence of {max_model_len} positions takes {_size(minimum)} on "
+            f"{_label(sequence_bytes.index(minimum), spans)}; give --kv-cache-memory {_size(minimum)} or more, "
+            "or lower --max-model-len"
+        )
+
+
+def _label(stage_id: int, spans: list[range]) -> str:
+    return f"stage {stage_id + 1}/{len(spans)} (layers {spans[stage_id].start}-{spans[stage_id].stop - 1})"
+
+
+def _size(num_bytes: int) -> str:
+    """As --kv-cache-memory takes it, rounded up, so that it can be given back: 100 is 100B, 20481 is 21KiB."""
+    unit, name = next((unit, name) for unit, name in SIZE_UNITS if num_bytes >= 10 * unit or unit == 1)
+    return f"{-(-num_bytes // unit)}{name}"

@@ -344,9 +344,12 @@ def test_a_cache_that_is_too_large_for_the_machine(refused: Refused, model: Path
 
 
 def test_a_cache_that_is_too_small_for_one_sequence(refused: Refused, model: Path) -> None:
-    message = refused("generate", "--model", model, "--local", "--kv-cache-memory", "1B", "The")
-    assert "one sequence of 128 positions" in message
-    assert message.endswith("raise --kv-cache-memory or lower --max-model-len")
+    """A ring of three pages holds the window of 24: 48 positions of 128 bytes, in four layers."""
+    message = refused("generate", "--model", model, "--local", "--stages", "1", "--kv-cache-memory", "1", "The")
+    assert message == (
+        "--kv-cache-memory is 1B, but one sequence of 128 positions takes 24KiB on stage 1/1 (layers 0-3); "
+        "give --kv-cache-memory 24KiB or more, or lower --max-model-len"
+    )
 
 
 def test_a_context_past_the_checkpoints(refused: Refused, model: Path) -> None:

@@ -275,6 +275,22 @@ def test_the_last_stage_may_be_the_one_that_does_not_fit() -> None:
         make_plan(args, _request(args, 2, kv_cache_memory=2**16))
 
 
+@pytest.mark.parametrize("max_model_len", [1, 50, 1000, 30_000])
+def test_the_least_cache_that_is_named_is_enough(max_model_len: int) -> None:
+    """The second stage needs more than the first; sizes are rounded up."""
+    args = tiny_args(n_layers=3, windows=(24, None, None), max_seq_len=30_000)
+    fields = {"stage_memory": 64 * GIB, "max_model_len": max_model_len, "page_size": 1}
+    with pytest.raises(PlanError, match=r"--kv-cache-memory is 0B, .* give --kv-cache-memory .* or more") as refusal:
+        make_plan(args, _request(args, 3, kv_cache_memory=0, **fields))
+    named = str(refusal.value).split("give --kv-cache-memory ")[1].split(" ")[0]
+    least = EngineConfig.build(None, {"kv_cache_memory": named}).kv_cache_memory
+    assert least is not None
+    plan = make_plan(args, _request(args, 3, kv_cache_memory=least, **fields))
+    assert all(c.num_pages >= c.ring_pages for c in plan.cache.classes)
+    with pytest.raises(PlanError):
+        make_plan(args, _request(args, 3, kv_cache_memory=least * 9 // 10 - 1, **fields))
+
+
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match="--stages is 9, but the model has only 8 layers"):
         tiny_plan(tiny_args(n_layers=8), 9)
