@@ -14,7 +14,7 @@ import typer
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display, as_json, summary
-from tramontane.cluster.generate import Outcome
+from tramontane.cluster.generate import Outcome, Prompt
 from tramontane.cluster.generate import generate as run_generate
 from tramontane.proto.errors import RequestError, TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
@@ -58,7 +58,12 @@ Json = Annotated[bool | None, _option("--json", help="Machine-readable output on
 @app.command()
 def generate(
     context: typer.Context,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; without any, lines of standard input.")] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Prompts. Without any, each line of standard input is one, blank lines aside; with any, it is not read."
+        ),
+    ] = None,
     max_tokens: Annotated[int, _option("--max-tokens", help="New tokens per prompt.")] = 128,
     temperature: Annotated[float, _option("--temperature", help="0 is greedy.")] = 0.8,
     top_p: Annotated[float, _option("--top-p", help="Keep the likeliest tokens up to this much probability.")] = 1.0,
@@ -84,7 +89,7 @@ def generate(
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
     display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
     try:
-        outcome = asyncio.run(_stoppable(run_generate(settings, prompts or _lines_of_stdin(), sampling, display)))
+        outcome = asyncio.run(_stoppable(run_generate(settings, _prompts(prompts), sampling, display)))
     finally:
         display.stop()
     if settings.json_output:
@@ -163,13 +168,23 @@ async def _stoppable(work: Coroutine[Any, Any, Outcome]) -> Outcome:
     return await work
 
 
+def _prompts(arguments: list[str] | None) -> list[Prompt]:
+    if arguments:  # standard input may be anything then, also a pipe that never ends
+        return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
+    lines = enumerate(_lines_of_stdin(), start=1)
+    return [Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()]
+
+
 def _lines_of_stdin() -> list[str]:
+    """Counted as editors count them: a form feed or a Unicode separator does not end a line."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
+    data = sys.stdin.buffer.read()
     try:
-        return sys.stdin.buffer.read().decode("utf-8").splitlines()
+        return [line.removesuffix("\r") for line in data.decode("utf-8").split("\n")]
     except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not valid UTF-8 (byte {error.start})") from None
+        number = data.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
 
 
 def main() -> None:

@@ -16,6 +16,14 @@ from tramontane.router.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
+class Prompt:
+    """``where`` is how errors name it: ``prompt 2``, or ``line 3 of standard input``."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     prompt: str
     text: str
@@ -33,19 +41,19 @@ class Outcome:
     first_token_after_s: float
 
 
-async def generate(config: EngineConfig, prompts: list[str], sampling: SamplingParams, display: Display) -> Outcome:
+async def generate(config: EngineConfig, prompts: list[Prompt], sampling: SamplingParams, display: Display) -> Outcome:
     """Run all prompts at once. Raises UserError before anything is started if one of them cannot be served."""
     born = psutil.Process().create_time()
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
     async with open_engine(alone, display.report) as engine:
         ready = time.time()
-        display.start(prompts)
+        display.start([prompt.text for prompt in prompts])
         run = _Run(engine, tokenizer, sampling, display)
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = enumerate(zip(prompts, prompt_ids, strict=True))
-                tasks = [group.create_task(run.complete(index, prompt, ids)) for index, (prompt, ids) in pairs]
+                tasks = [group.create_task(run.complete(index, prompt.text, ids)) for index, (prompt, ids) in pairs]
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
@@ -54,7 +62,7 @@ async def generate(config: EngineConfig, prompts: list[str], sampling: SamplingP
         return Outcome(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
 
 
-def encode_prompts(config: EngineConfig, prompts: list[str]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
+def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
     """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
     args = ModelArgs.from_folder(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
@@ -62,28 +70,28 @@ def encode_prompts(config: EngineConfig, prompts: list[str]) -> tuple[Tokenizer,
     if not prompts:
         raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
     encoded = []
-    for number, prompt in enumerate(prompts, start=1):
-        if not prompt.strip():
-            raise RequestError(f"prompt {number} is empty")
-        ids = _encode(tokenizer, number, prompt)
+    for prompt in prompts:
+        if not prompt.text.strip():
+            raise RequestError(f"{prompt.where} is empty")
+        ids = _encode(tokenizer, prompt)
         if max(ids) >= args.vocab_size:
             raise CheckpointError(
                 f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
             )
         if len(ids) >= context:
             raise RequestError(
-                f"prompt {number} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
+                f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
             )
         encoded.append(ids)
     return tokenizer, encoded
 
 
-def _encode(tokenizer: Tokenizer, number: int, prompt: str) -> tuple[int, ...]:
+def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
     try:
-        prompt.encode()
+        prompt.text.encode()
     except UnicodeEncodeError:
-        raise RequestError(f"prompt {number} is not valid UTF-8") from None
-    return tokenizer.encode(prompt)
+        raise RequestError(f"{prompt.where} is not valid UTF-8") from None
+    return tokenizer.encode(prompt.text)
 
 
 class _Run:

@@ -164,8 +164,16 @@ def test_an_empty_prompt_is_refused_by_its_number(refused: Refused, model: Path,
     assert refused("generate", "--model", model, "--local", "The", empty) == "prompt 2 is empty"
 
 
-def test_an_empty_line_of_standard_input_is_an_empty_prompt(refused: Refused, model: Path) -> None:
-    assert refused("generate", "--model", model, "--local", stdin=b"The\n\nfox\n") == "prompt 2 is empty"
+def test_blank_lines_alone_are_no_prompt(refused: Refused, model: Path) -> None:
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"\n \n\r\n\t\n")
+
+
+def test_a_line_of_standard_input_is_named_by_its_number(refused: Refused, model: Path) -> None:
+    """Blank lines count, other separators than the line feed do not."""
+    long = b"The\x0cfox\xe2\x80\xa8\r\n\n \n" + b"x" * 128 + b"\n"
+    message = refused("generate", "--model", model, "--local", stdin=long)
+    assert message.startswith("line 4 of standard input has ")
+    assert message.endswith("at most 127")
 
 
 def test_no_prompt_at_all_is_refused(refused: Refused, model: Path) -> None:
@@ -179,7 +187,8 @@ def test_no_standard_input_at_all_is_no_prompt(refused: Refused, model: Path, mo
 
 
 def test_standard_input_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
-    assert "UTF-8" in refused("generate", "--model", model, "--local", stdin=b"The \xff\n")
+    message = refused("generate", "--model", model, "--local", stdin=b"The\n\nfox \xff\n")
+    assert message == "line 3 of standard input is not valid UTF-8"
 
 
 def test_an_argument_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:

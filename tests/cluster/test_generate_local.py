@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from reference import assert_same_tokens, greedy
 from rich.console import Console
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
+from typer.testing import CliRunner
 
 from tramontane.cluster import cli
 from tramontane.cluster.display import Display
@@ -87,7 +88,22 @@ def test_prompts_may_be_lines_of_standard_input(generate: Generate) -> None:
     by_line = generate("--json", stdin="".join(f"{prompt}\n" for prompt in PROMPTS))
     assert by_line.json["completions"] == by_argument.json["completions"]
     assert generate(stdin="\n".join(PROMPTS)).out == _blocks(by_argument)
-    assert generate(PROMPTS[0], stdin="ignored: there are arguments\n").out == generate(PROMPTS[0]).out
+
+
+def test_blank_lines_of_standard_input_are_skipped(generate: Generate) -> None:
+    assert generate(stdin="\n\nThe\r\n \t\nIt\n\n").out == generate("The", "It").out
+
+
+def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a pipe that nobody closes, as under cron or ssh. The help says so."""
+
+    def refuse() -> NoReturn:
+        raise AssertionError("standard input was read")
+
+    monkeypatch.setattr(cli, "_lines_of_stdin", refuse)
+    assert generate(PROMPTS[0], stdin="something\n").out.startswith(PROMPTS[0])
+    help_text = " ".join(CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split())
+    assert "each line of standard input is one, blank lines aside; with any, it is not read" in help_text
 
 
 def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:
