@@ -13,10 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.display import Display, as_json, summary
-from tramontane.cluster.generate import Outcome, Prompt
+from tramontane.cluster.display import Display, as_json, cut_short, summary
+from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
-from tramontane.proto.errors import RequestError, TramontaneError, UserError
+from tramontane.cluster.prompts import given_prompts
+from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 
 INTERRUPTED = 130
@@ -89,9 +90,11 @@ def generate(
     sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
     display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
     try:
-        outcome = asyncio.run(_stoppable(run_generate(settings, _prompts(prompts), sampling, display)))
+        outcome = asyncio.run(_stoppable(run_generate(settings, given_prompts(prompts), sampling, display)))
     finally:
         display.stop()
+    if (note := cut_short(outcome, max_tokens)) is not None:
+        display.note(note)
     if settings.json_output:
         print(as_json(outcome))
     else:
@@ -166,25 +169,6 @@ async def _stoppable(work: Coroutine[Any, Any, Outcome]) -> Outcome:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop)
     return await work
-
-
-def _prompts(arguments: list[str] | None) -> list[Prompt]:
-    if arguments:  # standard input may be anything then, also a pipe that never ends
-        return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
-    lines = enumerate(_lines_of_stdin(), start=1)
-    return [Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()]
-
-
-def _lines_of_stdin() -> list[str]:
-    """Counted as editors count them: a form feed or a Unicode separator does not end a line."""
-    if sys.stdin is None or sys.stdin.isatty():
-        return []
-    data = sys.stdin.buffer.read()
-    try:
-        return [line.removesuffix("\r") for line in data.decode("utf-8").split("\n")]
-    except UnicodeDecodeError as error:
-        number = data.count(b"\n", 0, error.start) + 1
-        raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from tramontane.proto.request import FinishReason
+
 if TYPE_CHECKING:
     from tramontane.cluster.generate import Outcome
 
@@ -39,6 +41,10 @@ class Display:
             self._status.update(what)
         else:
             self.stderr.print(f"{what} ...")
+
+    def note(self, what: str) -> None:
+        """One line, however long."""
+        self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
 
     def start(self, prompts: list[str]) -> None:
         self._stop_status()
@@ -118,6 +124,19 @@ def _pipeline_line(outcome: "Outcome") -> str:
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
         f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
     )
+
+
+def cut_short(outcome: "Outcome", max_tokens: int) -> str | None:
+    """What to say if the context ended answers before ``max_tokens`` did: their finish reason does not tell the two apart."""
+    answers = outcome.completions
+    lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
+    short = sorted(length for length in lengths if length < max_tokens)
+    if not short:
+        return None
+    who = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
+    how_many = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
+    context = outcome.engine.plan.max_model_len
+    return f"{who} at the context of {context} positions: {how_many} after the prompt, and --max-tokens is {max_tokens}"
 
 
 def as_json(outcome: "Outcome") -> str:

@@ -9,18 +9,9 @@ import psutil
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.launch import Engine, open_engine
-from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.cluster.prompts import Prompt, encode_prompts
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
 from tramontane.router.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """``where`` is how errors name it: ``prompt 2``, or ``line 3 of standard input``."""
-
-    text: str
-    where: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,38 +51,6 @@ async def generate(config: EngineConfig, prompts: list[Prompt], sampling: Sampli
             display.stop()
         engine.router.scheduler.check_integrity()
         return Outcome(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
-
-
-def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
-    """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
-    args = ModelArgs.from_folder(config.model)
-    context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
-    tokenizer = Tokenizer(config.model)
-    if not prompts:
-        raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
-    encoded = []
-    for prompt in prompts:
-        if not prompt.text.strip():
-            raise RequestError(f"{prompt.where} is empty")
-        ids = _encode(tokenizer, prompt)
-        if max(ids) >= args.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
-            )
-        if len(ids) >= context:
-            raise RequestError(
-                f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
-            )
-        encoded.append(ids)
-    return tokenizer, encoded
-
-
-def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
-    try:
-        prompt.text.encode()
-    except UnicodeEncodeError:
-        raise RequestError(f"{prompt.where} is not valid UTF-8") from None
-    return tokenizer.encode(prompt.text)
 
 
 class _Run:

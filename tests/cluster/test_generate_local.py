@@ -16,7 +16,7 @@ from rich.console import Console
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
-from tramontane.cluster import cli
+from tramontane.cluster import cli, prompts
 from tramontane.cluster.display import Display
 from tramontane.router.tokenizer import Tokenizer
 
@@ -100,7 +100,7 @@ def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate
     def refuse() -> NoReturn:
         raise AssertionError("standard input was read")
 
-    monkeypatch.setattr(cli, "_lines_of_stdin", refuse)
+    monkeypatch.setattr(prompts, "_lines_of_stdin", refuse)
     assert generate(PROMPTS[0], stdin="something\n").out.startswith(PROMPTS[0])
     help_text = " ".join(CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split())
     assert "each line of standard input is one, blank lines aside; with any, it is not read" in help_text
@@ -174,6 +174,23 @@ def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:
     run = generate("--json", "--max-model-len", str(num_tokens + 3), "It")
     assert run.json["completions"][0]["finish_reason"] == "length"
     assert len(run.token_ids[0]) == 3
+    context = f"the context of {num_tokens + 3} positions"
+    assert run.err.splitlines()[-1] == (
+        f"note: the answer ends at {context}: 3 new tokens fit after the prompt, and --max-tokens is {NUM_TOKENS}"
+    )
+
+
+def test_answers_that_the_context_ends_are_counted(generate: Generate) -> None:
+    """On one line, however narrow the terminal; an answer that is as long as was asked for is none of them."""
+    run = generate("--json", "--max-model-len", "64", "--max-tokens", "60", *PROMPTS)
+    short = sorted(map(len, run.token_ids))
+    assert short.pop() == 60
+    notes = [line for line in run.err.splitlines() if line.startswith("note: ")]
+    assert notes == [
+        f"note: 3 of 4 answers end at the context of 64 positions: {short[0]} to {short[-1]} new tokens fit after the prompt, "
+        "and --max-tokens is 60"
+    ]
+    assert "note: " not in generate(*PROMPTS).err
 
 
 def test_pipes_carry_text_and_nothing_else(generate: Generate, model: Path) -> None:

@@ -1,0 +1,69 @@
+"""Where prompts come from, and what is refused before anything is started for them."""
+
+import sys
+from dataclasses import dataclass
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.router.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """``where`` is how errors name it: ``prompt 2``, or ``line 3 of standard input``."""
+
+    text: str
+    where: str
+
+
+def given_prompts(arguments: list[str] | None) -> list[Prompt]:
+    """Arguments, or else the lines of standard input that are not blank."""
+    if arguments:  # standard input may be anything then, also a pipe that never ends
+        return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
+    lines = enumerate(_lines_of_stdin(), start=1)
+    return [Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()]
+
+
+def _lines_of_stdin() -> list[str]:
+    """Counted as editors count them: a form feed or a Unicode separator does not end a line."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return []
+    data = sys.stdin.buffer.read()
+    try:
+        return [line.removesuffix("\r") for line in data.decode("utf-8").split("\n")]
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
+
+
+def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
+    """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
+    args = ModelArgs.from_folder(config.model)
+    context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
+    tokenizer = Tokenizer(config.model)
+    if not prompts:
+        raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
+    encoded = []
+    for prompt in prompts:
+        if not prompt.text.strip():
+            raise RequestError(f"{prompt.where} is empty")
+        ids = _encode(tokenizer, prompt)
+        if max(ids) >= args.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
+            )
+        if len(ids) >= context:
+            raise RequestError(
+                f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
+            )
+        encoded.append(ids)
+    return tokenizer, encoded
+
+
+def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+    try:
+        prompt.text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{prompt.where} is not valid UTF-8") from None
+    return tokenizer.encode(prompt.text)
