@@ -36,6 +36,15 @@ class Hardware:
         """Cores of the smallest node, shared by the stages that it would hold."""
         return max(1, min(self.node_cpus) // self._stages_per_node(num_stages))
 
+    def check_threads(self, threads_per_stage: int | None) -> None:
+        """Raises PlanError if no node has as many cores. Several stages may share them: they rarely all compute at once."""
+        most = max(self.node_cpus)
+        if threads_per_stage is not None and threads_per_stage > most:
+            raise PlanError(
+                f"--threads-per-stage is {threads_per_stage}, but no machine here has more cores than {most}; "
+                f"use at most {most}, or leave it out"
+            )
+
     def _stages_per_node(self, num_stages: int) -> int:
         return -(-num_stages // len(self.node_cpus))
 

@@ -72,6 +72,7 @@ def checked_model(config: EngineConfig) -> ModelArgs:
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
     """The plan of one of ``config.replicas`` pipelines that share the hardware evenly."""
+    hardware.check_threads(config.threads_per_stage)
     num_stages = config.stages or min(hardware.default_stages(config.replicas), args.n_layers)
     num_all = num_stages * config.replicas
     if hardware.num_gpus and num_all > hardware.num_gpus and not config.local:

@@ -371,6 +371,14 @@ def test_more_threads_than_can_be_counted(refused: Refused, model: Path) -> None
     assert "--threads-per-stage" in message
 
 
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_more_threads_than_cores(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would believe any number of cores that it is told to have."""
+    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(node_cpus=(2,), node_memory=(2**30,)))
+    message = refused("generate", "--model", model, *local, "--threads-per-stage", "3", "The")
+    assert message == "--threads-per-stage is 3, but no machine here has more cores than 2; use at most 2, or leave it out"
+
+
 # ---- Ray
 
 

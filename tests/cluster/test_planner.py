@@ -326,6 +326,13 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     assert Hardware(node_cpus=(7,), node_memory=(1200,), num_gpus=2, gpu_memory=77).stage_memory(2) == 77
 
 
+def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
+    nodes = Hardware(node_cpus=(7, 9), node_memory=(GIB, GIB))
+    assert len(plan_for(EngineConfig(threads_per_stage=9, stages=4), tiny_args(), nodes).stages) == 4
+    with pytest.raises(PlanError, match="--threads-per-stage is 10, but no machine here has more cores than 9; use at most 9"):
+        plan_for(EngineConfig(threads_per_stage=10), tiny_args(), nodes)
+
+
 # ---- the configuration
 
 # As in section 13 of the design, for what exists so far. None: chosen from the model and the machines.
