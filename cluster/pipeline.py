@@ -5,7 +5,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,7 +23,6 @@ from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_su
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 5.0
 REMOVAL_TIMEOUT_S = 10.0
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
 # about 1.25 times the streamed tokens on two cores.
@@ -83,12 +81,17 @@ async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:
 @contextmanager
 def joined_ray(address: str) -> Iterator[Hardware]:
     """A cluster that is already running."""
-    _check_reachable(address)
+    from tramontane.cluster.ray_address import check_cluster  # brings gRPC, which a Ray of our own does not need
+
+    check_cluster(address)
     try:
         with _own_sigterm():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
-        raise ConfigError(f"no Ray cluster answers at --address {address}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
+            "this machine must be one of its nodes, with the same Python and Ray"
+        ) from error
     try:
         yield joined_cluster()
     finally:
@@ -148,19 +151,6 @@ def _own_sigterm() -> Iterator[None]:
     yield
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes, and say so in many lines."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if "://" in address or not host or not port.isdigit():
-        raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"no Ray cluster answers at --address {address}: {error}") from error
 
 
 def end_pipeline(spec: PipelineSpec) -> None:

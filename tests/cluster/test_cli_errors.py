@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster import cli, launch
+from tramontane.cluster import cli, launch, ray_address
 from tramontane.cluster.hardware import Hardware
 from tramontane.proto.errors import PipelineError
 
@@ -389,11 +389,14 @@ def test_a_cluster_that_cannot_be_joined_is_named(
     """Ray explains itself on many lines; ours is one."""
 
     def fail(**_options: object) -> NoReturn:
-        raise error("nobody is there\nand many\nmore lines")
+        raise error("not from here\nand many\nmore lines")
 
+    monkeypatch.setattr(ray_address, "check_cluster", lambda _address: None)
     monkeypatch.setattr(ray, "init", fail)
-    message = refused("generate", "--model", model, "--address", "auto", "The")
-    assert message == "no Ray cluster answers at --address auto: nobody is there"
+    assert refused("generate", "--model", model, "--address", "auto", "The") == (
+        "the Ray cluster at --address auto cannot be joined: not from here; "
+        "this machine must be one of its nodes, with the same Python and Ray"
+    )
 
 
 def test_a_port_where_nobody_listens_is_named(refused: Refused, model: Path) -> None:

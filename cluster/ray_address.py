@@ -1,0 +1,70 @@
+"""Is there a Ray cluster at an address? Ray itself would try for minutes, and say so in many lines."""
+
+import os
+import socket
+
+import grpc
+from ray._private.gcs_utils import create_gcs_channel
+from ray._private.services import canonicalize_bootstrap_address
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+from ray.exceptions import AuthenticationError
+
+from tramontane.proto.errors import ConfigError
+
+TIMEOUT_S = 5.0
+ADVICE = "give the host:port of a cluster's head node, or leave --address out to start Ray on this machine"
+
+
+def check_cluster(address: str) -> None:
+    """Raises ConfigError unless a cluster answers at ``auto`` or host:port, and lets us in."""
+    host, _, port = address.rpartition(":")
+    if address != "auto" and ("://" in address or not host or not port.isdigit()):
+        raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
+    found = _as_ray_finds_it(address)
+    where = address if found == address else f"{address} ({found})"
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"no Ray cluster answers at --address {where}: {error}; {ADVICE}") from error
+    _check_head(found, where, _token_of_the_home() if address == "auto" else ())
+
+
+def _as_ray_finds_it(address: str) -> str:
+    """``auto`` is RAY_ADDRESS, or a cluster on this machine; 127.0.0.1 is this machine's outer address."""
+    try:
+        found: str | None = canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError):
+        found = None
+    if found is not None:
+        return found
+    if named := os.environ.get("RAY_ADDRESS"):
+        raise ConfigError(f"--address auto is what RAY_ADDRESS says, {named!r}; it must be host:port")
+    raise ConfigError(f"--address is auto, but no Ray cluster runs on this machine; {ADVICE}")
+
+
+def _check_head(address: str, where: str, token: tuple[tuple[str, str], ...]) -> None:
+    """Ask what listens there whether it is alive, as Ray's own nodes do."""
+    with create_gcs_channel(address) as channel:
+        head = NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+        try:
+            head.CheckAlive(CheckAliveRequest(), timeout=TIMEOUT_S, metadata=token)
+        except AuthenticationError as error:  # not the cluster's, but that of Ray in this process
+            raise ConfigError("RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's") from error
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise ConfigError(
+                    f"the Ray cluster at --address {where} asks for a token, and got none or another; "
+                    "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the one it was started with"
+                ) from error
+            raise ConfigError(f"what listens at --address {where} does not answer as a Ray cluster; {ADVICE}") from error
+
+
+def _token_of_the_home() -> tuple[tuple[str, str], ...]:
+    """Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address."""
+    loader = AuthenticationTokenLoader.instance()
+    if "RAY_AUTH_MODE" in os.environ or not loader.has_token(ignore_auth_mode=True):
+        return ()
+    return tuple(loader.get_token_for_http_header(ignore_auth_mode=True).items())
