@@ -5,14 +5,15 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.config import ConfigFile, EngineConfig
 from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
@@ -86,13 +87,13 @@ def generate(
     json: Json = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
-    settings = _settings(context)
-    sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
-    display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
-    try:
-        outcome = asyncio.run(_stoppable(run_generate(settings, given_prompts(prompts), sampling, display)))
-    finally:
-        display.stop()
+    with _settings(context) as settings:
+        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
+        try:
+            outcome = asyncio.run(_stoppable(run_generate(settings, given_prompts(prompts), sampling, display)))
+        finally:
+            display.stop()
     if (note := cut_short(outcome, max_tokens)) is not None:
         display.note(note)
     if settings.json_output:
@@ -133,12 +134,12 @@ def serve(
     """Serve an OpenAI-compatible HTTP API until interrupted."""
     from tramontane.cluster.serving import run_server  # brings Ray Serve, which generate does not need
 
-    settings = _settings(context)
     display = Display(live=False)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        run_server(settings, display.report, lambda served: _announce(display, served.line()))
+        with _settings(context) as settings:
+            run_server(settings, display.report, lambda served: _announce(display, served.line()))
     finally:
         display.stop()
 
@@ -148,10 +149,18 @@ def _announce(display: Display, line: str) -> None:
     print(line, flush=True)
 
 
-def _settings(context: typer.Context) -> EngineConfig:
-    """The flags that are keys of the configuration, over those of ``--config``."""
+@contextmanager
+def _settings(context: typer.Context) -> Iterator[EngineConfig]:
+    """The flags that are keys of the configuration, over those of ``--config``; errors name each where it was given."""
     flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names()}
-    return EngineConfig.build(context.params["config"], flags)
+    path = context.params["config"]
+    file = ConfigFile.read(path) if path else None
+    try:
+        yield EngineConfig.build(file, flags)
+    except UserError as error:
+        if file is None:
+            raise
+        raise type(error)(file.named_in(str(error), flags)) from error
 
 
 async def _stoppable(work: Coroutine[Any, Any, Outcome]) -> Outcome:

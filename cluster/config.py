@@ -1,5 +1,7 @@
 """The one validated configuration: every flag of the command line is a key of it."""
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -57,10 +59,9 @@ class EngineConfig(BaseModel):
         return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
     @classmethod
-    def build(cls, file: Path | None, flags: dict[str, Any]) -> Self:
-        """Keys of the YAML file, if there is one, overridden by flags that were given."""
-        keys = _read_yaml(file) if file else {}
-        keys |= {name: value for name, value in flags.items() if value is not None}
+    def build(cls, file: "ConfigFile | None", flags: dict[str, Any]) -> Self:
+        """Keys of the file, if there is one, overridden by flags that were given (None: it was not)."""
+        keys = (file.keys if file else {}) | _given(flags)
         try:
             config = cls(**keys)
         except ValidationError as error:
@@ -70,16 +71,40 @@ class EngineConfig(BaseModel):
         return config
 
 
-def _read_yaml(file: Path) -> dict[str, Any]:
-    try:
-        keys = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise ConfigError(f"--config {file} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(keys, dict):
-        raise ConfigError(f"--config {file} must hold keys and values, such as 'stages: 2'")
-    return {str(key).replace("-", "_"): value for key, value in keys.items()}
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What ``--config`` names: YAML of keys and values."""
+
+    path: Path
+    keys: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        try:
+            keys = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except OSError as error:
+            raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        if not isinstance(keys, dict):
+            raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
+        keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
+        if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
+            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key of the configuration; README lists them")
+        return cls(path, keys)
+
+    def named_in(self, message: str, flags: dict[str, Any]) -> str:
+        """``--stages is 9`` becomes ``stages (in file.yaml) is 9``, if the file gave it and no flag did."""
+
+        def name(option: re.Match[str]) -> str:
+            key = option[1].replace("-", "_")
+            return f"{key} (in {self.path})" if key in self.keys.keys() - _given(flags).keys() else option[0]
+
+        return re.sub(r"--([a-z][a-z-]*)", name, message)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private

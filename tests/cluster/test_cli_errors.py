@@ -132,14 +132,16 @@ def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("stagez: 2\n", ["stagez"]),
+        ("stagez: 2\nportt: 1\n", ["stagez, portt (in ", "file.yaml): no such key"]),
         ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
         ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
         ("just words\n", ["file.yaml", "keys and values"]),
-        ("stages: none\n", ["--stages", "none"]),
-        ("max-num-seqs: -3\n", ["--max-num-seqs", "-3"]),
-        ("model: [a, b]\n", ["--model"]),
-        ("local: true\naddress: auto\n", ["--local", "--address"]),
+        ("stages: none\n", ["stages (in ", "file.yaml) is 'none'"]),
+        ("max-num-seqs: -3\n", ["max_num_seqs (in ", "file.yaml) is -3"]),
+        ("max_in_flight: 0\n", ["max_in_flight (in ", "file.yaml) is 0"]),
+        ("kv_cache_memory: much\n", ["kv_cache_memory (in ", "file.yaml) is 'much'; it must be a size"]),
+        ("model: [a, b]\n", ["model (in "]),
+        ("local: true\naddress: auto\n", ["local (in ", "address (in "]),
         (b"\xff\xfe\xfa", ["file.yaml", "not valid YAML"]),
     ],
 )
@@ -148,6 +150,21 @@ def test_a_broken_configuration_file_is_refused(refused: Refused, tmp_path: Path
     message = refused("generate", "--config", tmp_path / "file.yaml", "The")
     for part in named:
         assert part in message
+    assert not re.search("--(?!config)", message), "it was no flag"
+
+
+def test_a_value_is_named_where_it_was_given(refused: Refused, model: Path, tmp_path: Path) -> None:
+    """Also in what is found out later, and in advice; a flag that overrides the file is what counts."""
+    file = tmp_path / "file.yaml"
+    file.write_text(f"local: true\nmodel: {model}\nstages: 9\nkv-cache-memory: 1\n")
+    command = ["generate", "--config", file, "The"]
+    assert refused(*command) == f"stages (in {file}) is 9, but the model has only 4 layers; no stage may be empty"
+    assert refused(*command, "--stages", "5").startswith("--stages is 5, but")
+    assert refused(*command, "--stages", "1", "--max-model-len", "16").endswith(
+        f"give kv_cache_memory (in {file}) 8192B or more, or lower --max-model-len"
+    )
+    assert refused(*command, "--stages", "0", "--kv-cache-memory", "much").count("(in ") == 0
+    assert refused(*command, "--address", "auto").startswith(f"local (in {file}) runs without Ray, so --address cannot")
 
 
 def test_a_configuration_file_that_cannot_be_read_is_named(refused: Refused, tmp_path: Path) -> None:
