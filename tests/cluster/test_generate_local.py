@@ -127,6 +127,14 @@ def test_json_tells_everything(generate: Generate) -> None:
     assert run.json["ready_after_s"] <= run.json["first_token_after_s"]
 
 
+def test_the_readme_names_all_that_json_tells(generate: Generate) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("`--json` prints one object")[1].split("## Serve it")[0]
+    told = generate("--json", "It").json
+    for name in (*told, *told["completions"][0], *told["stages"][0]):
+        assert f"`{name}`" in table
+
+
 def test_the_stages_count_every_token_once(generate: Generate, model: Path) -> None:
     """A prompt's tokens and all of its new ones but the last, which is never fed back."""
     tokenizer = Tokenizer(model)
