@@ -164,8 +164,7 @@ class Supervisor:
             try:
                 if application and application.launched and launcher_silent_s > ABANDONED_AFTER_S:
                     _end_application(application)
-                claimable = silent_s <= UNCLAIMED_AFTER_S and application and _is_deployed(application.name)
-                if silent_s > ABANDONED_AFTER_S and not claimable:
+                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not _is_claimable(application)):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
@@ -246,10 +245,11 @@ def _is_gone(holder: str) -> bool:
     return kind == "actor" and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
 
 
-def _is_deployed(application: str) -> bool:
+def _is_claimable(application: Application | None) -> bool:
+    """Whether a router of a living application may still come for its pipeline."""
     from ray import serve  # rarely needed, and slow to import
 
-    return application in serve.status().applications
+    return application is not None and application.name in serve.status().applications
 
 
 def _end_application(application: Application) -> None:
