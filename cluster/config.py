@@ -10,6 +10,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from tramontane.proto.errors import ConfigError
 
+PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
+    *("model", "stages", "dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+}
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 

@@ -19,7 +19,14 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
+from tramontane.cluster.supervisor import (
+    RENEW_EVERY_S,
+    SUPERVISOR,
+    PipelineSpec,
+    create_supervisor,
+    driver_as_holder,
+    remove_pipeline,
+)
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -56,17 +63,21 @@ async def running_pipeline(
         yield RayStageChain(await _start(supervisor, spec), supervisor, holder)
     finally:
         renewing.cancel()
-        if await _is_ours(supervisor, holder):
+        if await _is_ours(spec.supervisor_name, holder):
             report("removing the stages")
-            end_pipeline(spec)
+            end_pipeline(spec.name)
 
 
-async def _is_ours(supervisor: ActorHandle[Any], holder: str) -> bool:
-    """False if another router has taken the pipeline over. A supervisor that does not answer denies nothing."""
+async def _is_ours(supervisor_name: str, holder: str) -> bool:
+    """False if another router has taken the pipeline over, or has made one of the same name since.
+
+    A supervisor that is gone, or does not answer, denies nothing.
+    """
     try:
+        supervisor = ray.get_actor(supervisor_name, NAMESPACE)
         asked: ray.ObjectRef[bool] = supervisor.renew.options(concurrency_group="lease").remote(holder)
         return bool(await asyncio.wait_for(asyncio.wrap_future(asked.future()), REMOVAL_TIMEOUT_S))
-    except (RayError, TimeoutError):
+    except (RayError, TimeoutError, ValueError):
         return True
 
 
@@ -153,15 +164,15 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def end_pipeline(spec: PipelineSpec) -> None:
+def end_pipeline(name: str) -> None:
     """Remove a pipeline from outside, whoever drives it: its supervisor first, which could still be making stages."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     with suppress(ValueError):  # it is gone
-        ray.kill(ray.get_actor(spec.supervisor_name, NAMESPACE))
+        ray.kill(ray.get_actor(name + SUPERVISOR, NAMESPACE))
         while time.monotonic() < deadline:
-            ray.get_actor(spec.supervisor_name, NAMESPACE)
+            ray.get_actor(name + SUPERVISOR, NAMESPACE)
             time.sleep(0.02)
-    remove_pipeline(spec)
+    remove_pipeline(name)
 
 
 async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:

@@ -101,7 +101,7 @@ def spec(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     folder = write_checkpoint(tmp_path / "model", ARGS, random_model(ARGS))
     spec = PipelineSpec(f"lease-{abs(hash(request.node.name))}", tiny_plan(ARGS, 2), folder, 1, use_gpus=False)
     yield spec
-    remove_pipeline(spec)
+    remove_pipeline(spec.name)
 
 
 def _health(spec: PipelineSpec) -> list[StageHealth]:
