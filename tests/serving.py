@@ -45,11 +45,24 @@ def wait_until_ready() -> None:
         time.sleep(0.1)
 
 
-def router_stats() -> list[dict[str, Any]]:
-    """Of every Router replica."""
+def router_stats(stages: bool = True) -> list[dict[str, Any]]:
+    """Of every Router replica. Without ``stages`` also while those stand still."""
     handle = serve.get_deployment_handle("Router", APPLICATION)
-    answers: list[dict[str, Any]] = handle.broadcast("stats").results()
+    answers: list[dict[str, Any]] = handle.broadcast("stats", stages).results()
     return answers
+
+
+@contextmanager
+def standing_still(routers: list[dict[str, Any]]) -> Iterator[None]:
+    """Stop the processes of these routers' stages, and let them go on at the end."""
+    stages = [psutil.Process(stage["pid"]) for router in routers for stage in router["stages"]]
+    for stage in stages:
+        stage.suspend()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.resume()
 
 
 def ingress_stats() -> dict[str, Any]:

@@ -37,6 +37,7 @@ from serving import (
     router_stats,
     send_and_leave,
     served,
+    standing_still,
     wait_until_idle,
     wait_until_ready,
 )
@@ -287,6 +288,30 @@ def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
     asyncio.run(leave({"prompt": ["ROMEO:"] * 40, "stream": True}, 32, 8))
     (after,) = wait_until_idle()
     assert after["steps"] - before["steps"] < 1000, "none of them ran to its end"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_once_a_router_hears_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
+    """Stages that stand still meanwhile make it exact: what is in flight comes back, and then nothing more happens."""
+    before = wait_until_idle()
+
+    async def leave() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            body = {"prompt": ["ROMEO:"] * 8, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            while (await asyncio.to_thread(router_stats))[0]["steps"] < before[0]["steps"] + 20:
+                pass
+            with standing_still(before):
+                call.cancel()
+                await asyncio.wait([call])
+                while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])["requests"]:
+                    await asyncio.sleep(0.05)
+                return stats
+
+    held = asyncio.run(leave())
+    assert held["sequences"] > 0
+    assert held["pages_held"] > 0, "what is in flight may touch them"
+    assert wait_until_idle()[0]["steps"] == held["steps"]
 
 
 # ---- too much at once

@@ -1,46 +1,20 @@
 """The router's loop with chains that misbehave: cancellation, failure, company."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
+from scripted import ScriptedChain
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec, TokenEvent
-from tramontane.proto.step import MicroBatch, SampledToken, StepResult
+from tramontane.proto.step import MicroBatch
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-
-
-class ScriptedChain:
-    """Samples token 7; every micro-batch passes through ``gate`` first."""
-
-    num_stages = 2
-
-    def __init__(self, gate: Callable[[MicroBatch], Awaitable[None]]) -> None:
-        self.gate = gate
-        self.most_in_flight = 0
-        self.epochs: list[int] = []
-        self._in_flight = 0
-
-    async def fence(self) -> int:
-        self.epochs.append(len(self.epochs))
-        return self.epochs[-1]
-
-    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
-        return self._run(batch)
-
-    async def _run(self, batch: MicroBatch) -> StepResult:
-        await self.gate(batch)
-        self._in_flight -= 1
-        tokens = tuple(SampledToken(c.seq_id, 7) for c in batch.chunks if c.wants_token)
-        return StepResult(batch.epoch, batch.step_id, tokens, ())
 
 
 async def _no_gate(_batch: MicroBatch) -> None:
