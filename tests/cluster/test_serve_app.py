@@ -620,7 +620,7 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     before = {s["pid"]: s["steps"] for s in stats}
     asyncio.run(run())
     assert all(s["steps"] > before[s["pid"]] for s in router_stats()), "both have worked"
-    _deploy(1)
+    _scale_down_under_load()
     while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
         time.sleep(0.1)
     wait_until_ready()
@@ -628,6 +628,41 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     _deploy(0)
     while leftovers():
         time.sleep(0.1)
+
+
+def _scale_down_under_load() -> None:
+    """From two pipelines to one while both stream: every stream ends as if nothing had happened, and then one pipeline goes."""
+
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore) -> str:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            parts = response.aiter_text()
+            text = await anext(parts)
+            begun.release()
+            return text + "".join([part async for part in parts])
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": f"KING {i}", "max_tokens": 120, "temperature": 0, "ignore_eos": True} for i in range(6)]
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
+            for _ in streams:
+                await begun.acquire()
+            routers = await asyncio.to_thread(router_stats)
+            with standing_still(routers):  # so that none of them ends before one of the two is to go
+                assert all(router["requests"] for router in routers)
+                _deploy(1)
+                while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
+                    await asyncio.sleep(0.05)
+                late = asyncio.create_task(client.post("/v1/completions", json=bodies[0]))
+                assert len(leftovers()) == 8, "what still works stays"
+            streamed = [events(text) for text in await asyncio.gather(*streams)]
+            texts = ["".join(event["choices"][0]["text"] for event in each) for each in streamed]
+            assert [each[-1]["choices"][0]["finish_reason"] for each in streamed] == ["length"] * len(bodies)
+            assert (await late).json()["choices"][0]["text"] == texts[0]
+            again = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert texts == [answer.json()["choices"][0]["text"] for answer in again]
+
+    asyncio.run(run())
 
 
 def _stats_once_they_settle() -> list[dict[str, Any]]:
@@ -643,7 +678,7 @@ def _deploy(num_pipelines: int) -> None:
         "route_prefix": "/",
         "import_path": "tramontane.cluster.serve_app:build",
         "args": SETTINGS,
-        "deployments": [{"name": "Router", "num_replicas": num_pipelines}],
+        "deployments": [{"name": "Router", "num_replicas": num_pipelines, "graceful_shutdown_timeout_s": 240}],
     }
     client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_pipelines else []}))
