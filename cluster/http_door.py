@@ -77,7 +77,9 @@ class HttpDoor:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
+        app.router.redirect_slashes = False  # a client that follows would come back with a GET
+        return app
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse(model_list(self._model, self._started_at))
@@ -183,7 +185,7 @@ def _error(
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not here; there are POST /v1/completions, GET /v1/models, GET /health"
+    message = f"{request.method} {request.url.path:.100} is not here; there are POST /v1/completions, GET /v1/models, GET /health"
     return _error(error.status_code, message, "invalid_request_error", headers=dict(error.headers or {}))
 
 

@@ -32,12 +32,13 @@ from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, Pi
 PLACEMENT_TIMEOUT_S = 60.0
 REMOVAL_TIMEOUT_S = 10.0
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores.
+# about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
 SERVE_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
 }
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 

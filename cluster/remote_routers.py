@@ -122,6 +122,7 @@ class RemoteRouters:
         if refusal is not None:
             mailbox.put(refusal)
         elif number in self._timers:  # the last tokens are on their way, unless the router has died since
+            self._unaccepted.pop(number, None)
             self._in(LAST_TOKENS_S, number, PipelineError("the router is gone"))
 
     async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:

@@ -104,14 +104,15 @@ class RouterReplica:
         if self._driving.done() or (gave_up and not self._router.is_running):
             raise PipelineError(f"this router drives no pipeline any more: {self._router.failure}")
 
-    async def stats(self) -> dict[str, Any]:
-        """What is held at this moment, and by whom."""
+    async def stats(self, stages: bool = True) -> dict[str, Any]:
+        """What is held at this moment, and by whom. Without ``stages`` they need not answer."""
         scheduler = self._router.scheduler
         scheduler.check_integrity()
         pages = [c.num_pages for c in scheduler.ledger.cache.classes]
         return {
             "pipeline": self._spec.name,
             "epoch": scheduler.epoch,
+            "requests": self._router.num_requests,
             "sequences": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "pages_held": sum(pages) - sum(scheduler.ledger.num_free),
@@ -120,7 +121,7 @@ class RouterReplica:
             "tasks": len(asyncio.all_tasks()),
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),
-            "stages": [asdict(health) for health in await self._chain.health()],
+            "stages": [asdict(health) for health in await self._chain.health()] if stages else [],
         }
 
     async def _drive(self) -> None:

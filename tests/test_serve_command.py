@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import ray
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serving import leftovers, listening
+from serving import leftovers, listening, router_stats
 
 from tramontane.cluster.config import DEMO_MODEL
 
@@ -166,6 +167,25 @@ def _locally(prompt: str, num_tokens: int) -> str:
     run = subprocess.run([*command, "--max-tokens", str(num_tokens), prompt], capture_output=True, text=True, check=True)
     text: str = json.loads(run.stdout)["completions"][0]["text"]
     return text
+
+
+def test_two_replicas_are_two_pipelines_that_share_the_requests(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "1", "--replicas", "2"]
+    with _server(_joined(cluster, tmp_path), *options) as (process, ready):
+        assert (ready["replicas"], ready["stages"]) == (2, 1)
+        assert len(leftovers()) == 2 * 3, "of each: a supervisor, a stage, a placement group"
+        before = router_stats()
+        assert len({stats["pipeline"] for stats in before}) == len({stats["stages"][0]["pid"] for stats in before}) == 2
+        with ThreadPoolExecutor(8) as clients:
+            body = {"prompt": "ROMEO:", "max_tokens": 20, "ignore_eos": True}
+            answers = [clients.submit(_complete, ready["url"], **body) for _ in range(24)]
+        assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {20}
+        steps = {stats["pipeline"]: stats["steps"] for stats in router_stats()}
+        assert all(steps[stats["pipeline"]] - stats["steps"] >= 20 for stats in before), "both have worked"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    while leftovers() or _ray_actors():
+        time.sleep(0.1)
 
 
 def test_when_the_command_is_killed_everything_it_started_goes(cluster: Cluster, tmp_path: Path) -> None:
