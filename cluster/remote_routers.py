@@ -11,7 +11,7 @@ from typing import Any, cast
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from tramontane.cluster.token_channel import DONE, NOTHING_NEW
+from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import SequenceSpec, TokenBatch
@@ -168,10 +168,7 @@ class RemoteRouters:
             async for message in cast("AsyncIterable[bytes]", call.remote(name, replica)):
                 opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
-                    if self._unaccepted.pop(number, None) is not None:
-                        self._timers[number].cancel()
-                    if (mailbox := self._mailboxes.get(number)) is not None:  # else its client has left
-                        mailbox.put(PipelineError(what) if isinstance(what, str) else what)
+                    self._deliver(number, what)
         except Exception as error:  # of Ray, Ray Serve or gRPC; if the router is gone, its requests' calls end as well
             logger.warning("the stream from router %s broke: %s", replica, error)
             if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
@@ -179,6 +176,13 @@ class RemoteRouters:
         finally:
             del self._streams[name, replica]
             opened.set()
+
+    def _deliver(self, number: int, what: TokenBatch | str) -> None:
+        if self._unaccepted.pop(number, None) is not None:
+            self._timers[number].cancel()
+        mailbox = self._mailboxes.get(number)
+        if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
+            mailbox.put(PipelineError(what) if isinstance(what, str) else what)
 
     def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
         """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""
