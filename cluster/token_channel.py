@@ -49,8 +49,9 @@ class TokenChannel:
         yield NOTHING_NEW
         while True:
             was_idle = not self.num_requests
-            try:
-                await asyncio.wait_for(self._filled.wait(), IDLE_S if was_idle else KEEPALIVE_S)
+            try:  # not asyncio.wait_for, which in Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(IDLE_S if was_idle else KEEPALIVE_S):
+                    await self._filled.wait()
             except TimeoutError:
                 if was_idle and not self.num_requests:
                     return
