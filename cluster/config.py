@@ -40,8 +40,8 @@ class EngineConfig(BaseModel):
     threads_per_stage: Few | None = None
     link: Literal["object-store"] = "object-store"
     seed: int = 0
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     replicas: Few = 1
     ingress_replicas: Few = 1

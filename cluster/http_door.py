@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_entry, model_list
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body, parse_completion
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class HttpDoor:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
@@ -83,6 +84,13 @@ class HttpDoor:
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse(model_list(self._model, self._started_at))
+
+    async def model(self, request: Request) -> Response:
+        try:
+            check_model_name(self._model, request.path_params["name"])
+        except UnknownModelError as error:
+            return error_response(error)
+        return JSONResponse(model_entry(self._model, self._started_at))
 
     async def health(self, _request: Request) -> Response:
         if await self._is_ready():

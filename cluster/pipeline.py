@@ -91,6 +91,17 @@ async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:
 
 
 @contextmanager
+def _quiet_ray() -> Iterator[None]:
+    """Ray prints what goes wrong anywhere in the cluster to our standard output, also what it then mends itself."""
+    worker: Any = ray._private.worker
+    prints, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = prints
+
+
+@contextmanager
 def joined_ray(address: str) -> Iterator[Hardware]:
     """A cluster that is already running."""
     from tramontane.cluster.ray_address import check_cluster  # brings gRPC, which a Ray of our own does not need
@@ -104,10 +115,11 @@ def joined_ray(address: str) -> Iterator[Hardware]:
             f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
             "this machine must be one of its nodes, with the same Python and Ray"
         ) from error
-    try:
-        yield joined_cluster()
-    finally:
-        ray.shutdown()
+    with _quiet_ray():
+        try:
+            yield joined_cluster()
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
@@ -136,10 +148,11 @@ def own_ray(num_cpus: int) -> Iterator[None]:
             )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with _quiet_ray():
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager

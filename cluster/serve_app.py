@@ -18,7 +18,7 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.proto.errors import CheckpointError
+from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.router.completions import ServedModel
 from tramontane.router.tokenizer import FILE_NAME, Tokenizer
@@ -27,6 +27,7 @@ from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
+OF_THE_COMMAND = {"host", "port", "address", "local", "seed", "json"}  # keys that say nothing to an application
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
@@ -34,6 +35,8 @@ WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; READ
 
 def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
+    if others := sorted(OF_THE_COMMAND & args.keys()):
+        raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
     return application(EngineConfig.build(None, args), patience_s=DRAIN_S)
 
 

@@ -30,7 +30,7 @@ from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
 from tramontane.cluster.supervisor import RENEW_EVERY_S, SUPERVISOR, PipelineSpec
 from tramontane.proto import errors
-from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.errors import ConfigError, PipelineError, PlanError
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,7 @@ Report = Callable[[str], None]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
+ROOM_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,9 @@ class Served:
 
     def line(self) -> str:
         if self.config.json_output:
-            about = {"url": self.url, "model": self.config.model_name, "replicas": self.config.replicas}
-            return json.dumps(about | {"stages": self.num_stages, "ready_after_s": self.ready_after_s})
+            about = {"url": self.url, "base_url": f"{self.url}/v1", "model": self.config.model_name}
+            numbers = {"replicas": self.config.replicas, "stages": self.num_stages, "ready_after_s": round(self.ready_after_s, 3)}
+            return json.dumps(about | numbers)
         pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
@@ -109,6 +111,7 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
     assert config.address is not None
     with joined_ray(config.address) as hardware:
         spec = _spec(config, hardware)
+        _check_room(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
@@ -135,6 +138,20 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
 
 def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
     return pipeline_spec(config, checked_model(config), hardware)
+
+
+def _check_room(spec: PipelineSpec, num_pipelines: int) -> None:
+    """Before Ray Serve waits for it: it would try again and again, and say nothing."""
+    for name, of_a_stage in spec.bundles[0].items():
+        needed = of_a_stage * len(spec.bundles) * num_pipelines
+        deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
+        while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
+            time.sleep(READY_POLL_S)
+        if needed > free.get(name, 0):
+            raise PlanError(
+                f"{num_pipelines} x {len(spec.bundles)} stages of {of_a_stage:g} {name} each need {needed:g}, and the cluster "
+                f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
+            )
 
 
 def _num_stages(config: EngineConfig) -> int:

@@ -257,6 +257,10 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
             assert model["max_model_len"] == CONTEXT
             assert isinstance(model["created"], int)
+            assert (await house.client.get("/v1/models/tiny")).json() == model
+            unknown = await house.client.get("/v1/models/gpt/4")
+            assert unknown.status_code == 404
+            assert check_error(unknown.content)["code"] == "model_not_found"
 
     asyncio.run(scenario())
 
@@ -278,9 +282,7 @@ def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenize
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/chat/completions", "/v1/models/tiny", "/v2/completions", "/%0a%22%ff", "/docs"]
-)
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat/completions", "/v2/completions", "/%0a%22%ff", "/docs"])
 def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer, path: str) -> None:
     async def scenario() -> None:
         async with _house(chain, tokenizer) as house:
