@@ -15,13 +15,12 @@ import typer
 
 from tramontane.cluster.config import ConfigFile, EngineConfig
 from tramontane.cluster.display import Display, as_json, cut_short, summary
+from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
 from tramontane.cluster.prompts import given_prompts
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
-
-INTERRUPTED = 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -10,6 +10,9 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from tramontane.proto.errors import ConfigError
 
+PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
+    *("model", "stages", "dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+}
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -37,8 +40,8 @@ class EngineConfig(BaseModel):
     threads_per_stage: Few | None = None
     link: Literal["object-store"] = "object-store"
     seed: int = 0
-    served_model_name: str | None = None
-    host: str = "127.0.0.1"
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     replicas: Few = 1
     ingress_replicas: Few = 1

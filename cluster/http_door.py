@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_entry, model_list
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body, parse_completion
 
 logger = logging.getLogger(__name__)
@@ -75,12 +75,22 @@ class HttpDoor:
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
+        app.router.redirect_slashes = False  # a client that follows would come back with a GET
+        return app
 
     async def models(self, _request: Request) -> Response:
         return JSONResponse(model_list(self._model, self._started_at))
+
+    async def model(self, request: Request) -> Response:
+        try:
+            check_model_name(self._model, request.path_params["name"])
+        except UnknownModelError as error:
+            return error_response(error)
+        return JSONResponse(model_entry(self._model, self._started_at))
 
     async def health(self, _request: Request) -> Response:
         if await self._is_ready():
@@ -183,7 +193,7 @@ def _error(
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path} is not here; there are POST /v1/completions, GET /v1/models, GET /health"
+    message = f"{request.method} {request.url.path:.100} is not here; there are POST /v1/completions, GET /v1/models, GET /health"
     return _error(error.status_code, message, "invalid_request_error", headers=dict(error.headers or {}))
 
 

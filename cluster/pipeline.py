@@ -19,18 +19,26 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.ray_chain import RayStageChain, last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
+from tramontane.cluster.supervisor import (
+    RENEW_EVERY_S,
+    SUPERVISOR,
+    PipelineSpec,
+    create_supervisor,
+    driver_as_holder,
+    remove_pipeline,
+)
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
 REMOVAL_TIMEOUT_S = 10.0
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores.
+# about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
 SERVE_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
 }
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 
@@ -56,17 +64,21 @@ async def running_pipeline(
         yield RayStageChain(await _start(supervisor, spec), supervisor, holder)
     finally:
         renewing.cancel()
-        if await _is_ours(supervisor, holder):
+        if await _is_ours(spec.supervisor_name, holder):
             report("removing the stages")
-            end_pipeline(spec)
+            end_pipeline(spec.name)
 
 
-async def _is_ours(supervisor: ActorHandle[Any], holder: str) -> bool:
-    """False if another router has taken the pipeline over. A supervisor that does not answer denies nothing."""
+async def _is_ours(supervisor_name: str, holder: str) -> bool:
+    """False if another router has taken the pipeline over, or has made one of the same name since.
+
+    A supervisor that is gone, or does not answer, denies nothing.
+    """
     try:
+        supervisor = ray.get_actor(supervisor_name, NAMESPACE)
         asked: ray.ObjectRef[bool] = supervisor.renew.options(concurrency_group="lease").remote(holder)
         return bool(await asyncio.wait_for(asyncio.wrap_future(asked.future()), REMOVAL_TIMEOUT_S))
-    except (RayError, TimeoutError):
+    except (RayError, TimeoutError, ValueError):
         return True
 
 
@@ -76,6 +88,17 @@ async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:
         with suppress(RayError):  # the supervisor is restarting
             await supervisor.renew.options(concurrency_group="lease").remote(holder)
         await asyncio.sleep(RENEW_EVERY_S)
+
+
+@contextmanager
+def _quiet_ray() -> Iterator[None]:
+    """Ray prints what goes wrong anywhere in the cluster to our standard output, also what it then mends itself."""
+    worker: Any = ray._private.worker
+    prints, worker._worker_logs_enabled = worker._worker_logs_enabled, False
+    try:
+        yield
+    finally:
+        worker._worker_logs_enabled = prints
 
 
 @contextmanager
@@ -92,10 +115,11 @@ def joined_ray(address: str) -> Iterator[Hardware]:
             f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
             "this machine must be one of its nodes, with the same Python and Ray"
         ) from error
-    try:
-        yield joined_cluster()
-    finally:
-        ray.shutdown()
+    with _quiet_ray():
+        try:
+            yield joined_cluster()
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
@@ -124,10 +148,11 @@ def own_ray(num_cpus: int) -> Iterator[None]:
             )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    with _quiet_ray():
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextmanager
@@ -153,15 +178,15 @@ def _own_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, handler)
 
 
-def end_pipeline(spec: PipelineSpec) -> None:
+def end_pipeline(name: str) -> None:
     """Remove a pipeline from outside, whoever drives it: its supervisor first, which could still be making stages."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     with suppress(ValueError):  # it is gone
-        ray.kill(ray.get_actor(spec.supervisor_name, NAMESPACE))
+        ray.kill(ray.get_actor(name + SUPERVISOR, NAMESPACE))
         while time.monotonic() < deadline:
-            ray.get_actor(spec.supervisor_name, NAMESPACE)
+            ray.get_actor(name + SUPERVISOR, NAMESPACE)
             time.sleep(0.02)
-    remove_pipeline(spec)
+    remove_pipeline(name)
 
 
 async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:

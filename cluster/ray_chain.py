@@ -2,19 +2,20 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.proto.step import MicroBatch, StepResult
 
-FENCE_ATTEMPTS = 10
+FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
 RETRY_S = 0.5
 
@@ -44,17 +45,18 @@ class RayStageChain:
         return self._result(carried)
 
     async def fence(self) -> int:
-        for attempt in range(FENCE_ATTEMPTS):
+        """Raises LeaseError, or PipelineError when a stage is gone for good, cannot load, or takes too long."""
+        give_up_at = time.monotonic() + FENCE_PATIENCE_S
+        while True:
             try:
                 epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(last_line(error)) from error
-            except RayError as error:  # the supervisor or a stage is restarting
-                if attempt == FENCE_ATTEMPTS - 1:
+            except RayError as error:
+                if time.monotonic() > give_up_at or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
                 await asyncio.sleep(RETRY_S)
-        raise AssertionError
 
     async def health(self) -> list[StageHealth]:
         """Of every stage, also while steps run. Raises PipelineError if one does not answer."""
@@ -69,6 +71,11 @@ class RayStageChain:
             return wire.decode_result(await ref)
         except RayError as error:
             raise PipelineError(f"a stage failed: {last_line(error)}") from error
+
+
+def _is_restarting(error: RayError) -> bool:
+    """Whether the supervisor, or a stage that it asked, does not answer just now."""
+    return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError)
 
 
 def last_line(error: BaseException) -> str:

@@ -8,20 +8,21 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Collection, Coroutine, Sequence
 from typing import Any, cast
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from tramontane.cluster.token_channel import DONE, NOTHING_NEW
+from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.mailbox import Mailbox
 
 MAX_ATTEMPTS = 10
+MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
+ACCEPTED_WITHIN_S = 60.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
 LAST_TOKENS_S = 10.0
 READY_TIMEOUT_S = 5.0
+RETRY_AFTER_S = 5
 
 # What a call wishes of the routing. It travels in the call's session id, which nothing else uses here.
 ANY, ONLY, EXCEPT = "", "=", "!"
@@ -45,16 +46,22 @@ class LeastLoaded(RequestRouter):
 
 
 class RemoteRouters:
-    """The routers behind a Ray Serve handle, as one ``TokenSource``."""
+    """The routers behind a Ray Serve handle, as one ``TokenSource``.
 
-    def __init__(self, handle: "DeploymentHandle[Any]") -> None:
+    ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
+    would wait in Ray Serve, which has no bound and no end to its patience.
+    """
+
+    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int) -> None:
         self._handle = handle
+        self._max_unaccepted = max_unaccepted
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
+        self._unaccepted: dict[int, int] = {}  # sequences, by request
+        self._timers: dict[int, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
-        self._opening: dict[str, asyncio.Task[None]] = {}  # streams, by replica
-        self._opened: dict[str, asyncio.Event] = {}
+        self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
 
     @property
     def num_requests(self) -> int:
@@ -62,9 +69,13 @@ class RemoteRouters:
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
+        if sum(self._unaccepted.values()) + len(specs) > self._max_unaccepted:
+            raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
         number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
+        self._unaccepted[number] = len(specs)
         call = self._start(self._call(number, encoded, mailbox))
+        self._in(ACCEPTED_WITHIN_S, number, NotRunningError("no pipeline was ready in time; try again later"))
         num_unfinished = len(specs)
         try:
             while num_unfinished:
@@ -72,9 +83,17 @@ class RemoteRouters:
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
         finally:
+            self._timers.pop(number).cancel()
             del self._mailboxes[number]
+            self._unaccepted.pop(number, None)
             if num_unfinished:
                 call.cancel()
+
+    def _in(self, seconds: float, number: int, error: TramontaneError) -> None:
+        """What ends the request if nothing else happens until then. There is one such thing at a time."""
+        if number in self._timers:
+            self._timers[number].cancel()
+        self._timers[number] = asyncio.get_running_loop().call_later(seconds, self._mailboxes[number].put, error)
 
     async def is_ready(self) -> bool:
         """Whether any router can make tokens now."""
@@ -102,8 +121,9 @@ class RemoteRouters:
             refusal = PipelineError("the router is gone")
         if refusal is not None:
             mailbox.put(refusal)
-        else:  # the last tokens are here or on their way, unless the router has died since; nobody reads this if they came
-            asyncio.get_running_loop().call_later(LAST_TOKENS_S, mailbox.put, PipelineError("the router is gone"))
+        elif number in self._timers:  # the last tokens are on their way, unless the router has died since
+            self._unaccepted.pop(number, None)
+            self._in(LAST_TOKENS_S, number, PipelineError("the router is gone"))
 
     async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:
         """Find a router that takes the request, and wait until it is done; or else the reason why none did."""
@@ -111,7 +131,8 @@ class RemoteRouters:
         refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
-            outcome: bytes = await _cancellable(self._method("generate", wish).remote(self._name, number, specs))
+            method = self._method("generate", wish, by_reference=len(specs) > MAX_GRPC_BYTES)
+            outcome: bytes = await _cancellable(method.remote(self._name, number, specs))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_refusal(outcome)
@@ -133,29 +154,39 @@ class RemoteRouters:
 
         The stream is nobody's but this object's: the client for whom it is opened may leave.
         """
-        if replica not in self._opening:
-            opened = asyncio.Event()
-            self._opening[replica] = self._start(self._listen(replica, opened))
-            self._opening[replica].add_done_callback(lambda _: opened.set())
-            self._opened[replica] = opened
-        await self._opened[replica].wait()
+        ends = self._name, replica
+        if ends not in self._streams:
+            self._streams[ends] = asyncio.Event()
+            self._start(self._listen(*ends))
+        await self._streams[ends].wait()
 
-    async def _listen(self, replica: str, opened: asyncio.Event) -> None:
+    async def _listen(self, name: str, replica: str) -> None:
+        """``name`` is the one under which the stream was opened."""
+        opened = self._streams[name, replica]
         call = self._method("subscribe", ONLY + replica, stream=True)
         try:
-            async for message in cast("AsyncIterable[bytes]", call.remote(self._name)):
+            async for message in cast("AsyncIterable[bytes]", call.remote(name, replica)):
                 opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
-                    if (mailbox := self._mailboxes.get(number)) is not None:  # else its client has left
-                        mailbox.put(PipelineError(what) if isinstance(what, str) else what)
-        except (RayError, RayServeException) as error:  # then the calls of its requests end as well
+                    self._deliver(number, what)
+        except Exception as error:  # of Ray, Ray Serve or gRPC; if the router is gone, its requests' calls end as well
             logger.warning("the stream from router %s broke: %s", replica, error)
+            if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
+                self._name = uuid.uuid4().hex
         finally:
-            del self._opening[replica], self._opened[replica]
+            del self._streams[name, replica]
+            opened.set()
 
-    def _method(self, name: str, wish: str, *, stream: bool = False) -> "DeploymentHandle[Any]":
-        """Over gRPC between the replicas: a fifth less work for an ingress than with an object for each message."""
-        return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=False)
+    def _deliver(self, number: int, what: TokenBatch | str) -> None:
+        if self._unaccepted.pop(number, None) is not None:
+            self._timers[number].cancel()
+        mailbox = self._mailboxes.get(number)
+        if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
+            mailbox.put(PipelineError(what) if isinstance(what, str) else what)
+
+    def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
+        """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""
+        return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=by_reference)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=contextvars.Context())  # of no request, which Ray Serve would cancel with it

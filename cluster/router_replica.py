@@ -6,22 +6,24 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
+import ray
 from ray import serve
+from ray.exceptions import RayError
 
-from tramontane.cluster.actors import actor_names, naming_the_node
-from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.actors import NAMESPACE, actor_names, naming_the_node
+from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
 from tramontane.cluster.pipeline import running_pipeline
-from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.cluster.supervisor import Application, PipelineSpec, actor_as_holder
+from tramontane.cluster.supervisor import SUPERVISOR, Application, PipelineSpec, actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.router.router import Router
@@ -44,9 +46,11 @@ class RouterReplica:
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._asking: asyncio.Task[bool] | None = None
+        self._driving: asyncio.Task[None] | None = None
         application = Application(serve.get_replica_context().app_name, launched, owns_serve)
-        spec = await asyncio.to_thread(_spec_for, config, fingerprint, application)
-        self._spec, self._chain = await self._exit.enter_async_context(any_pipeline(spec))
+        prefix = pipeline_prefix(application.name, config, fingerprint)
+        pipeline = any_pipeline(prefix, lambda: _new_spec(config, fingerprint, application))
+        self._spec, self._chain = await self._exit.enter_async_context(pipeline)
         self._router = self._new_router()
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_running:
@@ -57,14 +61,16 @@ class RouterReplica:
             await asyncio.sleep(0.01)
 
     async def __del__(self) -> None:
+        if self._driving is None:  # there is no pipeline: the constructor failed
+            return
         self._driving.cancel()
         with suppress(asyncio.CancelledError):
             await self._driving
         await self._exit.aclose()
 
-    async def subscribe(self, ingress: str) -> AsyncIterator[bytes]:
+    async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """The stream of tokens to one ingress; see ``TokenChannels``."""
-        async for message in self._channels.subscribe(ingress):
+        async for message in self._channels.subscribe(ingress, replica):
             yield message
 
     async def generate(self, ingress: str, number: int, specs: bytes) -> bytes:
@@ -79,30 +85,34 @@ class RouterReplica:
 
     async def _is_obeyed(self) -> bool:
         """Whether every stage answers and obeys this router."""
-        if not self._router.is_running:
+        router = self._router  # another one may have followed it when the stages have answered
+        if not router.is_running:
             return False
         try:
             stages = await self._chain.health()
         except PipelineError:
             return False
-        obeyed = all(stage.epoch == self._router.scheduler.epoch for stage in stages)
-        if not obeyed and self._router.is_running:  # a stage died while nothing ran on it, and nothing else would tell
-            self._router.fail(PipelineError("a stage has lost its sequences"))
+        obeyed = all(stage.epoch == router.scheduler.epoch for stage in stages)
+        if not obeyed and router.is_running:  # a stage died while nothing ran on it, and nothing else would tell
+            router.fail(PipelineError("a stage has lost its sequences"))
         return obeyed
 
     async def check_health(self) -> None:
         """For Ray Serve: only a new replica helps if another router has taken the pipeline, or it does not start any more."""
-        if self._driving.done() or isinstance(self._router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS:
+        assert self._driving is not None
+        gave_up = isinstance(self._router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
+        if self._driving.done() or (gave_up and not self._router.is_running):
             raise PipelineError(f"this router drives no pipeline any more: {self._router.failure}")
 
-    async def stats(self) -> dict[str, Any]:
-        """What is held at this moment, and by whom."""
+    async def stats(self, stages: bool = True) -> dict[str, Any]:
+        """What is held at this moment, and by whom. Without ``stages`` they need not answer."""
         scheduler = self._router.scheduler
         scheduler.check_integrity()
         pages = [c.num_pages for c in scheduler.ledger.cache.classes]
         return {
             "pipeline": self._spec.name,
             "epoch": scheduler.epoch,
+            "requests": self._router.num_requests,
             "sequences": scheduler.num_running,
             "waiting": scheduler.num_waiting,
             "pages_held": sum(pages) - sum(scheduler.ledger.num_free),
@@ -111,7 +121,7 @@ class RouterReplica:
             "tasks": len(asyncio.all_tasks()),
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),
-            "stages": [asdict(health) for health in await self._chain.health()],
+            "stages": [asdict(health) for health in await self._chain.health()] if stages else [],
         }
 
     async def _drive(self) -> None:
@@ -127,38 +137,55 @@ class RouterReplica:
         return Router(scheduler_for(self._config, self._spec.plan, bounded=True), self._chain)
 
 
-def _spec_for(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:
+def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:
+    """A pipeline for the cluster as it is now, not yet named."""
     with naming_the_node():
         check_fingerprint(config.model, fingerprint)
         args = checked_model(config)
-    spec = pipeline_spec(config, args, joined_cluster(), application.name, fingerprint)
-    return replace(spec, application=application)
+    return replace(pipeline_spec(config, args, joined_cluster(), "unnamed", fingerprint), application=application)
 
 
 @asynccontextmanager
-async def any_pipeline(spec: PipelineSpec) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
-    """Drive a pipeline of this application that nobody drives, or else a new one.
+async def any_pipeline(prefix: str, new_spec: Callable[[], PipelineSpec]) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
+    """Drive a pipeline with this prefix that nobody drives, as it was made, or else a new one.
 
-    Pipelines are named ``application-version-number``; the version is that of ``spec``, so
-    that only pipelines with the same model, plan and settings are adopted.
+    The cluster may have changed since a pipeline was made, or have nothing left to plan with, so
+    nothing is planned before it is known that a new one is needed.
     """
-    version = hashlib.sha256(repr(replace(spec, application=None)).encode()).hexdigest()[:8]
-    prefix = f"{spec.name}-{version}-"
     while True:
-        for name in _candidates(prefix):
+        existing = [name.removesuffix(SUPERVISOR) for name in actor_names(rf"{re.escape(prefix)}-\d+{SUPERVISOR}")]
+        for name in existing:
             async with AsyncExitStack() as stack:
-                mine = replace(spec, name=name)
                 try:
-                    chain = await stack.enter_async_context(running_pipeline(mine, holder=actor_as_holder()))
+                    spec = await _specification(name)
+                    chain = await stack.enter_async_context(running_pipeline(spec, holder=actor_as_holder()))
                 except LeaseError:
                     continue
-                yield mine, chain
+                yield spec, chain
                 return
-        await asyncio.sleep(RETRY_S)  # somebody was quicker
+        fresh = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in existing)
+        async with AsyncExitStack() as stack:
+            spec = replace(await asyncio.to_thread(new_spec), name=fresh)
+            try:
+                chain = await stack.enter_async_context(running_pipeline(spec, holder=actor_as_holder()))
+            except LeaseError:  # somebody was quicker
+                await asyncio.sleep(RETRY_S)
+                continue
+            yield spec, chain
+            return
 
 
-def _candidates(prefix: str) -> list[str]:
-    """Names of pipelines that exist, and the first that does not."""
-    existing = [name.removesuffix("-supervisor") for name in actor_names(rf"{re.escape(prefix)}\d+-supervisor")]
-    fresh = next(name for number in itertools.count() if (name := f"{prefix}{number}") not in existing)
-    return [*existing, fresh]
+async def _specification(name: str) -> PipelineSpec:
+    """Raises LeaseError if the supervisor has just gone."""
+    try:
+        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
+        spec: PipelineSpec = await supervisor.specification.options(concurrency_group="lease").remote()
+    except (ValueError, RayError) as error:
+        raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
+    return spec
+
+
+def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
+    """Pipelines are named ``application-version-number``: only those of the same model and settings are adopted."""
+    version = hashlib.sha256(repr((config.model_dump(include=PIPELINE_KEYS), fingerprint)).encode()).hexdigest()[:8]
+    return f"{application}-{version}"

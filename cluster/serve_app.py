@@ -18,7 +18,7 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.proto.errors import CheckpointError
+from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import read_model_args
 from tramontane.router.completions import ServedModel
@@ -28,17 +28,23 @@ from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
+OF_THE_COMMAND = {"host", "port", "address", "local", "seed", "json"}  # keys that say nothing to an application
+DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
 
 
 def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
-    return application(EngineConfig.build(None, args))
+    if others := sorted(OF_THE_COMMAND & args.keys()):
+        raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
+    return application(EngineConfig.build(None, args), patience_s=DRAIN_S)
 
 
-def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False) -> Application:
+def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False, patience_s: float = 20.0) -> Application:
     """``launched`` and ``owns_serve`` are those of ``supervisor.Application``.
+
+    ``patience_s``: how long a replica that is to stop may finish what it has begun.
 
     The checkpoint as it is here, where the application is built, is what every node must have.
     """
@@ -54,6 +60,7 @@ def application(config: EngineConfig, launched: bool = False, owns_serve: bool =
         ray_actor_options={"num_cpus": 0},
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
     )(RouterReplica)
     ingress = serve.deployment(
@@ -62,6 +69,7 @@ def application(config: EngineConfig, launched: bool = False, owns_serve: bool =
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
     return ingress.bind(config, fingerprint, router.bind(config, fingerprint, launched, owns_serve))
@@ -75,7 +83,7 @@ class IngressReplica:
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
-        self._routers = RemoteRouters(router)
+        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
         self._door = HttpDoor(
             model,
             self._routers,

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -26,16 +26,20 @@ from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
+from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
-from tramontane.cluster.supervisor import RENEW_EVERY_S, PipelineSpec
+from tramontane.cluster.supervisor import RENEW_EVERY_S, SUPERVISOR, PipelineSpec
 from tramontane.proto import errors
-from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.proto.errors import ConfigError, PipelineError, PlanError
+
+logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
+ROOM_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +53,9 @@ class Served:
 
     def line(self) -> str:
         if self.config.json_output:
-            about = {"url": self.url, "model": self.config.model_name, "replicas": self.config.replicas}
-            return json.dumps(about | {"stages": self.num_stages, "ready_after_s": self.ready_after_s})
+            about = {"url": self.url, "base_url": f"{self.url}/v1", "model": self.config.model_name}
+            numbers = {"replicas": self.config.replicas, "stages": self.num_stages, "ready_after_s": round(self.ready_after_s, 3)}
+            return json.dumps(about | numbers)
         pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
@@ -106,28 +111,47 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
     assert config.address is not None
     with joined_ray(config.address) as hardware:
         spec = _spec(config, hardware)
+        _check_room(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
-            raise ConfigError(f"an application named {APPLICATION} is running on this cluster already; stop it first")
+            raise ConfigError(
+                f"an application named {APPLICATION} is on this cluster already; end the command that serves it, or remove it "
+                f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
+            )
         if owns_serve:
             _check_port(config)
-            report("starting Ray Serve")
-            _start_serve(config)
         else:
             _check_doors(config)
-        report(f"loading {config.replicas * len(spec.plan.stages)} stages")
         try:
+            if owns_serve:
+                report("starting Ray Serve")
+                _start_serve(config)
+            report(f"loading {config.replicas * len(spec.plan.stages)} stages")
             with _kept_alive():
                 _run(config, launched=True, owns_serve=owns_serve)
                 yield
         finally:
             with _uninterrupted():
                 report("stopping")
-                _remove(spec, owns_serve)
+                _remove(owns_serve)
 
 
 def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
     return pipeline_spec(config, checked_model(config), hardware)
+
+
+def _check_room(spec: PipelineSpec, num_pipelines: int) -> None:
+    """Before Ray Serve waits for it: it would try again and again, and say nothing."""
+    for name, of_a_stage in spec.bundles[0].items():
+        needed = of_a_stage * len(spec.bundles) * num_pipelines
+        deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
+        while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
+            time.sleep(READY_POLL_S)
+        if needed > free.get(name, 0):
+            raise PlanError(
+                f"{num_pipelines} x {len(spec.bundles)} stages of {of_a_stage:g} {name} each need {needed:g}, and the cluster "
+                f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
+            )
 
 
 def _num_stages(config: EngineConfig) -> int:
@@ -137,7 +161,13 @@ def _num_stages(config: EngineConfig) -> int:
 def _start_serve(config: EngineConfig) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process: what matters is reported
     options = HTTPOptions(host=config.host, port=config.port)
-    serve.start(proxy_location="EveryNode", http_options=options, logging_config={"log_level": "WARNING"})
+    try:
+        serve.start(proxy_location="EveryNode", http_options=options, logging_config={"log_level": "WARNING"})
+    except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
+        raise ConfigError(
+            f"Ray Serve cannot listen at --host {config.host} --port {config.port}: {last_line(error)}; "
+            "choose another --port or --host"
+        ) from error
 
 
 def _check_port(config: EngineConfig) -> None:
@@ -202,9 +232,11 @@ def _kept_alive() -> Iterator[None]:
 
     def keep() -> None:
         while not stopped.wait(RENEW_EVERY_S):
-            for name in _supervisors():
-                with suppress(RayError, ValueError):
+            try:
+                for name in _supervisors():
                     ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
+            except Exception:  # Ray may be slow, or a supervisor gone; without the next sign of life all would go
+                logger.warning("a sign of life could not be sent", exc_info=True)
 
     thread = threading.Thread(target=keep, daemon=True)
     thread.start()
@@ -215,18 +247,18 @@ def _kept_alive() -> Iterator[None]:
         thread.join()
 
 
-def _remove(spec: PipelineSpec, owns_serve: bool) -> None:
+def _remove(owns_serve: bool) -> None:
     """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
     with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
         serve.delete(APPLICATION)
     for name in _supervisors():
-        end_pipeline(replace(spec, name=name.removesuffix("-supervisor")))
+        end_pipeline(name.removesuffix(SUPERVISOR))
     if owns_serve and not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _supervisors() -> list[str]:
-    return _actor_names("supervisor")
+    return _actor_names(SUPERVISOR[1:])
 
 
 def _actor_names(kind: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors import NAMESPACE, StageHealth, create_stage
+from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names, create_stage
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ClusterPlan
@@ -22,6 +23,7 @@ from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
+SUPERVISOR = "-supervisor"  # after the pipeline's name
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
@@ -63,7 +65,7 @@ class PipelineSpec:
 
     @property
     def supervisor_name(self) -> str:
-        return f"{self.name}-supervisor"
+        return f"{self.name}{SUPERVISOR}"
 
     def stage_name(self, stage_id: int) -> str:
         return f"{self.name}-stage-{stage_id}"
@@ -117,6 +119,11 @@ class Supervisor:
         return epoch
 
     @ray.method(concurrency_group="lease")
+    def specification(self) -> PipelineSpec:
+        """What the pipeline was made as; whoever adopts it takes it as it is."""
+        return self.spec
+
+    @ray.method(concurrency_group="lease")
     def claim(self, holder: str) -> None:
         """Take the lease, if it is free. Raises LeaseError while another router holds it."""
         with self._lock:
@@ -145,7 +152,7 @@ class Supervisor:
         """Remove the pipeline and this actor."""
         with self._making:
             self._is_ending = True
-        remove_pipeline(self.spec)
+        remove_pipeline(self.spec.name)
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _claim(self, holder: str) -> None:
@@ -170,12 +177,13 @@ class Supervisor:
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
 
 
-def remove_pipeline(spec: PipelineSpec) -> None:
+def remove_pipeline(name: str) -> None:
     """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-    for stage in _existing_stages(spec):
-        ray.kill(stage)
+    for stage in actor_names(rf"{re.escape(name)}-stage-\d+"):
+        with contextlib.suppress(ValueError):  # it has just gone
+            ray.kill(ray.get_actor(stage, NAMESPACE))
     with contextlib.suppress(ValueError):  # it was never made, or is gone
-        remove_placement_group(get_placement_group(spec.name))
+        remove_placement_group(get_placement_group(name))
 
 
 def wait_until_ready(stage: ActorHandle[Any], ready: "ray.ObjectRef[str]") -> None:

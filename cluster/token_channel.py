@@ -7,14 +7,14 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
-from tramontane.proto.request import TokenBatch
+from tramontane.proto.request import RequestTimes, TokenBatch
 from tramontane.router.router import Router
 
 NOTHING_NEW = b""
+ACCEPTED = TokenBatch((), RequestTimes(0.0, 0.0, 0.0))  # no tokens yet, but a router works on it
 DONE = b""
 KEEPALIVE_S = 5.0
 IDLE_S = 2.0
@@ -34,6 +34,12 @@ class TokenChannel:
         self._ready.append((number, what if isinstance(what, TokenBatch) else str(what)))
         self._filled.set()
 
+    def leave(self) -> None:
+        """A request has ended. The last one to leave wakes the stream, which goes to sleep for less long then."""
+        self.num_requests -= 1
+        if not self.num_requests:
+            self._filled.set()
+
     async def messages(self) -> AsyncIterator[bytes]:
         """Everything that is ready, each time something is.
 
@@ -42,10 +48,13 @@ class TokenChannel:
         """
         yield NOTHING_NEW
         while True:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._filled.wait(), KEEPALIVE_S if self.num_requests else IDLE_S)
-            if not self._ready and not self.num_requests:
-                return
+            was_idle = not self.num_requests
+            try:  # not asyncio.wait_for, which in Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(IDLE_S if was_idle else KEEPALIVE_S):
+                    await self._filled.wait()
+            except TimeoutError:
+                if was_idle and not self.num_requests:
+                    return
             self._filled.clear()
             message, self._ready = wire.encode_deliveries(self._ready) if self._ready else NOTHING_NEW, []
             yield message
@@ -62,9 +71,17 @@ class TokenChannels:
     def num_open(self) -> int:
         return len(self._channels)
 
-    async def subscribe(self, ingress: str) -> AsyncIterator[bytes]:
-        """The stream to one ingress. When it breaks, the ingress's requests are aborted."""
-        channel = self._channels[ingress] = TokenChannel()
+    async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
+        """The stream to one ingress. When it breaks, the ingress's requests are aborted.
+
+        Empty if another replica is meant, which has gone: the call was routed to this one instead.
+        """
+        if replica != self._replica:
+            return
+        channel = TokenChannel()
+        if (former := self._channels.get(ingress)) is not None:  # broken, but only its other end knows
+            former.closed.set()
+        self._channels[ingress] = channel
         try:
             async for message in channel.messages():
                 yield message
@@ -98,10 +115,11 @@ class TokenChannels:
         except TramontaneError as error:
             return self._refusal(error)
         channel.num_requests += 1
+        channel.put(number, ACCEPTED)
         try:
             await _first_of(ended, channel.closed)
         finally:
-            channel.num_requests -= 1
+            channel.leave()
             router.abort(request)
         return DONE if ended.is_set() else self._refusal(PipelineError("the stream to the ingress broke"))
 

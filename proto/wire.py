@@ -72,11 +72,15 @@ def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming,
 
 
 def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
-    return _pack([(spec.prompt_ids, _sampling_fields(spec.sampling)) for spec in specs])
+    """A prompt with several choices travels once, and is one object again on the other side."""
+    prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
+    number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
+    return _pack((prompts, [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling)) for spec in specs]))
 
 
 def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
-    return tuple(SequenceSpec(prompt_ids, SamplingParams(*sampling)) for prompt_ids, sampling in _unpack(data))
+    prompts, sequences = _unpack(data)
+    return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling)) for number, sampling in sequences)
 
 
 def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | str]]) -> bytes:

@@ -54,7 +54,7 @@ class Completion:
         num_sequences = len(request.prompt) * request.n
         if num_sequences > model.max_sequences:
             raise ParameterError(
-                f"{len(request.prompt)} prompts with n = {request.n} are {num_sequences} sequences; "
+                f"{len(request.prompt)} prompt{'s' * (len(request.prompt) > 1)} with n = {request.n}: {num_sequences} sequences; "
                 f"one request may have at most {model.max_sequences}",
                 "prompt",
             )
@@ -135,7 +135,8 @@ class Completion:
         """Seconds in the router, by phase, and all the rest of them, spent in the doors."""
         assert self._times is not None
         inside = asdict(self._times)
-        return {"ingress_s": time.monotonic() - self._arrived_at - sum(inside.values()), **inside}
+        times = {"ingress_s": time.monotonic() - self._arrived_at - sum(inside.values()), **inside}
+        return {name: round(seconds, 6) for name, seconds in times.items()}
 
     def _take(self, batch: TokenBatch, yielded: set[int]) -> list[dict[str, Any]]:
         texts: dict[int, list[str]] = {}
@@ -201,16 +202,20 @@ def _joined(changes: list[dict[str, Any]]) -> dict[str, Any]:
     return whole
 
 
-def model_list(model: ServedModel, created: int) -> dict[str, Any]:
-    """``GET /v1/models``."""
-    entry = {
+def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
+    """``GET /v1/models/{name}``."""
+    return {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": "tramontane",
         "max_model_len": model.max_model_len,
     }
-    return {"object": "list", "data": [entry]}
+
+
+def model_list(model: ServedModel, created: int) -> dict[str, Any]:
+    """``GET /v1/models``."""
+    return {"object": "list", "data": [model_entry(model, created)]}
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:

@@ -26,6 +26,16 @@ class PageLedger:
         """Could this sequence be admitted if nothing else ran?"""
         return all(n <= c.num_pages for n, c in zip(self._needs(sequence), self.cache.classes, strict=True))
 
+    def how_many_fit(self, sequences: Iterable[Sequence]) -> int:
+        """Of these, one after the other, so many could be promised their pages now."""
+        promised, fitting = self._promised, 0
+        for sequence in sequences:
+            promised = [p + n for p, n in zip(promised, self._needs(sequence), strict=True)]
+            if any(p > c.num_pages for p, c in zip(promised, self.cache.classes, strict=True)):
+                break
+            fitting += 1
+        return fitting
+
     def promise(self, sequence: Sequence) -> bool:
         """Reserve the pages of the sequence's full length, if they are there."""
         needs = self._needs(sequence)

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from tramontane.proto.errors import OverloadedError, PipelineError
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
@@ -82,9 +82,11 @@ class Router:
         if self.failure is not None:
             raise PipelineError(str(self.failure)) from self.failure
         sequences = [self._sequence(spec) for spec in specs]
-        for sequence in sequences:
+        for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.check(sequence)
         if (reason := self.scheduler.overload(sequences)) is not None:
+            if self.scheduler.is_idle:  # it will never be otherwise
+                raise RequestError(f"the request is too large for this server: {reason}; send less at once")
             raise OverloadedError(f"too much is waiting: {reason}", self.retry_after_s)
         request = LiveRequest(sequences, sink, self._clock())
         for sequence in sequences:

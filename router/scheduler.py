@@ -63,7 +63,7 @@ class Scheduler:
                 f"the prompt has {len(sequence.prompt_ids)} tokens; with a context of "
                 f"{self.limits.max_model_len} positions it may have at most {self.limits.max_model_len - 1}"
             )
-        for token_id in sequence.prompt_ids:
+        for token_id in (min(sequence.prompt_ids), max(sequence.prompt_ids)):
             if not 0 <= token_id < self.limits.vocab_size:
                 raise RequestError(f"token id {token_id} is outside the model's vocabulary of {self.limits.vocab_size}")
         assert sequence.max_len <= self.limits.max_model_len
@@ -76,9 +76,10 @@ class Scheduler:
     def overload(self, arriving: Collection[Sequence]) -> str | None:
         """Why these sequences must not be added now, or None.
 
-        Only what would wait is counted: with 3 of 64 places free and nobody waiting, 5 arrivals queue 2.
+        Only what would wait is counted: with 3 of 64 places free, pages for them, and nobody waiting, 5 arrivals queue 2.
         """
-        free = 0 if self._waiting else self.limits.max_num_seqs - len(self._admitted)
+        places = self.limits.max_num_seqs - len(self._admitted)
+        free = 0 if self._waiting else self.ledger.how_many_fit(list(arriving)[:places])
         num_queued = len(self._waiting) + max(len(arriving) - free, 0)
         if self.limits.max_queued_seqs is not None and num_queued > self.limits.max_queued_seqs:
             return f"{len(self._waiting)} sequences are waiting and at most {self.limits.max_queued_seqs} may"

@@ -1,9 +1,12 @@
 """A Tramontane server for tests: the real application on a Ray of its own, and what it holds."""
 
 import json
+import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -42,17 +45,37 @@ def wait_until_ready() -> None:
         time.sleep(0.1)
 
 
-def router_stats() -> list[dict[str, Any]]:
-    """Of every Router replica."""
+def router_stats(stages: bool = True) -> list[dict[str, Any]]:
+    """Of every Router replica. Without ``stages`` also while those stand still."""
     handle = serve.get_deployment_handle("Router", APPLICATION)
-    answers: list[dict[str, Any]] = handle.broadcast("stats").results()
+    answers: list[dict[str, Any]] = handle.broadcast("stats", stages).results()
     return answers
+
+
+@contextmanager
+def standing_still(routers: list[dict[str, Any]]) -> Iterator[None]:
+    """Stop the processes of these routers' stages, and let them go on at the end."""
+    stages = [psutil.Process(stage["pid"]) for router in routers for stage in router["stages"]]
+    for stage in stages:
+        stage.suspend()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.resume()
 
 
 def ingress_stats() -> dict[str, Any]:
     handle = serve.get_deployment_handle("Ingress", APPLICATION)
     answer: dict[str, Any] = handle.stats.remote().result()
     return answer
+
+
+def processes() -> dict[str, Any]:
+    """Who answers now, and in which epoch: the same before and after something that harmed nobody."""
+    (listener,) = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == PORT}
+    routers = sorted((s["pid"], s["epoch"], *(stage["pid"] for stage in s["stages"])) for s in router_stats())
+    return {"proxy": listener, "ingress": ingress_stats()["pid"], "routers": routers}
 
 
 def wait_until_idle() -> list[dict[str, Any]]:
@@ -69,6 +92,34 @@ def complete(**body: Any) -> dict[str, Any]:  # noqa: ANN401
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
     return answer
+
+
+def post_of(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
+    """A request as it travels, with no other headers than these and a host."""
+    return b"\r\n".join([line, b"Host: door", *headers, b"", body])
+
+
+def length_of(body: bytes) -> bytes:
+    return b"Content-Length: %d" % len(body)
+
+
+def exchange(request: bytes) -> tuple[int, bytes]:
+    """Send exactly these bytes; returns the answer's status and body."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(request)
+        with HTTPResponse(connection) as response:
+            response.begin()
+            return response.status, response.read()
+
+
+def send_and_leave(request: bytes, *, abruptly: bool, having_read: int = 0) -> None:
+    """Send these bytes, read the beginning of the answer and go; ``abruptly`` as when a cable is cut."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(request)
+        while having_read > 0:
+            having_read -= len(connection.recv(having_read))
+        if abruptly:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 def events(text: str) -> list[dict[str, Any]]:

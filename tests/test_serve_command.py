@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 import ray
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serving import leftovers, listening
+from serving import leftovers, listening, router_stats
 
 from tramontane.cluster.config import DEMO_MODEL
 
@@ -101,6 +102,8 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
         time.sleep(0.3)
         process.send_signal(signal.SIGTERM)  # once more, by somebody impatient
         assert process.wait(timeout=120) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "", "nothing of Ray's, which may be read by a machine"
     assert _started_with(tmp_path) == []
 
 
@@ -119,11 +122,34 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
         (["--model", str(tmp_path)], "error: "),
         (["--replicas", "0"], "error: --replicas is "),
         (["--host", "999.1.1.1"], "error: --host 999.1.1.1 --port 8000 cannot be had"),
+        (["--host", ""], "error: --host is ''"),
+        (["--served-model-name", ""], "error: --served-model-name is ''"),
     ):
         run = _run(home, *arguments)
         assert run.returncode == 2, run.stderr
         assert run.stdout == ""
         assert run.stderr.splitlines()[-1].startswith(message)
+
+
+def test_the_mode_that_opens_ports_to_everybody_is_not_taken_with_a_loopback_host(tmp_path: Path) -> None:
+    run = _run(_environment(tmp_path, RAY_SERVE_ENABLE_HA_PROXY="1"))
+    assert run.returncode == 2
+    assert "--host 127.0.0.1 cannot be kept in Ray Serve's HAProxy mode" in run.stderr.splitlines()[-1]
+
+
+def test_ctrl_c_while_it_is_being_imported_is_one_line() -> None:
+    """The import hangs until the signal is there."""
+    code = (
+        "import os, signal, sys\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'ray': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Slow())\n"
+        "from tramontane.cluster.entry import main\n"
+        "main()\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, preexec_fn=_hear_signals)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
 
 
 # ---- a cluster that was there before
@@ -166,6 +192,33 @@ def _locally(prompt: str, num_tokens: int) -> str:
     run = subprocess.run([*command, "--max-tokens", str(num_tokens), prompt], capture_output=True, text=True, check=True)
     text: str = json.loads(run.stdout)["completions"][0]["text"]
     return text
+
+
+def test_two_replicas_are_two_pipelines_that_share_the_requests(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "1", "--replicas", "2"]
+    with _server(_joined(cluster, tmp_path), *options) as (process, ready):
+        assert (ready["replicas"], ready["stages"]) == (2, 1)
+        assert len(leftovers()) == 2 * 3, "of each: a supervisor, a stage, a placement group"
+        before = router_stats()
+        assert len({stats["pipeline"] for stats in before}) == len({stats["stages"][0]["pid"] for stats in before}) == 2
+        with ThreadPoolExecutor(8) as clients:
+            body = {"prompt": "ROMEO:", "max_tokens": 20, "ignore_eos": True}
+            answers = [clients.submit(_complete, ready["url"], **body) for _ in range(24)]
+        assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {20}
+        steps = {stats["pipeline"]: stats["steps"] for stats in router_stats()}
+        assert all(steps[stats["pipeline"]] - stats["steps"] >= 20 for stats in before), "both have worked"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    while leftovers() or _ray_actors():
+        time.sleep(0.1)
+
+
+def test_more_pipelines_than_there_is_room_for_are_refused_with_the_numbers(cluster: Cluster, tmp_path: Path) -> None:
+    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "2", "--replicas", "50"]
+    run = _run(_joined(cluster, tmp_path), *options)
+    assert run.returncode == 2
+    assert "error: 50 x 2 stages of 1 CPU each need 100, and the cluster has" in run.stderr.splitlines()[-1]
+    assert not leftovers()
 
 
 def test_when_the_command_is_killed_everything_it_started_goes(cluster: Cluster, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -24,7 +24,6 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.completions import ServedModel
-from tramontane.router.openai_schema import CompletionRequest
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.tokenizer import Tokenizer
@@ -133,20 +132,6 @@ def _events(response: httpx.Response) -> list[dict[str, Any]]:
     assert (done, nothing) == ("data: [DONE]", "")
     assert all(event.startswith("data: ") for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
-
-
-def _check_error(body: bytes, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape and nothing else."""
-    parsed = json.loads(body)
-    assert parsed.keys() == {"error"}
-    error: dict[str, Any] = parsed["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    assert isinstance(error["message"], str)
-    assert error["message"]
-    assert error["type"] in ("invalid_request_error", "rate_limit_error", "server_error")
-    assert param is None or error["param"] == param
-    assert code is None or error["code"] == code
-    return error
 
 
 # Answers
@@ -272,6 +257,10 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
             assert model["max_model_len"] == CONTEXT
             assert isinstance(model["created"], int)
+            assert (await house.client.get("/v1/models/tiny")).json() == model
+            unknown = await house.client.get("/v1/models/gpt/4")
+            assert unknown.status_code == 404
+            assert check_error(unknown.content)["code"] == "model_not_found"
 
     asyncio.run(scenario())
 
@@ -285,7 +274,7 @@ def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenize
             unready = await house.client.get("/health")
             assert unready.status_code == 503
             assert unready.headers["retry-after"] == "1"
-            assert _check_error(unready.content)["type"] == "server_error"
+            assert check_error(unready.content)["type"] == "server_error"
 
     asyncio.run(scenario())
 
@@ -293,16 +282,14 @@ def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenize
 # Refusals
 
 
-@pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/chat/completions", "/v1/models/tiny", "/v2/completions", "/%0a%22%ff", "/docs"]
-)
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat/completions", "/v2/completions", "/%0a%22%ff", "/docs"])
 def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer, path: str) -> None:
     async def scenario() -> None:
         async with _house(chain, tokenizer) as house:
             for method in ("GET", "POST"):
                 response = await house.client.request(method, path)
                 assert response.status_code == 404
-                assert _check_error(response.content)["type"] == "invalid_request_error"
+                assert check_error(response.content)["type"] == "invalid_request_error"
 
     asyncio.run(scenario())
 
@@ -324,7 +311,7 @@ def test_another_method_is_not_allowed(
             response = await house.client.request(method, path)
             assert response.status_code == 405
             assert allowed in response.headers["allow"].split(", ")
-            _check_error(response.content)
+            check_error(response.content)
 
     asyncio.run(scenario())
 
@@ -335,7 +322,7 @@ def test_a_strange_host_header_is_no_defect(chain: LocalStageChain, tokenizer: T
             for path in ("/nothing", "/v1/completions"):
                 response = await house.client.get(path, headers={"host": "["})
                 assert response.status_code in (400, 404, 405)
-                _check_error(response.content)
+                check_error(response.content)
 
     asyncio.run(scenario())
 
@@ -346,7 +333,7 @@ def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokeniz
             for stream in (False, True):
                 response = await house.post(GREEDY | {"model": "x" * 1000, "stream": stream})
                 assert response.status_code == 404
-                error = _check_error(response.content, "model", "model_not_found")
+                error = check_error(response.content, "model", "model_not_found")
                 assert "'tiny'" in error["message"]
                 assert len(error["message"]) < 200
             assert (await house.post({"prompt": "a", "model": None})).status_code == 200
@@ -378,7 +365,7 @@ def test_a_request_that_cannot_run_is_refused_by_its_parameter(
         async with _house(chain, tokenizer) as house:
             response = await house.post(GREEDY | changes | {"stream": stream})
             assert response.status_code == 400
-            assert _check_error(response.content, param)["type"] == "invalid_request_error"
+            assert check_error(response.content, param)["type"] == "invalid_request_error"
             assert house.router.scheduler.num_steps == 0
 
     asyncio.run(scenario())
@@ -389,7 +376,7 @@ def test_of_several_prompts_none_runs_if_one_cannot(chain: LocalStageChain, toke
         async with _house(chain, tokenizer) as house:
             response = await house.post(GREEDY | {"prompt": [[1, 2], [ARGS.vocab_size]]})
             assert response.status_code == 400
-            assert str(ARGS.vocab_size) in _check_error(response.content, "prompt")["message"]
+            assert str(ARGS.vocab_size) in check_error(response.content, "prompt")["message"]
             assert house.router.scheduler.is_idle
 
     asyncio.run(scenario())
@@ -402,7 +389,7 @@ def test_a_body_as_large_as_allowed_is_read_and_one_byte_more_is_not(chain: Loca
             assert (await house.post(whole)).status_code == 200
             response = await house.post(whole + b" ")
             assert response.status_code == 413
-            assert str(MAX_BODY) in _check_error(response.content)["message"]
+            assert str(MAX_BODY) in check_error(response.content)["message"]
 
     asyncio.run(scenario())
 
@@ -420,7 +407,7 @@ def test_a_body_without_a_length_is_bounded_as_it_comes(chain: LocalStageChain, 
             assert "content-length" not in small.request.headers
             large = await house.client.post("/v1/completions", content=parts(100))
             assert large.status_code == 413
-            _check_error(large.content)
+            check_error(large.content)
 
     asyncio.run(scenario())
 
@@ -432,7 +419,7 @@ def test_a_body_that_says_it_is_too_large_is_not_read_at_all(chain: LocalStageCh
             caller = Caller(house.app, b"", headers=[(b"content-length", declared.encode())])
             await caller.call()
             assert caller.status == 413
-            _check_error(caller.body)
+            check_error(caller.body)
             assert caller.num_received == 0
 
     asyncio.run(scenario())
@@ -479,7 +466,7 @@ def test_a_full_router_says_when_to_come_back(
                 response = await house.post(GREEDY | changes | {"stream": stream})
                 assert response.status_code == 429
                 assert int(response.headers["retry-after"]) >= 1
-                assert _check_error(response.content, code="rate_limit_exceeded")["type"] == "rate_limit_error"
+                assert check_error(response.content, code="rate_limit_exceeded")["type"] == "rate_limit_error"
             scheduler = house.router.scheduler
             assert (scheduler.num_running, scheduler.num_waiting, house.router.num_requests) == before
             waiting = asyncio.create_task(house.post(GREEDY | {"prompt": [1] * 20}))
@@ -511,7 +498,7 @@ def test_a_pipeline_that_fails_before_the_first_token_is_a_status(
                 response = await house.post(GREEDY | {"stream": stream})
                 assert response.status_code == 503
                 assert response.headers["retry-after"] == "1"
-                error = _check_error(response.content, code="unavailable")
+                error = check_error(response.content, code="unavailable")
                 assert (error["type"], error["message"]) == ("server_error", "stage 1 died")
 
     asyncio.run(scenario())
@@ -522,7 +509,7 @@ def test_a_pipeline_that_fails_later_ends_a_plain_answer_as_a_status(chain: Loca
         async with _house(chain, tokenizer, _fails_at(3)) as house:
             response = await house.post(GREEDY)
             assert response.status_code == 503
-            _check_error(response.content, code="unavailable")
+            check_error(response.content, code="unavailable")
 
     asyncio.run(scenario())
 
@@ -535,7 +522,7 @@ def test_a_pipeline_that_fails_later_ends_a_stream_with_an_error(chain: LocalSta
             first, *_, last, nothing = response.text.split("\n\n")
             assert nothing == ""
             assert json.loads(first.removeprefix("data: "))["choices"][0]["finish_reason"] is None
-            error = _check_error(last.removeprefix("data: ").encode(), code="unavailable")
+            error = check_error(last.removeprefix("data: ").encode(), code="unavailable")
             assert error["message"] == "stage 1 died"
             assert "[DONE]" not in response.text
 
@@ -567,7 +554,7 @@ def test_a_defect_is_a_status_without_its_insides(
             async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
                 response = await client.post("/v1/completions", json=GREEDY)
             assert response.status_code == 500
-            assert "secret" not in _check_error(response.content)["message"]
+            assert "secret" not in check_error(response.content)["message"]
 
     asyncio.run(scenario())
 
@@ -774,51 +761,6 @@ def test_streams_share_the_writes_evenly(
 # Whatever comes
 
 
-NUMBERS = st.integers() | st.integers(-2, 130) | st.floats() | st.sampled_from([10**30, 2**31 - 1, 1e-320, 1e308])
-SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=12)
-VALUES = SCALARS | st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
-)
-PROMPTS = st.text(max_size=40) | st.lists(st.text(max_size=8), max_size=3) | st.lists(st.integers(-1, 1001), max_size=70)
-SENSIBLE = st.fixed_dictionaries(
-    {"prompt": PROMPTS},
-    optional={
-        "max_tokens": st.integers(0, 80),
-        "temperature": st.sampled_from([0, 1e-320, 1e-6, 0.7, 1, 1e30, 1e308]),
-        "top_p": st.floats(0, 1),
-        "top_k": st.integers(-2, 1001),
-        "seed": st.integers(-(2**63), 2**63),
-        "n": st.integers(0, 9),
-        "stop": st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=3),
-        "stream": st.booleans(),
-        "echo": st.booleans(),
-        "ignore_eos": st.booleans(),
-        "return_token_ids": st.booleans(),
-        "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
-    },
-)
-FIELDS = st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), VALUES, max_size=3)
-
-
-def _as_body(fields: dict[str, Any]) -> bytes:
-    return json.dumps(fields).encode()
-
-
-@st.composite
-def _damaged(draw: st.DrawFn) -> bytes:
-    whole = _as_body(draw(SENSIBLE))
-    at, length = draw(st.integers(0, len(whole))), draw(st.integers(0, 6))
-    return whole[:at] + draw(st.binary(max_size=6)) + whole[at + length :]
-
-
-BODIES = {
-    "bytes": st.binary(max_size=80),
-    "damaged requests": _damaged(),
-    "sensible requests": SENSIBLE.map(_as_body),
-    "any value in any field": st.builds(lambda sensible, any_field: _as_body(sensible | any_field), SENSIBLE, FIELDS),
-}
-
-
 @pytest.mark.parametrize("kind", BODIES)
 def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
     chain: LocalStageChain, tokenizer: Tokenizer, kind: str
@@ -827,7 +769,7 @@ def test_whatever_is_sent_is_answered_or_refused_and_leaves_nothing(
         response = await house.post(body)
         assert response.status_code in (200, 400, 404, 429)
         if response.status_code != 200:
-            _check_error(response.content)
+            check_error(response.content)
         elif response.headers["content-type"].startswith("text/event-stream"):
             assert all("error" not in event for event in _events(response))
         else:

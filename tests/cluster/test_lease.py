@@ -1,16 +1,21 @@
 """One router at a time: the book alone, then supervisors, stages and two routers that both believe."""
 
 import asyncio
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import harness
 import pytest
 import ray
 from harness import GREEDY, placed, random_ids, run_prompts, scheduler_for
 from hypothesis import given
 from hypothesis import strategies as st
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -18,9 +23,18 @@ from tramontane.cluster import supervisor as supervisor_module
 from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import running_pipeline
-from tramontane.cluster.supervisor import Application, PipelineSpec, create_supervisor, driver_as_holder, remove_pipeline
-from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError
-from tramontane.proto.step import StepResult
+from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.router_replica import any_pipeline
+from tramontane.cluster.supervisor import (
+    Application,
+    PipelineSpec,
+    actor_as_holder,
+    create_supervisor,
+    driver_as_holder,
+    remove_pipeline,
+)
+from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
 
 TTL = 10.0
 
@@ -101,7 +115,7 @@ def spec(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     folder = write_checkpoint(tmp_path / "model", ARGS, random_model(ARGS))
     spec = PipelineSpec(f"lease-{abs(hash(request.node.name))}", tiny_plan(ARGS, 2), folder, 1, use_gpus=False)
     yield spec
-    remove_pipeline(spec)
+    remove_pipeline(spec.name)
 
 
 def _health(spec: PipelineSpec) -> list[StageHealth]:
@@ -154,6 +168,97 @@ def test_a_pipeline_that_is_driven_is_not_touched(spec: PipelineSpec) -> None:
             asyncio.run(intrude())
         assert _health(spec) == before
         assert asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS, GREEDY))
+
+
+class Contender:
+    """As a Router replica: it takes any pipeline that nobody drives, or makes one."""
+
+    def __init__(self) -> None:
+        self._exit = AsyncExitStack()
+
+    async def start(self, spec: PipelineSpec, is_full: bool = False) -> PipelineSpec:
+        """``is_full``: the cluster has nothing left with which a pipeline could be planned."""
+
+        def new_spec() -> PipelineSpec:
+            if is_full:
+                raise PlanError("no room")
+            return spec
+
+        self._spec, self._chain = await self._exit.enter_async_context(any_pipeline(spec.name, new_spec))
+        return self._spec
+
+    async def run(self) -> list[list[int]]:
+        self._scheduler = scheduler_for(self._spec.plan)
+        return await run_prompts(self._chain, self._scheduler, PROMPTS)
+
+    async def claim_that_of(self, other: PipelineSpec) -> int:
+        return await self._chain_of(other).fence()
+
+    async def step_on_that_of(self, other: PipelineSpec) -> StepResult:
+        chunk = Chunk(0, 0, (1,), ((0,),), GREEDY, True)
+        return await self._chain_of(other).submit(MicroBatch(self._scheduler.epoch, 0, (chunk,)))
+
+    async def stop(self) -> None:
+        await self._exit.aclose()
+
+    def _chain_of(self, other: PipelineSpec) -> RayStageChain:
+        stages = [ray.get_actor(other.stage_name(i), NAMESPACE) for i in range(2)]
+        return RayStageChain(stages, ray.get_actor(other.supervisor_name, NAMESPACE), actor_as_holder())
+
+
+@contextmanager
+def _contenders(names: str) -> Iterator[list["ActorHandle[Any]"]]:
+    """Named actors that are ready to start."""
+    modules = [sys.modules[__name__], harness]
+    for module in modules:
+        ray.cloudpickle.register_pickle_by_value(module)  # actors cannot import tests
+    try:
+        actors = [ray.remote(num_cpus=0)(Contender).options(name=f"contender-{name}").remote() for name in names]
+        ray.get([actor.__ray_ready__.remote() for actor in actors])
+    finally:
+        for module in modules:
+            ray.cloudpickle.unregister_pickle_by_value(module)
+    yield actors
+    for actor in actors:
+        ray.kill(actor)
+
+
+@pytest.mark.ray
+def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_other_makes_one(spec: PipelineSpec) -> None:
+    with _contenders("abc") as (first, *both):
+        free = ray.get(first.start.remote(spec))
+        before = _health(free)
+        ray.kill(first)
+        specs = ray.get([contender.start.remote(spec) for contender in both])
+        assert sorted(s.name for s in specs) == [free.name, free.name.removesuffix("0") + "1"]
+        assert [h.pid for h in _health(free)] == [h.pid for h in before], "it was taken over as it was"
+        assert [h.epoch for h in before] == [-1, -1], "nobody had run anything"
+
+        one, other = ray.get([contender.run.remote() for contender in both])
+        assert one == other, "both work at the same time, and neither disturbs the other"
+        held = [_health(s) for s in specs]
+        assert [{h.holder for h in stages} for stages in held] == [{"actor/contender-b"}, {"actor/contender-c"}]
+
+        for intruder, theirs in zip(both, reversed(specs), strict=True):
+            with pytest.raises(LeaseError, match="driven by actor/contender"):
+                ray.get(intruder.claim_that_of.remote(theirs))
+            with pytest.raises(PipelineError, match="is at epoch"):
+                ray.get(intruder.step_on_that_of.remote(theirs))
+        assert [_health(s) for s in specs] == held
+        assert ray.get([contender.run.remote() for contender in both]) == [one, other]
+        ray.get([contender.stop.remote() for contender in both])
+    while any(a["name"].startswith(spec.name) for a in ray.util.list_named_actors(all_namespaces=True)):
+        time.sleep(0.05)
+
+
+@pytest.mark.ray
+def test_a_free_pipeline_is_adopted_as_it_was_made_also_where_nothing_could_be_planned_any_more(spec: PipelineSpec) -> None:
+    with _contenders("de") as (first, second):
+        made = ray.get(first.start.remote(spec))
+        ray.kill(first)
+        assert ray.get(second.start.remote(replace(spec, threads_per_stage=7), is_full=True)) == made
+        ray.get(second.stop.remote())
+    assert not _actors_of(spec)
 
 
 @pytest.mark.ray

@@ -1,24 +1,46 @@
 """The whole application over HTTP: official clients, many clients, clients that leave, routers that die."""
 
 import asyncio
+import json
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import ray
 from harness import random_ids
+from http_fuzz import BODIES, check_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from openai import AsyncOpenAI, OpenAI
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
-from serving import URL, complete, events, ingress_stats, leftovers, router_stats, served, wait_until_idle, wait_until_ready
+from serving import (
+    URL,
+    complete,
+    events,
+    exchange,
+    ingress_stats,
+    leftovers,
+    length_of,
+    post_of,
+    processes,
+    router_stats,
+    send_and_leave,
+    served,
+    standing_still,
+    wait_until_idle,
+    wait_until_ready,
+)
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.launch import open_engine
@@ -229,13 +251,20 @@ def _storm(num_requests: int, seed: int) -> int:
 def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
     _storm(150, seed=1)
     (before,), door_before = wait_until_idle(), ingress_stats()
+    memory_before = _memory(before, door_before)
     assert _storm(500, seed=2) > 100, "many must have left"
     (after,), door_after = wait_until_idle(), ingress_stats()
     assert after["steps"] > before["steps"]
     assert after["tasks"] <= before["tasks"] + 3
     assert door_after["tasks"] <= door_before["tasks"] + 3
-    for now, then in ((after, before), (door_after, door_before)):
-        assert now["rss"] < then["rss"] + 24 * 2**20, "memory is flat after the first storm"
+    for name, num_bytes in _memory(after, door_after).items():
+        assert num_bytes < memory_before[name] + 24 * 2**20, f"memory of {name} is flat after the first storm"
+
+
+def _memory(router: dict[str, Any], door: dict[str, Any]) -> dict[str, int]:
+    """Bytes of every process that works on requests; stages made their page pools when they were loaded."""
+    stages = {stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]}
+    return {"the router": router["rss"], "the ingress": door["rss"], **stages}
 
 
 def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
@@ -259,6 +288,30 @@ def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
     asyncio.run(leave({"prompt": ["ROMEO:"] * 40, "stream": True}, 32, 8))
     (after,) = wait_until_idle()
     assert after["steps"] - before["steps"] < 1000, "none of them ran to its end"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_once_a_router_hears_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
+    """Stages that stand still meanwhile make it exact: what is in flight comes back, and then nothing more happens."""
+    before = wait_until_idle()
+
+    async def leave() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            body = {"prompt": ["ROMEO:"] * 8, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            while (await asyncio.to_thread(router_stats))[0]["steps"] < before[0]["steps"] + 20:
+                pass
+            with standing_still(before):
+                call.cancel()
+                await asyncio.wait([call])
+                while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])["requests"]:
+                    await asyncio.sleep(0.05)
+                return stats
+
+    held = asyncio.run(leave())
+    assert held["sequences"] > 0
+    assert held["pages_held"] > 0, "what is in flight may touch them"
+    assert wait_until_idle()[0]["steps"] == held["steps"]
 
 
 # ---- too much at once
@@ -286,6 +339,198 @@ def test_when_too_many_wait_the_next_is_told_when_to_come_back() -> None:
 
     asyncio.run(run())
     wait_until_idle()
+
+
+# ---- whatever comes
+
+
+@contextmanager
+def _nobody_is_harmed() -> Iterator[None]:
+    """Afterwards nothing is held, every process is the one that it was, and answers."""
+    wait_until_idle()
+    before = processes()
+    yield
+    wait_until_idle()
+    assert processes() == before
+    assert complete(prompt="ROMEO:", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+ASKED = b'{"prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}'
+ENDLESS = b'{"prompt": "ROMEO:", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+TEN_MB = b'{"prompt": "' + b"la " * (10**7 // 3) + b'"}'
+REFUSED_BODIES = {
+    b"": "the body is not JSON: EOF",
+    b"null": "the body must be a JSON object",
+    b"[1, 2]": "the body must be a JSON object",
+    b"{}": "prompt is missing",
+    b'{"prompt": {"text": "O"}}': "prompt: it must be a text",
+    b'{"prompt": []}': "and not empty",
+    b'{"prompt": ["O", 5]}': "a list must hold either",
+    b'{"prompt": [1.5]}': "a list must hold either",
+    b'{"prompt": [true]}': "a list must hold either",
+    b'{"prompt": [-1]}': "token ids are whole numbers from 0",
+    b'{"prompt": [1%s]}' % (b"0" * 400): "token ids are whole numbers from 0",
+    b'{"prompt": [100000]}': "outside the model's vocabulary of",
+    b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "one request may have at most 288",
+    b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5': input should be a valid integer",
+    b'{"prompt": "O", "max_tokens": true}': "max_tokens is True: input should be a valid integer",
+    b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: input should be greater than or equal to 1",
+    b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 99): "max_tokens is 1000",
+    b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 9999): "the body is not JSON: number out of range",
+    b'{"prompt": "O", "max_tokens": 1e400}': "max_tokens is inf",
+    b'{"prompt": "O", "temperature": NaN}': "temperature is nan: input should be a finite number",
+    b'{"prompt": "O", "temperature": Infinity}': "temperature is inf: input should be a finite number",
+    b'{"prompt": "O", "temperature": -Infinity}': "temperature is -inf",
+    b'{"prompt": "O", "temperature": -0.1}': "temperature is -0.1",
+    b'{"prompt": "O", "top_p": 1e999}': "top_p is inf",
+    b'{"prompt": "O", "seed": 9223372036854775808}': "seed is 9223372036854775808",
+    b'{"prompt": "O", "stop": [""]}': "stop: it must be a text or a list of texts, none of them empty",
+    b'{"prompt": "O", "stream": "yes"}': "stream is 'yes': input should be a valid boolean",
+    b'{"prompt": "O", "\\u0000\\n": 1}': "?? is not a parameter of this endpoint",
+    b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
+    b'{"prompt": "\\ud800"}': "the body is not JSON: unexpected end of hex escape",
+    b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
+    b"\xef\xbb\xbf" + ASKED: "the body is not JSON: expected value at line 1 column 1",
+    ASKED.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
+    ASKED + b"x": "the body is not JSON: trailing characters",
+    ASKED[:-1]: "the body is not JSON: EOF",
+    b'{"prompt": ' + b"[" * 10**6: "the body is not JSON: recursion limit exceeded",
+    b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}": "the body is not JSON: recursion limit exceeded",
+    b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
+    b'{"prompt": "' + b"la " * 2**20 + b'"}': "the prompt has 3145728 characters; with a context of 2048 positions",
+    TEN_MB: "the body is larger than 8388608 bytes; send less at once",
+}
+
+
+def test_a_body_that_makes_no_sense_is_refused_with_what_is_wrong() -> None:
+    with _nobody_is_harmed(), httpx.Client(base_url=URL, timeout=240) as client:
+        for body, message in REFUSED_BODIES.items():
+            response = client.post("/v1/completions", content=body)
+            assert response.status_code == (413 if body is TEN_MB else 400), message
+            assert message in check_error(response.content)["message"]
+
+
+def test_random_bodies_are_answered_or_refused() -> None:
+    """As in the tests of the door, by way of Ray Serve and many at a time."""
+
+    async def send(bodies: list[bytes]) -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            for response in await asyncio.gather(*(client.post("/v1/completions", content=body) for body in bodies)):
+                assert response.status_code in (200, 400, 404, 429)
+                if response.status_code != 200:
+                    check_error(response.content)
+
+    @settings(derandomize=True, deadline=None, max_examples=3)
+    @given(bodies=st.lists(st.one_of(*BODIES.values()), min_size=32, max_size=32))
+    def whatever(bodies: list[bytes]) -> None:
+        asyncio.run(send(bodies))
+
+    with _nobody_is_harmed():
+        whatever()
+
+
+def _chunk(part: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(part), part)
+
+
+CHUNKED = b"Transfer-Encoding: chunked"
+NOT_HERE = "there are POST /v1/completions, GET /v1/models, GET /health"
+FRAMED = {
+    "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
+    "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
+    "with two hosts": (post_of(ASKED, length_of(ASKED), b"Host: another"), 200, ""),
+    "with a strange content type": (post_of(ASKED, length_of(ASKED), b"Content-Type: \xff/xml"), 200, ""),
+    "with a strange encoding": (post_of(ASKED, length_of(ASKED), b"Content-Encoding: gzip"), 200, ""),
+    "with many headers": (post_of(ASKED, length_of(ASKED), *(b"X-%d: x" % i for i in range(1000))), 200, ""),
+    "with a huge header": (post_of(ASKED, length_of(ASKED), b"X: " + b"x" * 60_000), 200, ""),
+    "that expects to be asked": (post_of(ASKED, length_of(ASKED), b"Expect: 100-continue"), 200, ""),
+    "with wrong keys": (post_of(ASKED, length_of(ASKED), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"), 200, ""),
+    "without a length": (post_of(b""), 400, "the body is not JSON: EOF"),
+    "longer than it says": (post_of(ASKED, length_of(ASKED[:10]), b"Connection: close"), 400, "the body is not JSON: EOF"),
+    "that says it is too large": (post_of(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
+    "that says it is endless": (post_of(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
+    "too large in chunks": (
+        post_of(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
+        413,
+        "the body is larger than 8388608 bytes",
+    ),
+    "by GET": (post_of(ASKED, length_of(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, NOT_HERE),
+    "by DELETE": (post_of(ASKED, length_of(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, NOT_HERE),
+    "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, NOT_HERE),
+    "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, NOT_HERE),
+    "for nothing": (post_of(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
+    "for chat": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/chat/completions HTTP/1.1"), 404, NOT_HERE),
+    "for a path with dots": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"), 404, NOT_HERE),
+    "for no character": (post_of(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
+    "for a long path": (post_of(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
+    "to a strange host": (b"GET /nothing HTTP/1.1\r\nHost: [\xff\r\n\r\n", 404, NOT_HERE),
+}
+
+
+@pytest.mark.parametrize("how", FRAMED)
+def test_a_request(how: str) -> None:
+    request, wanted, message = FRAMED[how]
+    with _nobody_is_harmed():
+        status, body = exchange(request)
+        assert status == wanted
+        assert status == 200 or message in check_error(body)["message"]
+
+
+@pytest.mark.parametrize("name", [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"])
+def test_headers_that_ray_serve_reads_may_hold_anything(name: bytes) -> None:
+    with _nobody_is_harmed():
+        assert exchange(post_of(ASKED, length_of(ASKED), name + b": \xff"))[0] in (200, 400)
+
+
+@pytest.mark.parametrize("header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"])
+def test_a_client_cannot_give_ray_serve_orders(header: bytes) -> None:
+    with _nobody_is_harmed():
+        assert exchange(post_of(ASKED, length_of(ASKED), header))[0] == 200
+
+
+NOT_HTTP = (
+    b"\r\n\r\nnothing at all\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\xaa" * 40,  # TLS
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    post_of(ASKED, b"Content-Length: -5"),
+    post_of(ASKED, b"Content-Length: abc"),
+    post_of(ASKED, b"Content-Length: " + b"9" * 30),
+    post_of(ASKED, length_of(ASKED), b"Content-Length: 5"),
+    post_of(_chunk(ASKED), CHUNKED, b"Content-Length: 5"),
+    post_of(b"zz\r\n" + ASKED, CHUNKED),
+    post_of(b"-5\r\n" + ASKED, CHUNKED),
+    post_of(b"f" * 17 + b"\r\n" + ASKED, CHUNKED),
+    post_of(ASKED, b"Transfer-Encoding: gzip"),
+    post_of(ASKED, length_of(ASKED), b"no colon"),
+    post_of(ASKED, length_of(ASKED), b"X: \x00"),
+    post_of(b"", line=b"GIVE /v1/models HTTP/1.1"),
+    post_of(b"", line=b"GET /\xff HTTP/1.1"),
+    post_of(b"", line=b"GET /v1/models?" + b"x" * 70_000 + b" HTTP/1.1"),
+)
+
+
+def test_what_is_not_http_does_not_get_past_ray_serves_proxy() -> None:
+    """The proxy's own refusal, in plain text: there is no request yet that could be answered in OpenAI's words."""
+    with _nobody_is_harmed():
+        for request in NOT_HTTP:
+            assert exchange(request) == (400, b"Invalid HTTP request received.")
+
+
+@pytest.mark.parametrize("abruptly", [False, True])
+def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: bool) -> None:
+    whole = post_of(ENDLESS, length_of(ENDLESS))
+    chunked = post_of(_chunk(ENDLESS), CHUNKED)  # without the end
+    start = whole.index(ENDLESS)
+    with _nobody_is_harmed():
+        steps = router_stats()[0]["steps"]
+        for cut in (0, 1, 9, 30, start - 1, start, start + 1, start + 40, len(whole) - 1):
+            send_and_leave(whole[:cut], abruptly=abruptly)
+        for cut in (start + 3, len(chunked) - 2, len(chunked)):
+            send_and_leave(chunked[:cut], abruptly=abruptly)
+        assert wait_until_idle()[0]["steps"] == steps, "nothing of them was ever run"
+        for having_read in (0, 1, 500):  # bytes: nothing, the first, some tokens
+            send_and_leave(whole, abruptly=abruptly, having_read=having_read)
+        assert wait_until_idle()[0]["steps"] - steps < 1000, "none of them ran to its end"
 
 
 # ---- a router that dies
@@ -378,7 +623,7 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     before = {s["pid"]: s["steps"] for s in stats}
     asyncio.run(run())
     assert all(s["steps"] > before[s["pid"]] for s in router_stats()), "both have worked"
-    _deploy(1)
+    _scale_down_under_load()
     while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
         time.sleep(0.1)
     wait_until_ready()
@@ -386,6 +631,41 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     _deploy(0)
     while leftovers():
         time.sleep(0.1)
+
+
+def _scale_down_under_load() -> None:
+    """From two pipelines to one while both stream: every stream ends as if nothing had happened, and then one pipeline goes."""
+
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore) -> str:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            parts = response.aiter_text()
+            text = await anext(parts)
+            begun.release()
+            return text + "".join([part async for part in parts])
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": f"KING {i}", "max_tokens": 120, "temperature": 0, "ignore_eos": True} for i in range(6)]
+            begun = asyncio.Semaphore(0)
+            streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
+            for _ in streams:
+                await begun.acquire()
+            routers = await asyncio.to_thread(router_stats)
+            with standing_still(routers):  # so that none of them ends before one of the two is to go
+                assert all(router["requests"] for router in routers)
+                _deploy(1)
+                while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
+                    await asyncio.sleep(0.05)
+                late = asyncio.create_task(client.post("/v1/completions", json=bodies[0]))
+                assert len(leftovers()) == 8, "what still works stays"
+            streamed = [events(text) for text in await asyncio.gather(*streams)]
+            texts = ["".join(event["choices"][0]["text"] for event in each) for each in streamed]
+            assert [each[-1]["choices"][0]["finish_reason"] for each in streamed] == ["length"] * len(bodies)
+            assert (await late).json()["choices"][0]["text"] == texts[0]
+            again = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert texts == [answer.json()["choices"][0]["text"] for answer in again]
+
+    asyncio.run(run())
 
 
 def _stats_once_they_settle() -> list[dict[str, Any]]:
@@ -401,7 +681,7 @@ def _deploy(num_pipelines: int) -> None:
         "route_prefix": "/",
         "import_path": "tramontane.cluster.serve_app:build",
         "args": SETTINGS,
-        "deployments": [{"name": "Router", "num_replicas": num_pipelines}],
+        "deployments": [{"name": "Router", "num_replicas": num_pipelines, "graceful_shutdown_timeout_s": 240}],
     }
     client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_pipelines else []}))

@@ -1,0 +1,66 @@
+"""What may come in over HTTP, and the shape of every refusal."""
+
+import json
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tramontane.router.openai_schema import CompletionRequest
+
+NUMBERS = st.integers() | st.integers(-2, 130) | st.floats() | st.sampled_from([10**30, 2**31 - 1, 1e-320, 1e308])
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=12)
+VALUES = SCALARS | st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3), max_leaves=8
+)
+PROMPTS = st.text(max_size=40) | st.lists(st.text(max_size=8), max_size=3) | st.lists(st.integers(-1, 1001), max_size=70)
+SENSIBLE = st.fixed_dictionaries(
+    {"prompt": PROMPTS},
+    optional={
+        "max_tokens": st.integers(0, 80),
+        "temperature": st.sampled_from([0, 1e-320, 1e-6, 0.7, 1, 1e30, 1e308]),
+        "top_p": st.floats(0, 1),
+        "top_k": st.integers(-2, 1001),
+        "seed": st.integers(-(2**63), 2**63),
+        "n": st.integers(0, 9),
+        "stop": st.text(max_size=3) | st.lists(st.text(max_size=2), max_size=3),
+        "stream": st.booleans(),
+        "echo": st.booleans(),
+        "ignore_eos": st.booleans(),
+        "return_token_ids": st.booleans(),
+        "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    },
+)
+FIELDS = st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), VALUES, max_size=3)
+
+
+def _as_body(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).encode()
+
+
+@st.composite
+def _damaged(draw: st.DrawFn) -> bytes:
+    whole = _as_body(draw(SENSIBLE))
+    at, length = draw(st.integers(0, len(whole))), draw(st.integers(0, 6))
+    return whole[:at] + draw(st.binary(max_size=6)) + whole[at + length :]
+
+
+BODIES = {
+    "bytes": st.binary(max_size=80),
+    "damaged requests": _damaged(),
+    "sensible requests": SENSIBLE.map(_as_body),
+    "any value in any field": st.builds(lambda sensible, any_field: _as_body(sensible | any_field), SENSIBLE, FIELDS),
+}
+
+
+def check_error(body: bytes, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape and nothing else."""
+    parsed = json.loads(body)
+    assert parsed.keys() == {"error"}
+    error: dict[str, Any] = parsed["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    assert error["message"]
+    assert error["type"] in ("invalid_request_error", "rate_limit_error", "server_error")
+    assert param is None or error["param"] == param
+    assert code is None or error["code"] == code
+    return error
