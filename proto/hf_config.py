@@ -74,7 +74,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """No defaults: transformers' differ by class, and a wrong guess would be a wrong model."""
     architecture = (config.get("architectures") or ["nothing"])[0]
     _check_supported(config, architecture, source)
-    heads = config["num_attention_heads"]
+    heads, scaling = config["num_attention_heads"], _rope_scaling(config, source)
     return ModelArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
@@ -91,7 +91,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         dtype=_dtype(config, source),
         eos_token_ids=_ids(config.get("eos_token_id")),
-        rope_scaling=_rope_scaling(config, source),
+        rope_scaling=scaling,
     )
 
 
@@ -122,6 +122,8 @@ def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
         raise CheckpointError(f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'")
     if rope.get("truncate") is False or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise CheckpointError(f"{source}: yarn with truncate = false or a partial_rotary_factor is not supported")
+    if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in rope]:
+        raise CheckpointError(f"{source}: rotary scaling of type 'yarn' lacks {', '.join(missing)}")
     factor = float(rope["factor"])
     return YarnScaling(
         factor=factor,

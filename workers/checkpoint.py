@@ -49,7 +49,7 @@ class Checkpoint:
         for path, wanted in self._by_file(specs):
             with _opened(path, framework="numpy") as file:
                 for spec in wanted:
-                    _check_tensor(path, spec, file.get_slice(spec.name))
+                    _check_tensor(path, spec, file.get_slice(spec.name), needs=self.layout.value)
         for name in sorted(self.files.keys() - {spec.name for spec in specs}):
             if not ROTARY_BUFFER.fullmatch(name) and not (args.tied_embeddings and name == NAMES[self.layout].head):
                 raise CheckpointError(
@@ -89,7 +89,7 @@ class Checkpoint:
         yield from groups.items()
 
 
-def _check_tensor(path: Path, spec: TensorSpec, stored: Any) -> None:  # noqa: ANN401 - safetensors' slice has no type
+def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type
     shape = tuple(stored.get_shape())
     if stored.get_dtype() not in STORED_TYPES:
         raise CheckpointError(
@@ -97,7 +97,7 @@ def _check_tensor(path: Path, spec: TensorSpec, stored: Any) -> None:  # noqa: A
             "weights are supported, not quantised ones"
         )
     if shape != spec.shape:
-        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; the configuration needs {spec.shape}")
+        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {needs} needs {spec.shape}")
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:

@@ -31,9 +31,12 @@ def write_random_checkpoint(
 
     Raises ConfigError if something is there already.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; give --out a folder that does not exist yet")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
     parts = list(_parts(args, layout, part_bytes))
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):

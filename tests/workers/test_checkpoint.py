@@ -14,10 +14,12 @@ from tiny import INDEX_NAME, SINGLE_NAME, random_model, tiny_args, tiny_plan, wr
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, hf_config_of
+from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
-from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.model_folder import Layout, layout_of, read_model_args
 from tramontane.workers import checkpoint
 from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import TensorSpec, stage_tensors
 
@@ -260,8 +262,8 @@ def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
         ({"architectures": None}, ["MistralForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantised"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["yarn"]),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["original_max_position_embeddings"]),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "yarn"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"num_key_value_heads": 3}, ["4", "3", "heads"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
@@ -399,3 +401,78 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"q_proj\.weight .* is of type I8"):
         Checkpoint(folder).check(args)
+
+
+# Layouts
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    _rewrite(folder, lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}))
+    message = _refused(lambda: Checkpoint(folder).check(ARGS))
+    assert str(folder / SINGLE_NAME) in message
+    assert "model.layers.3.input_layernorm.weight" in message
+
+
+def test_what_old_writers_stored_beside_the_weights_does_not_matter(tmp_path: Path) -> None:
+    args = tiny_args(n_layers=3, tied=True)
+    folder = write_checkpoint(tmp_path / "model", args)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
+    _rewrite(folder, lambda tensors: tensors.update(extra))
+    Checkpoint(folder).check(args)
+
+
+def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    (folder / "params.json").write_text("{}")
+    assert layout_of(folder) is Layout.HUGGING_FACE
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    assert layout_of(folder) is Layout.HUGGING_FACE
+    (folder / SINGLE_NAME).unlink()
+    assert layout_of(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "model", ARGS, Layout.MISTRAL)
+    one = tmp_path / "model" / "consolidated.safetensors"
+    one.rename(one.with_name("consolidated-00001-of-00002.safetensors"))
+    save_file({"norm.weight": torch.ones(32)}, one.with_name("consolidated-00002-of-00002.safetensors"))
+    message = _refused(lambda: Checkpoint(tmp_path / "model"))
+    assert "norm.weight" in message
+    assert "consolidated-00002-of-00002.safetensors" in message
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {K_PROJ: "../secret.safetensors"}}))
+    assert "'../secret.safetensors', which is not in its folder" in _refused(lambda: Checkpoint(folder))
+
+
+PARAMS = mistral_params_of(ARGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim": None}, ["dim"]),
+        ({"n_layers": "three"}, ["params.json", "type"]),
+        ({"model_type": "mamba"}, ["mamba", "transformer"]),
+        ({"vision_encoder": {"hidden_size": 3}}, ["vision_encoder"]),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization"]),
+        ({"lora": {"rank": 8}}, ["lora"]),
+        ({"moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}}, ["moe.num_shared_experts"]),
+        ({"moe": {"num_experts": 4}}, ["num_experts_per_tok"]),
+        ({"sliding_window": [None, 24]}, ["sliding_window", "2", "3"]),
+        ({"activation": "gelu"}, ["gelu", "silu"]),
+        ({"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}}, ["llama_4_scaling"]),
+        ({"dtype": "float8"}, ["float8", "bfloat16"]),
+    ],
+)
+def test_unsupported_params_say_why(changes: dict[str, Any], words: list[str]) -> None:
+    message = _refused(lambda: from_mistral_params(PARAMS | changes))
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("key", ["dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size"])
+def test_missing_params_are_named(key: str) -> None:
+    assert f"lacks the key '{key}'" in _refused(lambda: from_mistral_params({k: v for k, v in PARAMS.items() if k != key}))
