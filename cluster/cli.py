@@ -18,6 +18,7 @@ from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
+from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.prompts import given_prompts
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
@@ -141,6 +142,9 @@ def serve(
             run_server(settings, display.report, lambda served: _announce(display, served.line()))
     finally:
         display.stop()
+
+
+app.command()(make_random)
 
 
 def _announce(display: Display, line: str) -> None:

@@ -13,6 +13,7 @@ from tramontane.cluster.planner import PlanRequest, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import StepResult
@@ -21,7 +22,6 @@ from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.usage import UsageMeter
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.fingerprint import Fingerprint
-from tramontane.workers.tensor_names import stage_tensors
 
 Report = Callable[[str], None]
 
@@ -64,9 +64,9 @@ async def open_engine(
 
 
 def checked_model(config: EngineConfig) -> ModelArgs:
-    """The model's arguments. Raises CheckpointError if config.json and the tensors do not fit together."""
-    args = ModelArgs.from_folder(config.model)
-    Checkpoint(config.model).check(stage_tensors(args, range(args.n_layers)))
+    """The model's arguments. Raises CheckpointError if configuration and tensors do not fit together."""
+    args = read_model_args(config.model)
+    Checkpoint(config.model).check(args)
     return args
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import read_model_args
 from tramontane.router.tokenizer import Tokenizer
 
 
@@ -39,7 +39,7 @@ def _lines_of_stdin() -> list[str]:
 
 def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
     """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
-    args = ModelArgs.from_folder(config.model)
+    args = read_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     tokenizer = Tokenizer(config.model)
     if not prompts:

@@ -20,6 +20,7 @@ from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import read_model_args
 from tramontane.router.completions import ServedModel
 from tramontane.router.tokenizer import FILE_NAME, Tokenizer
 from tramontane.workers.checkpoint import Checkpoint
@@ -108,7 +109,7 @@ class IngressReplica:
 
 
 def served_model(config: EngineConfig) -> ServedModel:
-    args = ModelArgs.from_folder(config.model)
+    args = read_model_args(config.model)
     return ServedModel(
         name=config.model_name,
         tokenizer=_tokenizer(config.model, args),

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.planner import PlanRequest, make_plan
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ SONNET = "Shall I compare thee to a summer's day?\nThou art more lovely and more
 
 
 def _logits(dtype: str, ids: tuple[int, ...]) -> torch.Tensor:
-    args = ModelArgs.from_folder(DEMO_MODEL)
+    args = read_model_args(DEMO_MODEL)
     plan = make_plan(args, PlanRequest(1, GIB, dtype, args.max_seq_len, 1, 16))
     worker = StageWorker.load(plan.stages[0], DEMO_MODEL)
     worker.fence(0)
@@ -36,7 +36,7 @@ def _logits(dtype: str, ids: tuple[int, ...]) -> torch.Tensor:
 
 
 def test_geometry_and_size() -> None:
-    args = ModelArgs.from_folder(DEMO_MODEL)
+    args = read_model_args(DEMO_MODEL)
     assert (args.n_layers, args.moe and args.moe.num_experts, args.moe and args.moe.num_experts_per_tok) == (8, 8, 2)
     assert args.window_classes == (64,)
     assert (args.max_seq_len, args.vocab_size, args.dtype) == (2048, 1000, "bfloat16")

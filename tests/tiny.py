@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ClusterPlan
 from tramontane.workers.model import StageModel
@@ -17,6 +18,7 @@ from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
 
 GIB = 2**30
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
 
 
 def tiny_args(
@@ -88,36 +90,13 @@ def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num
     return make_plan(args, replace(request, **changes))
 
 
-def hf_config(args: ModelArgs) -> dict[str, object]:
-    assert len(args.window_classes) == 1
-    config: dict[str, object] = {
-        "architectures": ["MixtralForCausalLM" if args.moe else "MistralForCausalLM"],
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "head_dim": args.head_dim,
-        "intermediate_size": args.hidden_dim,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "rms_norm_eps": args.norm_eps,
-        "vocab_size": args.vocab_size,
-        "rope_parameters": {"rope_theta": args.rope_theta, "rope_type": "default"},
-        "max_position_embeddings": args.max_seq_len,
-        "sliding_window": args.windows[0],
-        "tie_word_embeddings": args.tied_embeddings,
-        "dtype": args.dtype,
-    }
-    if args.moe:
-        config |= {"num_local_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
-    return config
-
-
 def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
     """A checkpoint in the Hugging Face layout (without a tokenizer); random weights if no model is given."""
     state = (model or random_model(args)).state_dict()
     tensors = {s.name: state[s.parameter].clone().contiguous() for s in stage_tensors(args, range(args.n_layers))}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config(args)))
+    (folder / "config.json").write_text(json.dumps(hf_config_of(args)))
     return folder
 
 

@@ -1,10 +1,11 @@
-"""A checkpoint folder in the Hugging Face layout: which file holds which tensor, and reading a stage's own.
+"""A checkpoint folder: which file holds which tensor, and reading a stage's own.
 
 Only safetensors is ever opened. Looking (``check``) reads headers and needs no torch.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,16 +13,20 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import Layout, layout_of
 from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
-from tramontane.workers.tensor_names import TensorSpec
+from tramontane.workers.tensor_names import NAMES, TensorSpec, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
+PARTS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
+INDEX_SUFFIX = ".index.json"
+OTHER_FILES = ("tokenizer.model", "tekken.json", "tokenizer.json")
 STORED_TYPES = ("F32", "BF16", "F16")
-OTHER_FILES = ("config.json", "tokenizer.model")
+ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old transformers stored what is computed
 
 
 class Checkpoint:
@@ -29,65 +34,106 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.files = _tensor_files(folder)
+        self.layout = layout_of(folder)
+        self.files = _tensor_files(folder, self.layout)
         self.bytes_read = 0  # of tensors, by ``load``
 
     def fingerprint(self) -> Fingerprint:
         """Of all that is read of the folder, by stages and by doors."""
-        others = (self.folder / name for name in OTHER_FILES)
+        others = (self.folder / name for name in (self.layout.value, *OTHER_FILES))
         return fingerprint_of(self.folder, {*self.files.values(), *(path for path in others if path.is_file())})
 
-    def check(self, specs: Iterable[TensorSpec]) -> None:
-        """Raise ``CheckpointError`` naming the first tensor that is missing or misshapen, or the damaged file."""
+    def check(self, args: ModelArgs) -> None:
+        """Raise ``CheckpointError`` naming the first tensor that is missing, misshapen or too many, or the damaged file."""
+        specs = list(stage_tensors(args, range(args.n_layers), self.layout))
         for path, wanted in self._by_file(specs):
             with _opened(path, framework="numpy") as file:
                 for spec in wanted:
-                    stored = file.get_slice(spec.name)
-                    shape = tuple(stored.get_shape())
-                    if stored.get_dtype() not in STORED_TYPES:
-                        raise CheckpointError(
-                            f"tensor {spec.name} in {path} is of type {stored.get_dtype()}; only {', '.join(STORED_TYPES)} "
-                            "weights are supported, not quantised ones"
-                        )
-                    if shape != spec.shape:
-                        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; config.json needs {spec.shape}")
+                    _check_tensor(path, spec, file.get_slice(spec.name), needs=self.layout.value)
+        for name in sorted(self.files.keys() - {spec.name for spec in specs}):
+            if not ROTARY_BUFFER.fullmatch(name) and not (args.tied_embeddings and name == NAMES[self.layout].head):
+                raise CheckpointError(
+                    f"{self.files[name]} holds the tensor {name}, which the model of {self.layout.value} does not have"
+                )
 
-    def load(self, specs: Iterable[TensorSpec], dtype: str, device: str) -> dict[str, "Tensor"]:
-        """Read these tensors and no others, by parameter name, in the wanted dtype on the wanted device."""
+    def load(
+        self, args: ModelArgs, layers: range, dtype: str, device: str, on_read: Callable[[int], None] = lambda _: None
+    ) -> dict[str, "Tensor"]:
+        """Read the tensors of these layers and no others, by parameter name, in the wanted dtype on the wanted device.
+
+        Files are opened for one tensor at a time: a mapping that stays open keeps every page that was read
+        through it in this process's memory. ``on_read`` hears the bytes of each tensor.
+        """
         import torch  # here, not above: checking a checkpoint must not cost the import of torch
 
+        from tramontane.workers.rotary import rows_in_halves
+
         state = {}
-        for path, wanted in self._by_file(specs):
-            with _opened(path, framework="pt") as file:
-                for spec in wanted:
+        for path, wanted in self._by_file(stage_tensors(args, layers, self.layout)):
+            for spec in wanted:
+                with _opened(path, framework="pt") as file:
                     stored = file.get_tensor(spec.name)
+                    owned = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
+                    owned.copy_(rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored)
                     self.bytes_read += stored.nbytes
-                    state[spec.parameter] = stored.to(device=device, dtype=getattr(torch, dtype))
+                    on_read(stored.nbytes)
+                state[spec.parameter] = owned
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:
         groups: dict[Path, list[TensorSpec]] = {}
         for spec in specs:
             if spec.name not in self.files:
-                raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which config.json calls for")
+                raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which {self.layout.value} calls for")
             groups.setdefault(self.files[spec.name], []).append(spec)
         yield from groups.items()
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX_NAME, folder / SINGLE_NAME
+def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type
+    shape = tuple(stored.get_shape())
+    if stored.get_dtype() not in STORED_TYPES:
+        raise CheckpointError(
+            f"tensor {spec.name} in {path} is of type {stored.get_dtype()}; only {', '.join(STORED_TYPES)} "
+            "weights are supported, not quantised ones"
+        )
+    if shape != spec.shape:
+        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {needs} needs {spec.shape}")
+
+
+def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
+    """By name of the tensor. An index is believed only as far as the files bear it out."""
+    single = folder / SINGLE_NAMES[layout]
+    index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            names = {str(name): str(file) for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not a safetensors index") from error
-        paths = {folder / file for file in names.values()}
-        held = {path: _names_in(path) for path in sorted(paths)}
+        names = _index(index)
+        held = {path: _names_in(path) for path in sorted({folder / file for file in names.values()})}
         return {name: folder / file for name, file in names.items() if name in held[folder / file]}
     if single.is_file():
         return dict.fromkeys(_names_in(single), single)
-    raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors weights are loaded")
+    parts = sorted(folder.glob(PARTS[layout]))
+    if not parts:
+        raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
+    files: dict[str, Path] = {}
+    for path in parts:
+        for name in _names_in(path):
+            if name in files:
+                raise CheckpointError(
+                    f"tensor {name} is both in {files[name]} and in {path.name}; one of the files does not belong here"
+                )
+            files[name] = path
+    return files
+
+
+def _index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not a safetensors index") from error
+    for file in names.values():
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names the file {file!r:.100}, which is not in its folder")
+    return names
 
 
 def _names_in(path: Path) -> frozenset[str]:

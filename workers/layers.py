@@ -15,30 +15,10 @@ from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.ports import ExpertBackend
+from tramontane.workers.rotary import Rotary
 
 # (layer, q_THd, k_TGd, v_TGd) -> attended values THd
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-# (cos_Td, sin_Td)
-Rotary = tuple[Tensor, Tensor]
-
-
-def rotary_tables(positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rotary:
-    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
-
-    Hugging Face checkpoints rotate *halves*: element i pairs with i + d/2, and
-    both turn by position * theta^(-2i/d). Angles are computed in float32.
-    """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_T.device) / head_dim
-    angles = positions_T.float()[:, None] * (1.0 / theta**exponents)[None, :]
-    angles_Td = torch.cat((angles, angles), dim=-1)
-    return angles_Td.cos().to(dtype), angles_Td.sin().to(dtype)
-
-
-def rotate(x_THd: Tensor, rotary: Rotary) -> Tensor:
-    """Turn every head by its position's angles."""
-    cos_Td, sin_Td = rotary
-    first, second = x_THd.chunk(2, dim=-1)
-    return x_THd * cos_Td[:, None, :] + torch.cat((-second, first), dim=-1) * sin_Td[:, None, :]
 
 
 class RMSNorm(nn.Module):
@@ -69,8 +49,8 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
-        q_THd = rotate(self.wq(x_TD).view(tokens, -1, self.head_dim), rotary)
-        k_TGd = rotate(self.wk(x_TD).view(tokens, -1, self.head_dim), rotary)
+        q_THd = rotary.turn_queries(self.wq(x_TD).view(tokens, -1, self.head_dim))
+        k_TGd = rotary.turn(self.wk(x_TD).view(tokens, -1, self.head_dim))
         v_TGd = self.wv(x_TD).view(tokens, -1, self.head_dim)
         out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))

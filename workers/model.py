@@ -4,7 +4,8 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.experts import LocalExperts
-from tramontane.workers.layers import Attend, RMSNorm, Rotary, TransformerBlock
+from tramontane.workers.layers import Attend, RMSNorm, TransformerBlock
+from tramontane.workers.rotary import Rotary
 
 
 class StageModel(nn.Module):

@@ -11,12 +11,11 @@ from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepRes
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.checkpoint import Checkpoint
-from tramontane.workers.layers import rotary_tables
 from tramontane.workers.model import StageModel
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
+from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.sampler import sample
 from tramontane.workers.step_index import StepIndex, build_step_index
-from tramontane.workers.tensor_names import stage_tensors
 
 NOT_FENCED = -1
 
@@ -46,7 +45,7 @@ class StageWorker:
         with torch.device("meta"):
             model = StageModel(plan.args, plan.layers)
         checkpoint = Checkpoint(folder)
-        state = checkpoint.load(stage_tensors(plan.args, plan.layers), plan.dtype, device)
+        state = checkpoint.load(plan.args, plan.layers, plan.dtype, device)
         model.load_state_dict(state, assign=True)
         worker = cls(plan, model.eval(), device)
         worker.bytes_read = checkpoint.bytes_read
@@ -92,7 +91,7 @@ class StageWorker:
         else:
             hidden_TD = incoming.hidden_TD.to(self.device)
         assert hidden_TD.shape == (batch.num_tokens, args.dim)
-        rotary = rotary_tables(index.positions, args.head_dim, args.rope_theta, self.dtype)
+        rotary = rotary_tables(index.positions, args, self.dtype)
         return self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels)), index
 
     def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[SampledToken, ...]:

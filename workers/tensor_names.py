@@ -1,64 +1,118 @@
-"""Which tensors of a Hugging Face checkpoint a stage owns, and which parameter each becomes.
+"""Which tensors of a checkpoint a stage owns, and which parameter each becomes.
 
 Pure arithmetic on the model's geometry: no torch, so that a plan can be made
 and a checkpoint checked without loading anything.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import Layout
 
-EMBEDDING = "model.embed_tokens.weight"
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """One layout's spelling; ``{}`` stands for the layer, and for the expert in ``expert``."""
+
+    embedding: str
+    norm: str
+    head: str
+    attention_norm: str
+    ffn_norm: str
+    attention: Mapping[str, str]
+    feed_forward: Mapping[str, str]
+    gate: str
+    expert: str
+
+
+NAMES = {
+    Layout.HUGGING_FACE: Names(
+        embedding="model.embed_tokens.weight",
+        norm="model.norm.weight",
+        head="lm_head.weight",
+        attention_norm="model.layers.{}.input_layernorm.weight",
+        ffn_norm="model.layers.{}.post_attention_layernorm.weight",
+        attention={w: f"model.layers.{{}}.self_attn.{w[1]}_proj.weight" for w in ("wq", "wk", "wv", "wo")},
+        feed_forward={
+            w: f"model.layers.{{}}.mlp.{name}_proj.weight" for w, name in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+        },
+        gate="model.layers.{}.block_sparse_moe.gate.weight",
+        expert="model.layers.{}.block_sparse_moe.experts.{}",
+    ),
+    Layout.MISTRAL: Names(
+        embedding="tok_embeddings.weight",
+        norm="norm.weight",
+        head="output.weight",
+        attention_norm="layers.{}.attention_norm.weight",
+        ffn_norm="layers.{}.ffn_norm.weight",
+        attention={w: f"layers.{{}}.attention.{w}.weight" for w in ("wq", "wk", "wv", "wo")},
+        feed_forward={w: f"layers.{{}}.feed_forward.{w}.weight" for w in ("w1", "w2", "w3")},
+        gate="layers.{}.feed_forward.gate.weight",
+        expert="layers.{}.feed_forward.experts.{}",
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """``name`` in the checkpoint, ``parameter`` in ``StageModel``, and the shape of both."""
+    """``name`` in the checkpoint, ``parameter`` in ``StageModel``, and the shape of both.
+
+    ``interleaved_heads``: the rows of that many heads are stored as rotary pairs side
+    by side, and have to be sorted into halves; 0 where they are in the order they are used in.
+    """
 
     name: str
     parameter: str
     shape: tuple[int, ...]
+    interleaved_heads: int = 0
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
 
 
-def layer_tensors(args: ModelArgs, layer: int) -> Iterator[TensorSpec]:
-    here, there = f"layers.{layer}", f"model.layers.{layer}"
+def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    """Attention of one layer, and its feed-forward network or its gate and experts."""
+    names, here = NAMES[layout], f"layers.{layer}"
     q_width, kv_width = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    yield TensorSpec(f"{there}.input_layernorm.weight", f"{here}.attention_norm.weight", (args.dim,))
-    yield TensorSpec(f"{there}.post_attention_layernorm.weight", f"{here}.ffn_norm.weight", (args.dim,))
-    yield TensorSpec(f"{there}.self_attn.q_proj.weight", f"{here}.attention.wq.weight", (q_width, args.dim))
-    yield TensorSpec(f"{there}.self_attn.k_proj.weight", f"{here}.attention.wk.weight", (kv_width, args.dim))
-    yield TensorSpec(f"{there}.self_attn.v_proj.weight", f"{here}.attention.wv.weight", (kv_width, args.dim))
-    yield TensorSpec(f"{there}.self_attn.o_proj.weight", f"{here}.attention.wo.weight", (args.dim, q_width))
+    interleaved = layout is Layout.MISTRAL
+    yield TensorSpec(names.attention_norm.format(layer), f"{here}.attention_norm.weight", (args.dim,))
+    yield TensorSpec(names.ffn_norm.format(layer), f"{here}.ffn_norm.weight", (args.dim,))
+    for w, shape, rotary_heads in (
+        ("wq", (q_width, args.dim), args.n_heads),
+        ("wk", (kv_width, args.dim), args.n_kv_heads),
+        ("wv", (kv_width, args.dim), 0),
+        ("wo", (args.dim, q_width), 0),
+    ):
+        name = names.attention[w].format(layer)
+        yield TensorSpec(name, f"{here}.attention.{w}.weight", shape, rotary_heads if interleaved else 0)
     if args.moe is None:
-        names = {"w1": "mlp.gate_proj", "w2": "mlp.down_proj", "w3": "mlp.up_proj"}
-        yield from _swiglu(args, {w: f"{there}.{name}" for w, name in names.items()}, f"{here}.feed_forward")
+        dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
+        yield from _swiglu(args, dense, f"{here}.feed_forward")
         return
     gate_shape = (args.moe.num_experts, args.dim)
-    yield TensorSpec(f"{there}.block_sparse_moe.gate.weight", f"{here}.gate.scores.weight", gate_shape)
+    yield TensorSpec(names.gate.format(layer), f"{here}.gate.scores.weight", gate_shape)
     for expert in range(args.moe.num_experts):
-        prefix = f"{there}.block_sparse_moe.experts.{expert}"
-        yield from _swiglu(args, {w: f"{prefix}.{w}" for w in ("w1", "w2", "w3")}, f"experts.layers.{layer}.{expert}")
+        prefix = names.expert.format(layer, expert)
+        own = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
+        yield from _swiglu(args, own, f"experts.layers.{layer}.{expert}")
 
 
 def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
     up, down = (args.hidden_dim, args.dim), (args.dim, args.hidden_dim)
     for w, shape in (("w1", up), ("w2", down), ("w3", up)):
-        yield TensorSpec(f"{names[w]}.weight", f"{parameter}.{w}.weight", shape)
+        yield TensorSpec(names[w], f"{parameter}.{w}.weight", shape)
 
 
-def stage_tensors(args: ModelArgs, layers: range) -> Iterator[TensorSpec]:
+def stage_tensors(args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
     """Everything the stage with these global layers reads."""
+    names, table = NAMES[layout], (args.vocab_size, args.dim)
     if layers.start == 0:
-        yield TensorSpec(EMBEDDING, "tok_embeddings.weight", (args.vocab_size, args.dim))
+        yield TensorSpec(names.embedding, "tok_embeddings.weight", table)
     for layer in layers:
-        yield from layer_tensors(args, layer)
+        yield from layer_tensors(args, layer, layout)
     if layers.stop == args.n_layers:
-        head = EMBEDDING if args.tied_embeddings else "lm_head.weight"
-        yield TensorSpec("model.norm.weight", "norm.weight", (args.dim,))
-        yield TensorSpec(head, "output.weight", (args.vocab_size, args.dim))
+        yield TensorSpec(names.norm, "norm.weight", (args.dim,))
+        yield TensorSpec(names.embedding if args.tied_embeddings else names.head, "output.weight", table)

@@ -30,7 +30,7 @@ from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.planner import PlanRequest, make_plan
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
 from tramontane.router.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequence
 
 def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figures]:
     """Median figures by traffic and M."""
-    args = ModelArgs.from_folder(DEMO_MODEL)
+    args = read_model_args(DEMO_MODEL)
     memory = this_machine().stage_memory(stages)
     plan = make_plan(args, PlanRequest(stages, memory, args.dtype, args.max_seq_len, sequences, 16))
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)

@@ -22,9 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import ModelArgs
-from tramontane.workers.layers import rotary_tables
 from tramontane.workers.model import StageModel
+from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.tensor_names import stage_tensors
 
 CONFIG = {
@@ -131,7 +132,7 @@ def balance_loss(gate_logits: list[Tensor], top_k: int) -> Tensor:
 
 def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAttention, dropout: float) -> Tensor:
     batch, length = ids.shape
-    rotary = rotary_tables(torch.arange(length).repeat(batch), args.head_dim, args.rope_theta, torch.float32)
+    rotary = rotary_tables(torch.arange(length).repeat(batch), args, torch.float32)
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
     for block in model.layers.values():
         before = hidden
@@ -243,7 +244,7 @@ def main() -> None:
     cut = len(text) * 9 // 10
     kept, held_out = text[:cut], text[cut:]
     tokenizer = train_tokenizer(kept, options.out)
-    args = ModelArgs.from_hf_config(CONFIG)
+    args = from_hf_config(CONFIG)
     ids, held_out_ids = tokenizer.encode(kept), tokenizer.encode(held_out)
     model = StageModel(args, range(args.n_layers))
     initialise(model, args)

@@ -10,12 +10,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import hf_config, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny import INDEX_NAME, SINGLE_NAME, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import from_hf_config, hf_config_of
+from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_folder import Layout, layout_of, read_model_args
 from tramontane.workers import checkpoint
-from tramontane.workers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import TensorSpec, stage_tensors
 
@@ -67,7 +71,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
     _rewrite(folder, lambda tensors: tensors.pop(K_PROJ))
     if sharded:
         _shard(folder)
-    for use in (lambda: Checkpoint(folder).check(_specs()), lambda: Checkpoint(folder).load(_specs(), "float32", "cpu")):
+    for use in (lambda: Checkpoint(folder).check(ARGS), lambda: Checkpoint(folder).load(ARGS, range(3), "float32", "cpu")):
         message = _refused(use)
         assert f"lacks the tensor {K_PROJ}" in message
         assert str(folder) in message
@@ -79,13 +83,13 @@ def test_a_tensor_that_only_the_index_knows_is_named(tmp_path: Path) -> None:
     tensors = load_file(shard)
     del tensors[K_PROJ]
     save_file(tensors, shard)
-    assert f"lacks the tensor {K_PROJ}" in _refused(lambda: Checkpoint(folder).check(_specs()))  # the shard is not damaged
+    assert f"lacks the tensor {K_PROJ}" in _refused(lambda: Checkpoint(folder).check(ARGS))  # the shard is not damaged
 
 
 def test_a_wrong_shape_is_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
     _rewrite(folder, lambda tensors: tensors.update({K_PROJ: tensors[K_PROJ][:-1].clone()}))
-    message = _refused(lambda: Checkpoint(folder).check(_specs()))
+    message = _refused(lambda: Checkpoint(folder).check(ARGS))
     assert K_PROJ in message
     assert str(folder / SINGLE_NAME) in message
     assert "(15, 32)" in message
@@ -98,7 +102,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, keep: float) -> None:
     path = folder / SINGLE_NAME
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * keep) if keep == 0.5 else int(keep)])
-    assert str(path) in _refused(lambda: Checkpoint(folder).check(_specs()))
+    assert str(path) in _refused(lambda: Checkpoint(folder).check(ARGS))
     assert str(path) in _refused(lambda: StageWorker.load(tiny_plan(ARGS).stages[0], folder))
 
 
@@ -106,14 +110,14 @@ def test_a_truncated_shard_is_named(tmp_path: Path) -> None:
     folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
     path = folder / "model-00002-of-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert str(path) in _refused(lambda: Checkpoint(folder).check(_specs()))
+    assert str(path) in _refused(lambda: Checkpoint(folder).check(ARGS))
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
     path = folder / "model-00002-of-00003.safetensors"
     path.unlink()
-    message = _refused(lambda: Checkpoint(folder).check(_specs()))
+    message = _refused(lambda: Checkpoint(folder).check(ARGS))
     assert str(path) in message
     assert "missing" in message
 
@@ -145,8 +149,8 @@ def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: 
     folder = write_checkpoint(tmp_path / "model", args, model)
     if sharded:
         _shard(folder)
-    assert ModelArgs.from_folder(folder) == args
-    Checkpoint(folder).check(_specs(args))
+    assert read_model_args(folder) == args
+    Checkpoint(folder).check(args)
     read: dict[str, torch.Tensor] = {}
     for stage in tiny_plan(args, 3).stages:
         read |= StageWorker.load(stage, folder).model.state_dict()
@@ -160,8 +164,8 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     folder = write_checkpoint(tmp_path / "model", DENSE)
     dtype = getattr(torch, stored)
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
-    Checkpoint(folder).check(_specs(DENSE))
-    state = Checkpoint(folder).load(_specs(DENSE), wanted, "cpu")
+    Checkpoint(folder).check(DENSE)
+    state = Checkpoint(folder).load(DENSE, range(3), wanted, "cpu")
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -233,8 +237,8 @@ def test_looking_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_no_folder_and_no_config(tmp_path: Path) -> None:
-    assert str(tmp_path / "nowhere") in _refused(lambda: ModelArgs.from_folder(tmp_path / "nowhere"))
-    message = _refused(lambda: ModelArgs.from_folder(tmp_path))
+    assert str(tmp_path / "nowhere") in _refused(lambda: read_model_args(tmp_path / "nowhere"))
+    message = _refused(lambda: read_model_args(tmp_path))
     assert str(tmp_path) in message
     assert "config.json" in message
 
@@ -242,13 +246,13 @@ def test_no_folder_and_no_config(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"{", b"", b"\xff\xfe\x00", b"[1]", b"3"])
 def test_a_config_that_is_no_json_object(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "config.json").write_bytes(data)
-    message = _refused(lambda: ModelArgs.from_folder(tmp_path))
+    message = _refused(lambda: read_model_args(tmp_path))
     assert str(tmp_path / "config.json") in message
     assert "JSON" in message
 
 
 def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
-    return {**hf_config(ARGS), **changes}
+    return {**hf_config_of(ARGS), **changes}
 
 
 @pytest.mark.parametrize(
@@ -258,8 +262,8 @@ def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
         ({"architectures": None}, ["MistralForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
         ({"quantization_config": {"quant_method": "gptq"}}, ["quantised"]),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["yarn"]),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear"]),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["original_max_position_embeddings"]),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "yarn"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),
         ({"num_key_value_heads": 3}, ["4", "3", "heads"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
@@ -271,13 +275,13 @@ def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
     ],
 )
 def test_an_unsupported_config_says_why(changes: dict[str, Any], words: list[str]) -> None:
-    message = _refused(lambda: ModelArgs.from_hf_config(_changed(**changes)))
+    message = _refused(lambda: from_hf_config(_changed(**changes)))
     assert [word for word in words if word not in message] == []
 
 
 @pytest.mark.parametrize("changes", [{"rms_norm_eps": "x"}, {"rope_parameters": "x"}, {"architectures": 5}])
 def test_a_value_of_the_wrong_type_is_refused(changes: dict[str, Any]) -> None:
-    assert "config.json" in _refused(lambda: ModelArgs.from_hf_config(_changed(**changes)))
+    assert "config.json" in _refused(lambda: from_hf_config(_changed(**changes)))
 
 
 @pytest.mark.parametrize(
@@ -287,7 +291,7 @@ def test_a_value_of_the_wrong_type_is_refused(changes: dict[str, Any]) -> None:
 def test_a_missing_key_is_named(key: str) -> None:
     config = _changed()
     del config[key]
-    message = _refused(lambda: ModelArgs.from_hf_config(config, source="x/config.json"))
+    message = _refused(lambda: from_hf_config(config, source="x/config.json"))
     assert key in message
     assert "x/config.json" in message
 
@@ -338,28 +342,28 @@ MIXTRAL = ModelArgs(
     ids=["transformers 4", "4 with null scaling", "4 with null head_dim", "transformers 5"],
 )
 def test_both_spellings_mean_the_same(spelling: dict[str, Any]) -> None:
-    assert ModelArgs.from_hf_config({**COMMON, **spelling}) == MIXTRAL
+    assert from_hf_config({**COMMON, **spelling}) == MIXTRAL
 
 
 def test_spellings_that_are_not_the_default() -> None:
     config = {**COMMON, "architectures": ["MistralForCausalLM"], "dtype": "bfloat16", "eos_token_id": [2, 5]}
     config |= {"rope_theta": 10_000.0}
-    args = ModelArgs.from_hf_config({**config, "sliding_window": 4096, "head_dim": 160, "tie_word_embeddings": True})
+    args = from_hf_config({**config, "sliding_window": 4096, "head_dim": 160, "tie_word_embeddings": True})
     assert args.windows == (4096,) * 32
     assert (args.head_dim, args.moe) == (160, None)
     assert args.tied_embeddings
     assert (args.eos_token_ids, args.dtype, args.rope_theta) == ((2, 5), "bfloat16", 10_000.0)
     kinds = ["full_attention", "sliding_attention"] * 16
-    args = ModelArgs.from_hf_config({**config, "sliding_window": 1024, "layer_types": kinds})
+    args = from_hf_config({**config, "sliding_window": 1024, "layer_types": kinds})
     assert args.windows == (None, 1024) * 16
 
 
 @pytest.mark.parametrize("key", ["rms_norm_eps", "num_key_value_heads", "sliding_window", "rope_theta", "hidden_size"])
 def test_a_key_that_would_have_to_be_guessed_is_named(key: str) -> None:
     config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
-    ModelArgs.from_hf_config(config)
+    from_hf_config(config)
     with pytest.raises(CheckpointError, match=f"lacks the key '{key}'"):
-        ModelArgs.from_hf_config({k: v for k, v in config.items() if k != key})
+        from_hf_config({k: v for k, v in config.items() if k != key})
 
 
 @pytest.mark.parametrize(
@@ -369,7 +373,7 @@ def test_a_key_that_would_have_to_be_guessed_is_named(key: str) -> None:
 def test_values_that_look_almost_right_are_refused(changes: dict[str, object]) -> None:
     config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
     with pytest.raises(CheckpointError):
-        ModelArgs.from_hf_config(config | changes)
+        from_hf_config(config | changes)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +390,7 @@ def test_values_that_look_almost_right_are_refused(changes: dict[str, object]) -
 def test_a_model_that_would_be_another_one_is_refused(changes: dict[str, object]) -> None:
     config = {**COMMON, "architectures": ["MistralForCausalLM"], "sliding_window": None, "rope_theta": 10_000.0}
     with pytest.raises(CheckpointError):
-        ModelArgs.from_hf_config(config | changes)
+        from_hf_config(config | changes)
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
@@ -396,4 +400,79 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     tensors["model.layers.0.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"].to(torch.int8)
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"q_proj\.weight .* is of type I8"):
-        Checkpoint(folder).check(stage_tensors(args, range(1)))
+        Checkpoint(folder).check(args)
+
+
+# Layouts
+
+
+def test_a_tensor_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    _rewrite(folder, lambda tensors: tensors.update({"model.layers.3.input_layernorm.weight": torch.ones(32)}))
+    message = _refused(lambda: Checkpoint(folder).check(ARGS))
+    assert str(folder / SINGLE_NAME) in message
+    assert "model.layers.3.input_layernorm.weight" in message
+
+
+def test_what_old_writers_stored_beside_the_weights_does_not_matter(tmp_path: Path) -> None:
+    args = tiny_args(n_layers=3, tied=True)
+    folder = write_checkpoint(tmp_path / "model", args)
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "lm_head.weight": torch.ones(96, 32)}
+    _rewrite(folder, lambda tensors: tensors.update(extra))
+    Checkpoint(folder).check(args)
+
+
+def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", ARGS)
+    (folder / "params.json").write_text("{}")
+    assert layout_of(folder) is Layout.HUGGING_FACE
+    (folder / "consolidated.safetensors").write_bytes(b"")
+    assert layout_of(folder) is Layout.HUGGING_FACE
+    (folder / SINGLE_NAME).unlink()
+    assert layout_of(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
+
+
+def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "model", ARGS, Layout.MISTRAL)
+    one = tmp_path / "model" / "consolidated.safetensors"
+    one.rename(one.with_name("consolidated-00001-of-00002.safetensors"))
+    save_file({"norm.weight": torch.ones(32)}, one.with_name("consolidated-00002-of-00002.safetensors"))
+    message = _refused(lambda: Checkpoint(tmp_path / "model"))
+    assert "norm.weight" in message
+    assert "consolidated-00002-of-00002.safetensors" in message
+
+
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
+    folder = _shard(write_checkpoint(tmp_path / "model", ARGS))
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {K_PROJ: "../secret.safetensors"}}))
+    assert "'../secret.safetensors', which is not in its folder" in _refused(lambda: Checkpoint(folder))
+
+
+PARAMS = mistral_params_of(ARGS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dim": None}, ["dim"]),
+        ({"n_layers": "three"}, ["params.json", "type"]),
+        ({"model_type": "mamba"}, ["mamba", "transformer"]),
+        ({"vision_encoder": {"hidden_size": 3}}, ["vision_encoder"]),
+        ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization"]),
+        ({"lora": {"rank": 8}}, ["lora"]),
+        ({"moe": {"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 1}}, ["moe.num_shared_experts"]),
+        ({"moe": {"num_experts": 4}}, ["num_experts_per_tok"]),
+        ({"sliding_window": [None, 24]}, ["sliding_window", "2", "3"]),
+        ({"activation": "gelu"}, ["gelu", "silu"]),
+        ({"llama_4_scaling": {"original_max_position_embeddings": 8, "beta": 0.1}}, ["llama_4_scaling"]),
+        ({"dtype": "float8"}, ["float8", "bfloat16"]),
+    ],
+)
+def test_unsupported_params_say_why(changes: dict[str, Any], words: list[str]) -> None:
+    message = _refused(lambda: from_mistral_params(PARAMS | changes))
+    assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize("key", ["dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "norm_eps", "vocab_size"])
+def test_missing_params_are_named(key: str) -> None:
+    assert f"lacks the key '{key}'" in _refused(lambda: from_mistral_params({k: v for k, v in PARAMS.items() if k != key}))

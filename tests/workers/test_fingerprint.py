@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny import tiny_args, write_checkpoint
+from tiny import INDEX_NAME, SINGLE_NAME, tiny_args, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.workers import fingerprint
-from tramontane.workers.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint
+from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.fingerprint import NUM_SAMPLES, SAMPLE_BYTES, check_fingerprint
 
 BIG = 1_000_000

@@ -3,33 +3,25 @@
 The checkpoint is transformers' own (save_pretrained), so its config.json and tensor names are part of the test.
 """
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_plan
+from driver import Driver
+from tiny import INDEX_NAME, tiny_plan
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.router.pages import PageLedger
-from tramontane.router.sequence import Sequence
-from tramontane.workers.activation import Activation
-from tramontane.workers.checkpoint import INDEX_NAME, Checkpoint
+from tramontane.proto.model_folder import read_model_args
+from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.stage_worker import StageWorker
-from tramontane.workers.tensor_names import stage_tensors
 
 TOLERANCE = 1e-4
 WINDOW = 16
 LENGTH = 100
 VOCAB = 96
-SAMPLING = SamplingParams(temperature=0.0)
 
 
 @dataclass(frozen=True)
@@ -121,46 +113,6 @@ class Saved:
         return logits
 
 
-class Driver:
-    """Prompts through real stages, step after step; keeps the hidden states of all rows, not only the sampled ones."""
-
-    def __init__(self, plan: ClusterPlan, workers: list[StageWorker]) -> None:
-        self.plan, self.workers = plan, workers
-        self.last_hidden: list[Tensor] = []
-        workers[-1].model.register_forward_hook(lambda _model, _args, hidden: self.last_hidden.append(hidden))
-        for worker in workers:
-            worker.fence(0)
-
-    def run(self, prompts: Seq[list[int]], cuts: Seq[list[int]]) -> list[Tensor]:
-        """Logits [T, V] of every prompt; step i packs the i-th chunk of each."""
-        ledger = PageLedger(self.plan.cache)
-        sequences = [Sequence(i, tuple(p), SAMPLING, max_len=len(p) + 1) for i, p in enumerate(prompts)]
-        assert all(map(ledger.promise, sequences))
-        logits: list[list[Tensor]] = [[] for _ in prompts]
-        for step in range(max(map(len, cuts))):
-            going = [(s, cut[step]) for s, cut in zip(sequences, cuts, strict=True) if step < len(cut)]
-            chunks = [self._chunk(ledger, sequence, n) for sequence, n in going]
-            chunks.sort(key=lambda chunk: chunk.num_tokens == 1)
-            rows = self._step(MicroBatch(0, step, tuple(chunks))).split([chunk.num_tokens for chunk in chunks])
-            for chunk, chunk_logits in zip(chunks, rows, strict=True):
-                logits[chunk.seq_id].append(chunk_logits)
-        return [torch.cat(parts) for parts in logits]
-
-    def _chunk(self, ledger: PageLedger, sequence: Sequence, num_tokens: int) -> Chunk:
-        start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
-        sequence.num_dispatched = end
-        sampling = SAMPLING if start == 0 else None
-        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), ledger.grow(sequence, end), sampling, False)
-
-    def _step(self, batch: MicroBatch) -> Tensor:
-        activation: Activation | None = None
-        for worker in self.workers:
-            done = worker.step(batch, activation)
-            activation = done if isinstance(done, Activation) else None
-        with torch.inference_mode():
-            return self.workers[-1].model.head(self.last_hidden.pop())
-
-
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return Saved(request.param, tmp_path_factory.mktemp("oracle") / request.param.name)
@@ -168,9 +120,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize(("stages", "page_size", "cut", "company"), CUTS)
 def test_logits_are_those_of_transformers(saved: Saved, stages: int, page_size: int, cut: list[int], company: list[int]) -> None:
-    args = ModelArgs.from_folder(saved.folder)
+    args = read_model_args(saved.folder)
     plan = tiny_plan(args, stages, page_size)
-    Checkpoint(saved.folder).check(stage_tensors(args, range(args.n_layers)))
+    Checkpoint(saved.folder).check(args)
     driver = Driver(plan, [StageWorker.load(stage, saved.folder) for stage in plan.stages])
     for ours, theirs in zip(driver.run(saved.prompts, [cut, company]), saved.logits, strict=True):
         assert ours.shape == theirs.shape

@@ -1,0 +1,174 @@
+"""``config.json``: what transformers 4 and 5 write about a model."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling
+
+MIXTRAL = "MixtralForCausalLM"
+SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM")
+
+
+def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
+    """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
+    try:
+        return _translate(config, source)
+    except KeyError as error:
+        raise CheckpointError(f"{source} lacks the key {error}") from error
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
+        raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
+
+
+def hf_config_of(args: ModelArgs) -> dict[str, Any]:
+    """The configuration that says what ``args`` says, as transformers 5 writes it."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if (scaling := args.rope_scaling) is not None:
+        rope |= {
+            "rope_type": "yarn",
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+            "beta_fast": scaling.beta_fast,
+            "beta_slow": scaling.beta_slow,
+            "attention_factor": scaling.magnitude,
+            "llama_4_scaling_beta": scaling.query_beta,
+        }
+    config: dict[str, Any] = {
+        "architectures": [_architecture(args)],
+        "model_type": _architecture(args).removesuffix("ForCausalLM").lower(),
+        "hidden_size": args.dim,
+        "num_hidden_layers": args.n_layers,
+        "head_dim": args.head_dim,
+        "intermediate_size": args.hidden_dim,
+        "hidden_act": "silu",
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": args.n_kv_heads,
+        "rms_norm_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+        "rope_parameters": rope,
+        "max_position_embeddings": args.max_seq_len,
+        "sliding_window": max((w for w in args.windows if w), default=None),
+        "tie_word_embeddings": args.tied_embeddings,
+        "dtype": args.dtype,
+        "bos_token_id": 1,
+        "eos_token_id": list(args.eos_token_ids) or None,
+    }
+    if args.moe:
+        config |= {"num_local_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+    if len(args.window_classes) > 1:
+        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in args.windows]
+    return config
+
+
+def _architecture(args: ModelArgs) -> str:
+    """The one class of transformers that runs this geometry."""
+    if args.moe:
+        return MIXTRAL
+    if args.rope_scaling:
+        return "Ministral3ForCausalLM"
+    return "MistralForCausalLM" if len(args.window_classes) == 1 else "MinistralForCausalLM"
+
+
+def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
+    """No defaults: transformers' differ by class, and a wrong guess would be a wrong model."""
+    architecture = (config.get("architectures") or ["nothing"])[0]
+    _check_supported(config, architecture, source)
+    heads, scaling = config["num_attention_heads"], _rope_scaling(config, source)
+    return ModelArgs(
+        dim=config["hidden_size"],
+        n_layers=config["num_hidden_layers"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        hidden_dim=config["intermediate_size"],
+        n_heads=heads,
+        n_kv_heads=config["num_key_value_heads"],
+        norm_eps=float(config["rms_norm_eps"]),
+        vocab_size=config["vocab_size"],
+        rope_theta=float(_rope(config).get("rope_theta") or config["rope_theta"]),
+        max_seq_len=config["max_position_embeddings"],
+        windows=_windows(config, source),
+        moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        dtype=_dtype(config, source),
+        eos_token_ids=_ids(config.get("eos_token_id")),
+        rope_scaling=scaling,
+    )
+
+
+def _check_supported(config: Mapping[str, Any], architecture: str, source: str) -> None:
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise CheckpointError(f"{source} describes {architecture}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+    if config.get("hidden_act", "silu") != "silu":
+        raise CheckpointError(f"{source}: activation {config['hidden_act']!r} is not supported, only silu")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
+    if config.get("quantization_config"):
+        raise CheckpointError(f"{source}: quantised checkpoints are not supported; use the original weights")
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope
+
+
+def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
+    rope = _rope(config)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "yarn":
+        raise CheckpointError(f"{source}: rotary scaling of type {kind!r} is not supported, only 'yarn'")
+    if rope.get("truncate") is False or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise CheckpointError(f"{source}: yarn with truncate = false or a partial_rotary_factor is not supported")
+    if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in rope]:
+        raise CheckpointError(f"{source}: rotary scaling of type 'yarn' lacks {', '.join(missing)}")
+    factor = float(rope["factor"])
+    return YarnScaling(
+        factor=factor,
+        original_max_seq_len=rope["original_max_position_embeddings"],
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        magnitude=_magnitude(rope, factor),
+        query_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
+    )
+
+
+def _magnitude(rope: Mapping[str, Any], factor: float) -> float:
+    """0.1 ln(factor) + 1 (YaRN, eq. 22), unless the configuration weighs it, or gives it outright."""
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    both, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if both and of_all:
+        return yarn_magnitude(factor, float(both)) / yarn_magnitude(factor, float(of_all))
+    return yarn_magnitude(factor)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """factor 16: 0.1 * ln 16 + 1 = 1.277."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
+    by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
+    kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
+    if config.get("layer_types") and "sliding_attention" in kinds and config["sliding_window"] is None:
+        raise CheckpointError(f"{source} has layers of type 'sliding_attention' but no sliding_window")
+    if unknown := set(kinds) - set(by_kind):
+        raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
+    return tuple(by_kind[kind] for kind in kinds)
+
+
+def _dtype(config: Mapping[str, Any], source: str) -> str:
+    name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise CheckpointError(f"{source}: weights of type {name} are not supported; supported: {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+    ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
+    if not all(isinstance(i, int) for i in ids):
+        raise TypeError(f"eos_token_id is {value!r}")
+    return ids

@@ -1,0 +1,139 @@
+"""``params.json``: what Mistral publishes beside ``consolidated.safetensors``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import yarn_magnitude
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling
+from tramontane.proto.presets import PRESETS
+
+END_OF_SEQUENCE = 2  # in every tokenizer that Mistral has published
+# Where rope_theta is not given: Mistral's own rule (mistral-inference, transformer.py).
+THETA_WITH_WINDOW, THETA_WITHOUT = 10_000.0, 1_000_000.0
+SHORTEST_CONTEXT = 32_768  # of the models published in this layout
+# What changes the arithmetic and is not here. A key that is there but empty changes nothing.
+UNSUPPORTED = ("quantization", "lora", "vision_encoder", "multimodal", "q_lora_rank", "qk_nope_head_dim", "use_biases")
+UNSUPPORTED_MOE = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
+
+
+def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
+    """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
+    try:
+        _check_supported(params, source)
+        return _translate(params)
+    except KeyError as error:
+        raise CheckpointError(f"{source} lacks the key {error}") from error
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
+
+
+def mistral_params_of(args: ModelArgs) -> dict[str, Any]:
+    """The ``params.json`` that says what ``args`` says."""
+    params: dict[str, Any] = {
+        "dim": args.dim,
+        "n_layers": args.n_layers,
+        "head_dim": args.head_dim,
+        "hidden_dim": args.hidden_dim,
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.n_kv_heads,
+        "norm_eps": args.norm_eps,
+        "vocab_size": args.vocab_size,
+        "rope_theta": args.rope_theta,
+        "max_seq_len": args.max_seq_len,
+        "tied_embeddings": args.tied_embeddings,
+        "dtype": args.dtype,
+    }
+    if any(args.windows):
+        params["sliding_window"] = args.windows[0] if len(args.window_classes) == 1 else list(args.windows)
+    if args.moe:
+        params["moe"] = {"num_experts": args.moe.num_experts, "num_experts_per_tok": args.moe.num_experts_per_tok}
+    if (scaling := args.rope_scaling) is not None:
+        params["yarn"] = {
+            "factor": scaling.factor,
+            "original_max_position_embeddings": scaling.original_max_seq_len,
+            "beta": scaling.beta_fast,
+            "alpha": scaling.beta_slow,
+            "apply_scale": scaling.magnitude != 1.0,
+        }
+        if scaling.query_beta:
+            original = scaling.original_max_seq_len
+            params["llama_4_scaling"] = {"original_max_position_embeddings": original, "beta": scaling.query_beta}
+    return params
+
+
+def _check_supported(params: Mapping[str, Any], source: str) -> None:
+    kind = params.get("model_type") or "transformer"
+    if kind != "transformer":
+        raise CheckpointError(f"{source} describes a model of type {kind!r}; only transformers are supported")
+    if (activation := params.get("activation") or "silu") != "silu":
+        raise CheckpointError(f"{source}: activation {activation!r} is not supported, only silu")
+    moe = params.get("moe") or {}
+    if used := [key for key in UNSUPPORTED if params.get(key)] + [f"moe.{key}" for key in UNSUPPORTED_MOE if moe.get(key)]:
+        raise CheckpointError(f"{source}: {', '.join(used)} is set, and that is not supported")
+    if (llama4 := params.get("llama_4_scaling")) and llama4["original_max_position_embeddings"] != (params.get("yarn") or {}).get(
+        "original_max_position_embeddings"
+    ):
+        raise CheckpointError(f"{source}: llama_4_scaling is not that of the yarn block, and that is not supported")
+    if (dtype := params.get("dtype") or "bfloat16") not in DTYPE_BYTES:
+        raise CheckpointError(f"{source}: weights of type {dtype} are not supported; supported: {', '.join(DTYPE_BYTES)}")
+
+
+def _translate(params: Mapping[str, Any]) -> ModelArgs:
+    windows = _windows(params)
+    moe = params.get("moe")
+    args = ModelArgs(
+        dim=params["dim"],
+        n_layers=params["n_layers"],
+        head_dim=params["head_dim"],
+        hidden_dim=params["hidden_dim"],
+        n_heads=params["n_heads"],
+        n_kv_heads=params["n_kv_heads"],
+        norm_eps=float(params["norm_eps"]),
+        vocab_size=params["vocab_size"],
+        rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT)),
+        max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _known_context(params),
+        windows=windows,
+        moe=MoeArgs(moe["num_experts"], moe["num_experts_per_tok"]) if moe else None,
+        tied_embeddings=bool(params.get("tied_embeddings", False)),
+        dtype=params.get("dtype") or "bfloat16",
+        eos_token_ids=(END_OF_SEQUENCE,),
+        rope_scaling=_rope_scaling(params),
+    )
+    return args
+
+
+def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """One number for all layers, or a pattern that repeats.
+
+    [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... see everything. Ministral 8B's file
+    spells the key with an underscore in front.
+    """
+    n_layers: int = params["n_layers"]
+    given = params.get("sliding_window") or params.get("_sliding_window")
+    pattern = given if isinstance(given, list) else [given]
+    if n_layers % len(pattern):
+        raise ValueError(f"sliding_window has {len(pattern)} entries for {n_layers} layers")
+    return tuple(None if window is None else int(window) for window in pattern) * (n_layers // len(pattern))
+
+
+def _known_context(params: Mapping[str, Any]) -> int:
+    """The file often does not say. The published model with these sizes does; what is unknown gets the least."""
+    sizes = ("dim", "n_layers", "hidden_dim", "n_heads", "vocab_size")
+    known = [args for args in PRESETS.values() if all(getattr(args, name) == params[name] for name in sizes)]
+    return min((args.max_seq_len for args in known), default=SHORTEST_CONTEXT)
+
+
+def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
+    yarn = params.get("yarn")
+    if not yarn:
+        return None
+    factor = float(yarn["factor"])
+    return YarnScaling(
+        factor=factor,
+        original_max_seq_len=int(yarn["original_max_position_embeddings"]),
+        beta_fast=float(yarn.get("beta", 32.0)),
+        beta_slow=float(yarn.get("alpha", 1.0)),
+        magnitude=yarn_magnitude(factor) if yarn.get("apply_scale", True) else 1.0,
+        query_beta=float((params.get("llama_4_scaling") or {}).get("beta", 0.0)),
+    )

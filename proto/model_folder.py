@@ -1,0 +1,60 @@
+"""A downloaded checkpoint's folder: which layout it has, and what its configuration says."""
+
+import json
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.mistral_params import from_mistral_params
+from tramontane.proto.model_args import ModelArgs
+
+
+class Layout(Enum):
+    """Who wrote the folder; the value is the name of its configuration."""
+
+    HUGGING_FACE = "config.json"
+    MISTRAL = "params.json"
+
+
+def layout_of(folder: Path) -> Layout:
+    """Folders may hold both; then Hugging Face's is taken, whose configuration says more. Raises CheckpointError."""
+    try:
+        if not folder.is_dir():
+            raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
+        has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
+        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and not _has_hf_weights(folder)):
+            return Layout.HUGGING_FACE
+        if has_mistral:
+            return Layout.MISTRAL
+    except OSError as error:
+        raise CheckpointError(f"model folder {str(folder)[:200]} cannot be read: {error.strerror}") from error
+    raise CheckpointError(
+        f"{folder} has neither config.json (Hugging Face's layout) nor params.json (Mistral's); "
+        "--model takes a downloaded checkpoint's folder"
+    )
+
+
+def read_model_args(folder: Path) -> ModelArgs:
+    """Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
+    layout = layout_of(folder)
+    path = folder / layout.value
+    translate = from_hf_config if layout is Layout.HUGGING_FACE else from_mistral_params
+    return translate(_json_object(path), source=str(path))
+
+
+def _has_hf_weights(folder: Path) -> bool:
+    return any(path.name.startswith("model") for path in folder.glob("*.safetensors*"))
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value

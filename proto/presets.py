@@ -1,0 +1,81 @@
+"""The geometries of published models, by name: for plans, random checkpoints and benchmarks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+
+_7B_V1 = ModelArgs(
+    dim=4096,
+    n_layers=32,
+    head_dim=128,
+    hidden_dim=14336,
+    n_heads=32,
+    n_kv_heads=8,
+    norm_eps=1e-5,
+    vocab_size=32_000,
+    rope_theta=10_000.0,
+    max_seq_len=32_768,
+    windows=(4096,) * 32,
+    eos_token_ids=(2,),
+)
+_7B_V2 = replace(_7B_V1, rope_theta=1e6, windows=(None,) * 32)
+
+PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
+    {
+        "mistral-7b-v0.1": _7B_V1,
+        "mistral-7b-v0.2": _7B_V2,
+        "mistral-7b-v0.3": replace(_7B_V2, vocab_size=32_768),
+        "mixtral-8x7b": replace(_7B_V2, moe=MoeArgs(num_experts=8, num_experts_per_tok=2)),
+        "mixtral-8x22b": replace(
+            _7B_V2,
+            dim=6144,
+            n_layers=56,
+            hidden_dim=16_384,
+            n_heads=48,
+            max_seq_len=65_536,
+            windows=(None,) * 56,
+            moe=MoeArgs(num_experts=8, num_experts_per_tok=2),
+        ),
+        "mistral-nemo-12b": replace(_7B_V2, dim=5120, n_layers=40, vocab_size=131_072, max_seq_len=128_000, windows=(None,) * 40),
+        "ministral-8b": replace(
+            _7B_V2,
+            n_layers=36,
+            hidden_dim=12_288,
+            vocab_size=131_072,
+            rope_theta=1e8,
+            max_seq_len=131_072,
+            windows=(None, 32_768, 32_768, 32_768) * 9,
+        ),
+    }
+)
+
+
+def preset(name: str) -> ModelArgs:
+    """Raises ConfigError, with the names that there are."""
+    if name not in PRESETS:
+        raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def scaled_down(args: ModelArgs) -> ModelArgs:
+    """The same shape ratios, small: an eighth of the heads, of their width and of the layers, a 256th of the windows.
+
+    Mistral 7B: 4 query heads and 1 key head of 16, dim 64, hidden_dim 224, 4 layers, window 16, context 512.
+    """
+    n_layers = args.n_layers // 8
+    windows = (None if window is None else window // 256 for window in args.windows[:n_layers])
+    return replace(
+        args,
+        dim=args.dim // 64,
+        n_layers=n_layers,
+        head_dim=args.head_dim // 8,
+        hidden_dim=args.hidden_dim // 64,
+        n_heads=args.n_heads // 8,
+        n_kv_heads=args.n_kv_heads // 8,
+        vocab_size=args.vocab_size // 32,
+        max_seq_len=args.max_seq_len // 64,
+        windows=tuple(windows),
+    )

@@ -1,0 +1,78 @@
+"""A whole checkpoint of random weights on disk, in either layout, written with little memory."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.mistral_params import mistral_params_of
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_folder import Layout
+from tramontane.workers.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
+from tramontane.workers.random_weights import random_parameter
+from tramontane.workers.rotary import rows_in_pairs
+from tramontane.workers.tensor_names import TensorSpec, stage_tensors
+
+PART_BYTES = 2**28  # of one file; what is in memory at once
+
+
+def write_random_checkpoint(
+    folder: Path,
+    args: ModelArgs,
+    layout: Layout,
+    on_written: Callable[[int], None] = lambda _: None,
+    part_bytes: int = PART_BYTES,
+) -> None:
+    """Configuration and weights, both layouts with the same model. ``on_written`` hears the bytes of each file's tensors.
+
+    Raises ConfigError if something is there already.
+    """
+    try:
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
+    parts = list(_parts(args, layout, part_bytes))
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(parts, start=1):
+        name = _file_name(layout, number, len(parts))
+        save_file({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name, metadata={"format": "pt"})
+        weight_map |= {spec.name: name for spec in specs}
+        on_written(sum(_bytes(spec, args.dtype) for spec in specs))
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": sum(_bytes(s, args.dtype) for part in parts for s in part)}, "weight_map": weight_map}
+        (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
+    config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
+    (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
+
+
+def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:
+    """Tensors in the order of the model, so many to a file that it stays below ``part_bytes``, or one."""
+    part: list[TensorSpec] = []
+    specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
+    for spec in specs.values():
+        if part and sum(_bytes(s, args.dtype) for s in (*part, spec)) > part_bytes:
+            yield part
+            part = []
+        part.append(spec)
+    yield part
+
+
+def _file_name(layout: Layout, number: int, num_parts: int) -> str:
+    """model-00002-of-00007.safetensors, as both publish them."""
+    single = SINGLE_NAMES[layout]
+    return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
+
+
+def _as_stored(spec: TensorSpec, dtype: str) -> Tensor:
+    tensor = random_parameter(spec, dtype)
+    return rows_in_pairs(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
+
+
+def _bytes(spec: TensorSpec, dtype: str) -> int:
+    return spec.num_elements * DTYPE_BYTES[dtype]

@@ -1,0 +1,30 @@
+"""Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
+
+from collections.abc import Iterable
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.tensor_names import NAMES, TensorSpec
+
+EMBEDDINGS = {names.embedding for names in NAMES.values()}
+
+
+def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
+    """The same numbers for a parameter however the model is split, in every layout, on one kind of device.
+
+    Norms are one; every other matrix keeps the size of what it multiplies, embeddings have a size of one.
+    """
+    if len(spec.shape) == 1:
+        return torch.ones(spec.shape, dtype=getattr(torch, dtype), device=device)
+    is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
+    seed = crc32(b"tok_embeddings.weight" if is_embedding else spec.parameter.encode())
+    generator = torch.Generator(device).manual_seed(seed)
+    numbers = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+    return numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
+
+
+def random_state(specs: Iterable[TensorSpec], dtype: str, device: str) -> dict[str, Tensor]:
+    """By parameter name, made in place: nothing is read, and nothing is there twice."""
+    return {spec.parameter: random_parameter(spec, dtype, device) for spec in specs}

@@ -1,0 +1,89 @@
+"""Rotary position embedding: how far each pair of a head's elements turns at a position.
+
+Shape letters: T tokens, H heads, d head_dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.model_args import ModelArgs, YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """What turns the heads of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
+
+    cos_Td: Tensor
+    sin_Td: Tensor
+    query_scale_T: Tensor | None = None
+
+    def turn(self, x_THd: Tensor) -> Tensor:
+        """Turn every head by its position's angles."""
+        first, second = x_THd.chunk(2, dim=-1)
+        return x_THd * self.cos_Td[:, None, :] + torch.cat((-second, first), dim=-1) * self.sin_Td[:, None, :]
+
+    def turn_queries(self, q_THd: Tensor) -> Tensor:
+        turned_THd = self.turn(q_THd)
+        return turned_THd if self.query_scale_T is None else turned_THd * self.query_scale_T[:, None, None]
+
+
+def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype) -> Rotary:
+    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
+
+    Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with
+    i + d/2, and both turn by position * frequency i. Angles are computed in float32.
+    """
+    frequencies = rotary_frequencies(args).to(positions_T.device)
+    angles = positions_T.float()[:, None] * frequencies[None, :]
+    angles_Td = torch.cat((angles, angles), dim=-1)
+    scaling = args.rope_scaling
+    magnitude = scaling.magnitude if scaling else 1.0
+    cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
+    if scaling is None or not scaling.query_beta:
+        return Rotary(cos_Td, sin_Td)
+    times_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
+    return Rotary(cos_Td, sin_Td, (1 + scaling.query_beta * torch.log1p(times_T)).to(dtype))
+
+
+def rotary_frequencies(args: ModelArgs) -> Tensor:
+    """Radians per position of each of the d/2 pairs, float32: theta^(-2i/d), slowed down where the model is scaled."""
+    pairs = torch.arange(0, args.head_dim, 2, dtype=torch.float32)
+    frequencies = 1.0 / args.rope_theta ** (pairs / args.head_dim)
+    if args.rope_scaling is None:
+        return frequencies
+    kept = _kept_share(args.rope_scaling, args.head_dim, args.rope_theta)
+    return frequencies * kept + frequencies / args.rope_scaling.factor * (1 - kept)
+
+
+def _kept_share(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
+    """Of every pair's frequency, how much stays as it was: a ramp from 1 to 0 (YaRN, arXiv 2309.00071, eq. 17 to 19).
+
+    Pair i turns r times within L positions if theta^(2i/d) = L / (2 pi r), so i = d ln(L / (2 pi r)) / (2 ln theta).
+    d 128, theta 1e6, L 16384: r = 32 at i = 20.4, r = 1 at i = 36.4. Pairs up to 20 keep theirs, from 37 on none does.
+    """
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(scaling.original_max_seq_len / (2 * math.pi * times)) / (2 * math.log(theta))
+
+    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
+    return 1 - ramp.clamp(0, 1)
+
+
+def rows_in_halves(stored_RD: Tensor, num_heads: int) -> Tensor:
+    """Rows of W_q or W_k with rotary pairs side by side, as Mistral stores them, sorted into halves, as they are used.
+
+    A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3.
+    """
+    rows, width = stored_RD.shape
+    return stored_RD.view(num_heads, rows // num_heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
+
+
+def rows_in_pairs(used_RD: Tensor, num_heads: int) -> Tensor:
+    """Back from halves: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
+    rows, width = used_RD.shape
+    return used_RD.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)
