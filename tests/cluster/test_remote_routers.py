@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,6 +34,7 @@ class Replica:
 
     def __init__(self, name: str, gate: Gate = no_gate) -> None:
         self.name, self.asked = name, Counter[str]()
+        self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
         self.router = Router(Scheduler(CACHE, LIMITS), ScriptedChain(gate))
         self._channels = TokenChannels(name)
         self.num_messages = math.inf
@@ -104,6 +105,7 @@ class Handle:
         ((first, *_),) = await LeastLoaded.choose_replicas(policy, candidates, pending)
         replica = next(each for each in self.replicas if each.name == first.replica_id.unique_id)
         replica.asked[self.wish["method_name"]] += 1
+        replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
         return replica
 
 
@@ -257,6 +259,21 @@ def test_what_can_never_run_is_refused_by_the_first_router_that_hears_of_it() ->
             with pytest.raises(RequestError):
                 await _ask(routers, prompt=(1,) * 300)
             assert not replicas[1].asked
+
+    asyncio.run(scenario())
+
+
+def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's gRPC takes 4 MiB."""
+    monkeypatch.setattr(remote_routers, "MAX_GRPC_BYTES", 300)
+
+    async def scenario() -> None:
+        replica = Replica("a")
+        async with _house([replica], running="a") as routers:
+            assert await _ask(routers, num_sequences=4) == 20, "a prompt travels once"
+            assert replica.by_reference == {"generate": {False}, "subscribe": {False}}
+            assert await _ask(routers, prompt=tuple(range(1, 200))) == 5
+            assert replica.by_reference["generate"] == {False, True}
 
     asyncio.run(scenario())
 

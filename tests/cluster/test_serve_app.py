@@ -154,6 +154,16 @@ def test_the_asynchronous_client_streams() -> None:
     asyncio.run(run())
 
 
+def test_the_synchronous_client_streams_up_to_a_stop_string() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 24, "temperature": 0.0}
+    plain = client.completions.create(**options).choices[0].text
+    stop = plain[12:15]
+    chunks = list(client.completions.create(**options, stop=stop, stream=True))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == plain[: plain.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
 def test_mistakes_arrive_as_the_clients_own_errors() -> None:
     client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
     with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):

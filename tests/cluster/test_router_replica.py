@@ -1,0 +1,122 @@
+"""When a Router replica calls itself healthy, and which pipelines are its own; without Ray."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica, pipeline_prefix
+from tramontane.proto.errors import LeaseError, PipelineError
+
+
+@dataclass
+class StubRouter:
+    epoch: int
+    is_running: bool = True
+    failure: PipelineError | None = None
+
+    @property
+    def scheduler(self) -> Any:  # noqa: ANN401
+        return SimpleNamespace(epoch=self.epoch)
+
+    def fail(self, error: PipelineError) -> None:
+        self.failure, self.is_running = error, False
+
+
+class Undriven(RouterReplica):
+    """Made without a pipeline, so there is nothing to remove."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __del__(self) -> None:
+        pass
+
+
+def _replica(router: StubRouter, driving: "asyncio.Future[None]", num_failed_starts: int = 0) -> Any:  # noqa: ANN401
+    replica: Any = Undriven()
+    replica._router, replica._driving, replica._num_failed_starts = router, driving, num_failed_starts
+    replica._asking, replica._name = None, "replica"
+    return replica
+
+
+def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start() -> None:
+    async def scenario() -> None:
+        driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failure = PipelineError("a stage is loading")
+        down = StubRouter(0, is_running=False, failure=failure)
+        await _replica(down, driving, MAX_FAILED_STARTS - 1).check_health()
+        with pytest.raises(PipelineError, match="a stage is loading"):
+            await _replica(down, driving, MAX_FAILED_STARTS).check_health()
+        await _replica(StubRouter(7), driving, MAX_FAILED_STARTS).check_health()
+
+    asyncio.run(scenario())
+
+
+def test_a_router_that_lost_its_lease_or_its_loop_is_not_healthy() -> None:
+    async def scenario() -> None:
+        driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        with pytest.raises(PipelineError, match="driven by another"):
+            await _replica(StubRouter(7, False, LeaseError("driven by another")), driving).check_health()
+        driving.set_result(None)
+        with pytest.raises(PipelineError, match="drives no pipeline"):
+            await _replica(StubRouter(7), driving).check_health()
+
+    asyncio.run(scenario())
+
+
+class Chain:
+    """Stages that answer when they are told to, with the epoch that they obey."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch, self.answers, self.num_asked = epoch, asyncio.Event(), 0
+
+    async def health(self) -> list[Any]:
+        self.num_asked += 1
+        await self.answers.wait()
+        return [SimpleNamespace(epoch=self.epoch)] * 2
+
+
+def test_a_stage_that_obeys_nobody_is_found_by_asking() -> None:
+    async def scenario() -> None:
+        router, chain = StubRouter(7), Chain(-1)
+        chain.answers.set()
+        replica = _replica(router, asyncio.get_running_loop().create_future())
+        replica._chain = chain
+        assert await replica.is_ready() == (False, "replica")
+        assert "lost its sequences" in str(router.failure)
+
+    asyncio.run(scenario())
+
+
+def test_what_stages_said_before_a_new_router_was_fenced_does_not_count_against_it() -> None:
+    async def scenario() -> None:
+        old, new, chain = StubRouter(7), StubRouter(8), Chain(7)
+        replica = _replica(old, asyncio.get_running_loop().create_future())
+        replica._chain = chain
+        asked = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        old.fail(PipelineError("a step failed"))
+        replica._router = new
+        chain.answers.set()
+        await asyncio.gather(*asked)
+        assert new.failure is None
+        assert chain.num_asked == 1, "however many ask"
+
+    asyncio.run(scenario())
+
+
+def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
+    def prefix(**keys: Any) -> str:  # noqa: ANN401
+        return pipeline_prefix("app", EngineConfig.build(None, {"stages": 2} | keys), (("config.json", "abc"),))
+
+    same = prefix()
+    assert prefix(port=9000, replicas=5, max_queued_requests=3, served_model_name="x") == same
+    assert len({same, prefix(stages=3), prefix(dtype="float32"), prefix(max_model_len=64), prefix(model=Path("/elsewhere"))}) == 5
+    other_files = pipeline_prefix("app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),))
+    assert other_files != same
