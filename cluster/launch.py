@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -80,8 +80,7 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
     return make_plan(
         args,
         PlanRequest(
-            num_stages=num_stages,
-            stage_memory=hardware.stage_memory(num_all),
+            rooms=(StageRoom(hardware.stage_memory(num_all)),) * num_stages,
             dtype=args.dtype if config.dtype == "auto" else config.dtype,
             max_model_len=config.max_model_len or args.max_seq_len,
             max_num_seqs=config.max_num_seqs,

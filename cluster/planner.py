@@ -1,12 +1,15 @@
 """From a model and a number of stages to a plan: layers by cost, caches by memory. Pure arithmetic."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate
 
+from tramontane.cluster.layer_split import split_layers
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
 from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
-from tramontane.workers.tensor_names import layer_tensors, stage_tensors
+from tramontane.workers.tensor_names import TensorSpec, layer_tensors, stage_tensors
 
 MEMORY_SHARE = 0.9  # of what a stage has; the rest is for activations and the runtime
 GIB = 2**30
@@ -14,16 +17,31 @@ SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 @dataclass(frozen=True, slots=True)
-class PlanRequest:
-    """What to plan for. ``stage_memory`` is what one stage may use, in bytes."""
+class StageRoom:
+    """What one stage runs on: bytes that it may use, and its speed relative to the other stages'."""
 
-    num_stages: int
-    stage_memory: int
+    memory: int
+    speed: int = 1
+
+    @property
+    def usable(self) -> int:
+        return int(self.memory * MEMORY_SHARE)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What to plan for: a pipeline of so many stages, in this order."""
+
+    rooms: tuple[StageRoom, ...]
     dtype: str
     max_model_len: int
     max_num_seqs: int
     page_size: int
     kv_cache_memory: int | None = None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rooms)
 
 
 def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
@@ -32,9 +50,10 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
         raise PlanError(f"--stages is {request.num_stages}, but the model has only {args.n_layers} layers; no stage may be empty")
     if request.max_model_len > args.max_seq_len:
         raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
-    spans = split_layers(layer_costs(args), request.num_stages)
-    weights = [_weight_bytes(args, span, request.dtype) for span in spans]
-    cache = _plan_cache(args, spans, weights, request)
+    need = _Need(args, request)
+    spans = _spans(args, request, need)
+    weights = [need.weights(span) for span in spans]
+    cache = _plan_cache(args, spans, need, request)
     stages = tuple(
         StagePlan(
             args=args,
@@ -62,32 +81,6 @@ def layer_costs(args: ModelArgs) -> list[int]:
     return costs
 
 
-def split_layers(costs: list[int], num_stages: int) -> list[range]:
-    """Consecutive, non-empty groups whose most expensive one is as cheap as can be, and among those the most even.
-
-    costs [2, 1, 1, 1, 3] in 2 groups: [2, 1, 1] and [1, 3], both 4.
-    """
-    worst = max(sum(costs[layer] for layer in span) for span in _split(costs, num_stages, floor=0))
-    return _split(costs, num_stages, floor=worst)
-
-
-def _split(costs: list[int], num_stages: int, floor: int) -> list[range]:
-    """The split with the least (worst group, sum of squared groups), where any worst group up to ``floor`` counts alike."""
-    best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (floor, 0, ())}  # by number of layers split so far
-    for _ in range(num_stages):
-        best = {
-            end: min(_extend(best[start], sum(costs[start:end]), end) for start in best if start < end)
-            for end in range(min(best) + 1, len(costs) + 1)
-        }
-    ends = best[len(costs)][2]
-    return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
-
-
-def _extend(before: tuple[int, int, tuple[int, ...]], cost: int, end: int) -> tuple[int, int, tuple[int, ...]]:
-    worst, squares, ends = before
-    return max(worst, cost), squares + cost**2, (*ends, end)
-
-
 def _active_parameters(args: ModelArgs, layer: int) -> int:
     total = sum(spec.num_elements for spec in layer_tensors(args, layer))
     if args.moe is None:
@@ -96,33 +89,73 @@ def _active_parameters(args: ModelArgs, layer: int) -> int:
     return total - (args.moe.num_experts - args.moe.num_experts_per_tok) * expert
 
 
-def _weight_bytes(args: ModelArgs, span: range, dtype: str) -> int:
-    return sum(spec.num_elements for spec in stage_tensors(args, span)) * DTYPE_BYTES[dtype]
+class _Need:
+    """Bytes that a group of layers needs on its stage."""
+
+    def __init__(self, args: ModelArgs, request: PlanRequest) -> None:
+        self._args, self._request = args, request
+        self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
+        page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
+        layers = range(args.n_layers)
+        self._weights = [0, *accumulate(_num_bytes(layer_tensors(args, layer), request.dtype) for layer in layers)]
+        self._one_sequence = [0, *accumulate(self.rings[args.windows[layer]] * page_bytes for layer in layers)]
+        whole = _num_bytes(stage_tensors(args, layers), request.dtype)
+        self._table = args.vocab_size * args.dim * DTYPE_BYTES[request.dtype]  # embedding, and head
+        self._norm = whole - self._weights[-1] - 2 * self._table
+
+    def weights(self, span: range) -> int:
+        own = self._weights[span.stop] - self._weights[span.start]
+        first, last = span.start == 0, span.stop == self._args.n_layers
+        return own + first * self._table + last * (self._norm + self._table)
+
+    def one_sequence(self, span: range) -> int:
+        """The cache of one sequence of full length."""
+        return self._one_sequence[span.stop] - self._one_sequence[span.start]
+
+    def least(self, span: range) -> int:
+        """Without which the stage is of no use."""
+        return self.weights(span) + max(self.one_sequence(span), self._request.kv_cache_memory or 0)
 
 
-def _plan_cache(args: ModelArgs, spans: list[range], weights: list[int], request: PlanRequest) -> CachePlan:
+def _num_bytes(specs: Iterable[TensorSpec], dtype: str) -> int:
+    return sum(spec.num_elements for spec in specs) * DTYPE_BYTES[dtype]
+
+
+def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:
+    costs, speeds = layer_costs(args), [room.speed for room in request.rooms]
+    spans = split_layers(costs, speeds, lambda stage, span: need.least(span) <= request.rooms[stage].usable)
+    if spans is None:
+        raise PlanError(_too_little(split_layers(costs, speeds) or [], request, need))
+    return spans
+
+
+def _too_little(spans: list[range], request: PlanRequest, need: _Need) -> str:
+    """Of the split that would be fastest, the first stage that has no room."""
+    rooms = zip(spans, request.rooms, strict=True)
+    stage_id, span, room = next((i, span, room) for i, (span, room) in enumerate(rooms) if need.least(span) > room.usable)
+    one = need.one_sequence(span)
+    return (
+        f"too little memory for {_label(stage_id, spans)}: it needs "
+        f"{need.weights(span) / GIB:.3g} GiB for weights and {max(one, request.kv_cache_memory or 0) / GIB:.3g} GiB of cache "
+        f"(one sequence of {request.max_model_len} positions takes {one / GIB:.3g} GiB) and may use "
+        f"{room.usable / GIB:.3g} GiB; use more --stages, or lower --max-model-len or --kv-cache-memory"
+    )
+
+
+def _plan_cache(args: ModelArgs, spans: list[range], need: _Need, request: PlanRequest) -> CachePlan:
     """Pages for ``max_num_seqs`` sequences of full length, or for as many as the poorest stage can hold."""
-    rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
-    page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
-    sequence_bytes = [sum(rings[args.windows[layer]] for layer in span) * page_bytes for span in spans]
-    usable = int(request.stage_memory * MEMORY_SHARE)
-    for stage_id, (weight, one) in enumerate(zip(weights, sequence_bytes, strict=True)):
-        cache_bytes = max(one, request.kv_cache_memory or 0)
-        if weight + cache_bytes > usable:
-            raise PlanError(
-                f"too little memory for {_label(stage_id, spans)}: it needs "
-                f"{weight / GIB:.3g} GiB for weights and {cache_bytes / GIB:.3g} GiB of cache "
-                f"(one sequence of {request.max_model_len} positions takes {one / GIB:.3g} GiB) and may use "
-                f"{usable / GIB:.3g} GiB; use more --stages, or lower --max-model-len or --kv-cache-memory"
-            )
-    if request.kv_cache_memory is not None:
-        _check_kv_cache_memory(request.kv_cache_memory, sequence_bytes, spans, request.max_model_len)
-    rooms = [usable - weight if request.kv_cache_memory is None else request.kv_cache_memory for weight in weights]
+    sequence_bytes = [need.one_sequence(span) for span in spans]
+    given = request.kv_cache_memory
+    if given is not None:
+        _check_kv_cache_memory(given, sequence_bytes, spans, request.max_model_len)
+    rooms = [
+        room.usable - need.weights(span) if given is None else given for room, span in zip(request.rooms, spans, strict=True)
+    ]
     # exact: no page that fits is lost
     num_seqs = min(Fraction(request.max_num_seqs), *map(Fraction, rooms, sequence_bytes))
     return CachePlan(
         request.page_size,
-        tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in rings.items()),
+        tuple(WindowClass(window, ring, int(ring * num_seqs)) for window, ring in need.rings.items()),
     )
 
 

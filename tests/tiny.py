@@ -9,7 +9,7 @@ import sentencepiece
 import torch
 from safetensors.torch import save_file
 
-from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ClusterPlan
@@ -80,8 +80,7 @@ def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
 
 def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: int) -> ClusterPlan:
     request = PlanRequest(
-        num_stages=num_stages,
-        stage_memory=4 * GIB,
+        rooms=(StageRoom(4 * GIB),) * num_stages,
         dtype="float32",
         max_model_len=args.max_seq_len,
         max_num_seqs=max_num_seqs,

@@ -27,7 +27,7 @@ from rich.table import Table
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.hardware import this_machine
 from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_folder import read_model_args
@@ -75,7 +75,7 @@ def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figur
     """Median figures by traffic and M."""
     args = read_model_args(DEMO_MODEL)
     memory = this_machine().stage_memory(stages)
-    plan = make_plan(args, PlanRequest(stages, memory, args.dtype, args.max_seq_len, sequences, 16))
+    plan = make_plan(args, PlanRequest((StageRoom(memory),) * stages, args.dtype, args.max_seq_len, sequences, 16))
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
     ways = [(traffic, m) for traffic in TRAFFIC for m in sorted({1, stages, stages + 1})]
     seen: dict[tuple[str, int], list[Figures]] = defaultdict(list)

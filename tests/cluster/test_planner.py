@@ -18,7 +18,8 @@ from tramontane.cluster import cli
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.hardware import Hardware
 from tramontane.cluster.launch import plan_for
-from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, layer_costs, make_plan, split_layers
+from tramontane.cluster.layer_split import split_layers
+from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
 from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
@@ -54,7 +55,7 @@ def _squares(groups: Sequence[int]) -> int:
 @given(_costs_and_stages())
 def test_no_partition_has_a_cheaper_worst_stage(case: tuple[list[int], int]) -> None:
     costs, num_stages = case
-    spans = split_layers(costs, num_stages)
+    spans = split_layers(costs, [1] * num_stages)
     assert [layer for span in spans for layer in span] == list(range(len(costs))), "all layers, in order"
     assert len(spans) == num_stages
     assert all(len(span) > 0 for span in spans)
@@ -67,18 +68,18 @@ def test_no_partition_has_a_cheaper_worst_stage(case: tuple[list[int], int]) -> 
 @example(([1, 8, 3, 4, 9], 4))  # [1, 8], [3], [4], [9] is more even than [1], [8], [3, 4], [9]
 def test_no_partition_with_that_worst_stage_is_more_even(case: tuple[list[int], int]) -> None:
     costs, num_stages = case
-    groups = _groups(costs, [span.stop for span in split_layers(costs, num_stages)])
+    groups = _groups(costs, [span.stop for span in split_layers(costs, [1] * num_stages)])
     as_good = [other for other in _all_groups(costs, num_stages) if max(other) == max(groups)]
     assert _squares(groups) == min(map(_squares, as_good))
 
 
 def test_the_documented_split() -> None:
-    assert split_layers([2, 1, 1, 1, 3], 2) == [range(0, 3), range(3, 5)]
+    assert split_layers([2, 1, 1, 1, 3], [1] * 2) == [range(0, 3), range(3, 5)]
 
 
 def test_equal_layers_are_spread_evenly() -> None:
     for num_stages in range(1, 33):
-        sizes = [len(span) for span in split_layers([7] * 32, num_stages)]
+        sizes = [len(span) for span in split_layers([7] * 32, [1] * num_stages)]
         assert max(sizes) - min(sizes) <= 1
 
 
@@ -89,7 +90,7 @@ def test_embedding_and_head_weigh_on_the_ends() -> None:
     assert costs[1:-1] == [costs[1]] * 4
     assert costs[0] - costs[1] == costs[-1] - costs[1] == embedding
     large = ModelArgs(**{name: getattr(small, name) for name in small.__slots__} | {"vocab_size": 4 * costs[1] // small.dim})
-    assert [len(span) for span in split_layers(layer_costs(large), 3)] == [1, 4, 1]
+    assert [len(span) for span in split_layers(layer_costs(large), [1] * 3)] == [1, 4, 1]
 
 
 def test_only_the_experts_that_a_token_uses_weigh() -> None:
@@ -127,10 +128,9 @@ def test_a_plan_says_who_holds_what() -> None:
 # ---- pages
 
 
-def _request(args: ModelArgs, num_stages: int = 1, **changes: Any) -> PlanRequest:  # noqa: ANN401
+def _request(args: ModelArgs, num_stages: int = 1, stage_memory: int = GIB, **changes: Any) -> PlanRequest:  # noqa: ANN401
     fields: dict[str, Any] = {
-        "num_stages": num_stages,
-        "stage_memory": GIB,
+        "rooms": (StageRoom(stage_memory),) * num_stages,
         "dtype": "float32",
         "max_model_len": args.max_seq_len,
         "max_num_seqs": 64,
