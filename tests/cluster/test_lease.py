@@ -256,7 +256,8 @@ def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_ot
         for intruder, theirs in zip(both, reversed(specs), strict=True):
             with pytest.raises(LeaseError, match="driven by actor/contender"):
                 ray.get(intruder.claim_that_of.remote(theirs))
-            with pytest.raises(PipelineError, match="is at epoch"):
+            # Both may have been fenced in the same millisecond; then it is the number of the step that gives it away.
+            with pytest.raises(PipelineError, match=r"is at epoch|step 0 came where \d+ was due"):
                 ray.get(intruder.step_on_that_of.remote(theirs))
         assert [_health(s) for s in specs] == held
         assert ray.get([contender.run.remote() for contender in both]) == [one, other]
