@@ -19,6 +19,7 @@ from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.generate import Outcome
 from tramontane.cluster.generate import generate as run_generate
 from tramontane.cluster.model_commands import make_random
+from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
@@ -144,6 +145,7 @@ def serve(
         display.stop()
 
 
+app.command()(plan)
 app.command()(make_random)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -77,17 +77,18 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
     num_all = num_stages * config.replicas
     if hardware.num_gpus and num_all > hardware.num_gpus and not config.local:
         raise PlanError(f"{num_all} stages need a GPU each, and there are {hardware.num_gpus}; use fewer --stages or --replicas")
-    return make_plan(
-        args,
-        PlanRequest(
-            rooms=(StageRoom(hardware.stage_memory(num_all)),) * num_stages,
-            dtype=args.dtype if config.dtype == "auto" else config.dtype,
-            max_model_len=config.max_model_len or args.max_seq_len,
-            max_num_seqs=config.max_num_seqs,
-            page_size=config.page_size,
-            kv_cache_memory=config.kv_cache_memory,
-        ),
+    request = PlanRequest(
+        rooms=(StageRoom(hardware.stage_memory(num_all)),) * num_stages,
+        dtype=args.dtype if config.dtype == "auto" else config.dtype,
+        max_model_len=config.max_model_len or args.max_seq_len,
+        max_num_seqs=config.max_num_seqs,
+        page_size=config.page_size,
+        kv_cache_memory=config.kv_cache_memory,
     )
+    try:
+        return make_plan(args, request)
+    except TooLittleMemoryError as error:
+        raise PlanError(f"{error}; use more --stages, or lower --max-model-len or --kv-cache-memory") from error
 
 
 def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:

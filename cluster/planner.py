@@ -16,6 +16,10 @@ GIB = 2**30
 SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
+class TooLittleMemoryError(PlanError):
+    """No split fits; what to do about it depends on who asked."""
+
+
 @dataclass(frozen=True, slots=True)
 class StageRoom:
     """What one stage runs on: bytes that it may use, and its speed relative to the other stages'."""
@@ -45,7 +49,7 @@ class PlanRequest:
 
 
 def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
-    """Raises PlanError, with the numbers, if the model does not fit."""
+    """Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit) or ConfigError."""
     if request.num_stages > args.n_layers:
         raise PlanError(f"--stages is {request.num_stages}, but the model has only {args.n_layers} layers; no stage may be empty")
     if request.max_model_len > args.max_seq_len:
@@ -125,7 +129,7 @@ def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:
     costs, speeds = layer_costs(args), [room.speed for room in request.rooms]
     spans = split_layers(costs, speeds, lambda stage, span: need.least(span) <= request.rooms[stage].usable)
     if spans is None:
-        raise PlanError(_too_little(split_layers(costs, speeds) or [], request, need))
+        raise TooLittleMemoryError(_too_little(split_layers(costs, speeds) or [], request, need))
     return spans
 
 
@@ -138,7 +142,7 @@ def _too_little(spans: list[range], request: PlanRequest, need: _Need) -> str:
         f"too little memory for {_label(stage_id, spans)}: it needs "
         f"{need.weights(span) / GIB:.3g} GiB for weights and {max(one, request.kv_cache_memory or 0) / GIB:.3g} GiB of cache "
         f"(one sequence of {request.max_model_len} positions takes {one / GIB:.3g} GiB) and may use "
-        f"{room.usable / GIB:.3g} GiB; use more --stages, or lower --max-model-len or --kv-cache-memory"
+        f"{room.usable / GIB:.3g} GiB"
     )
 
 

@@ -264,8 +264,11 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     assert str(refusal.value) == (
         f"too little memory for stage 1/2 (layers 0-1): it needs {weights / GIB:.3g} GiB for weights and "
         f"{sequence / GIB:.3g} GiB of cache (one sequence of 1024 positions takes {sequence / GIB:.3g} GiB) and may use "
-        f"{int(memory * MEMORY_SHARE) / GIB:.3g} GiB; use more --stages, or lower --max-model-len or --kv-cache-memory"
+        f"{int(memory * MEMORY_SHARE) / GIB:.3g} GiB"
     )
+    hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
+    with pytest.raises(PlanError, match="; use more --stages, or lower --max-model-len or --kv-cache-memory"):
+        plan_for(EngineConfig(stages=2), args, hardware)
 
 
 def test_the_last_stage_may_be_the_one_that_does_not_fit() -> None:

@@ -1,0 +1,99 @@
+"""What a plan can hold, and what would make an impossible one possible. From the configuration alone: no weights, no machines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
+from tramontane.proto.errors import UserError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
+
+LENGTHS = (1024, 8192, 32768)  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many sequences of ``length`` tokens fit beside a stage's weights, with the model's windows and as if it had none."""
+
+    length: int
+    num_seqs: int
+    num_seqs_without_windows: int
+
+
+def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
+    """For the usual lengths up to the model's context."""
+    args, free = stage.args, room.usable - stage.weight_bytes
+    page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
+
+    def count(length: int, windows: list[int | None]) -> int:
+        return free // (sum(ring_pages(window, page_size, length) for window in windows) * page_bytes)
+
+    own: list[int | None] = [args.windows[layer] for layer in stage.layers]
+    lengths = [length for length in LENGTHS if length <= args.max_seq_len]
+    return [Held(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
+
+
+def ways_out(args: ModelArgs, request: PlanRequest) -> list[str]:
+    """Each alone would make the request possible."""
+    ways = []
+    smallest = min(request.rooms, key=lambda room: room.memory)
+    more = range(request.num_stages + 1, args.n_layers + 1)
+    enough = next((n for n in more if _is_possible(args, replace(request, rooms=(smallest,) * n))), None)
+    if enough is not None:
+        ways.append(f"{enough} GPUs of {smallest.memory / GIB:.3g} GiB")
+    memory = _least(lambda gib: _is_possible(args, replace(request, rooms=(StageRoom(gib * GIB),) * request.num_stages)), 2**14)
+    if memory is not None:
+        ways.append(f"{request.num_stages} GPUs of {memory} GiB")
+    pages = _least(lambda n: not _is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
+    if pages is not None and pages > 1:
+        ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
+    return ways
+
+
+def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
+    return replace(request, max_model_len=num_pages * request.page_size)
+
+
+def _is_possible(args: ModelArgs, request: PlanRequest) -> bool:
+    try:
+        make_plan(args, request)
+    except UserError:
+        return False
+    return True
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to ``most`` for which a condition holds that then holds for all larger ones."""
+    if most < 1 or not holds(most):
+        return None
+    low, high = 0, most  # it does not hold for low, and does for high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...]) -> dict[str, object]:
+    """Everything that the table shows, in bytes."""
+    return {
+        "dtype": plan.stages[0].dtype,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "page_size": plan.cache.page_size,
+        "memory_share": MEMORY_SHARE,
+        "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
+        "stages": [
+            {
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer - 1,
+                "memory": room.memory,
+                "weight_bytes": stage.weight_bytes,
+                "cache_bytes": stage.cache_bytes,
+                "sequences": [
+                    {"tokens": h.length, "num_seqs": h.num_seqs, "num_seqs_without_windows": h.num_seqs_without_windows}
+                    for h in held_by(stage, room, plan.cache.page_size)
+                ],
+            }
+            for stage, room in zip(plan.stages, rooms, strict=True)
+        ],
+    }

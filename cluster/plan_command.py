@@ -1,0 +1,92 @@
+"""``tramontane plan``: who would hold what, before anything is bought, downloaded or started."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from tramontane.cluster.capacity import held_by, plan_as_data, ways_out
+from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
+from tramontane.proto.errors import ConfigError, PlanError
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.presets import PRESETS, preset
+
+
+def plan(
+    model: Annotated[str, typer.Option("--model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")],
+    gpu_memory: Annotated[str, typer.Option("--gpu-memory", help="Of each GPU: 80GiB, or one per GPU: 24GiB,24GiB,80GiB.")],
+    gpus: Annotated[int | None, typer.Option("--gpus", help="How many; one stage each.")] = None,
+    gpu_speed: Annotated[str | None, typer.Option("--gpu-speed", help="Relative, one per GPU: 1,1,3.")] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Positions per sequence.")] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Sequences admitted at once.")] = 64,
+    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Positions per cache page.")] = 16,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
+) -> None:
+    """Show how a model would be split over GPUs, from its configuration alone."""
+    args = preset(model) if model in PRESETS else read_model_args(Path(model))
+    if dtype != "auto" and dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
+    rooms = _rooms(gpus, gpu_memory, gpu_speed)
+    chosen = args.dtype if dtype == "auto" else dtype
+    request = PlanRequest(rooms, chosen, max_model_len or args.max_seq_len, max_num_seqs, page_size)
+    try:
+        made = make_plan(args, request)
+    except TooLittleMemoryError as error:
+        raise PlanError(f"{error}; possible: {', or '.join(ways_out(args, request)) or 'nothing of this kind'}") from error
+    if as_json:
+        print(json.dumps(plan_as_data(made, rooms)))
+    else:
+        _show(model, args, made, rooms)
+
+
+def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[StageRoom, ...]:
+    memories = [_size(part) for part in gpu_memory.split(",")]
+    if len(memories) == 1:
+        memories *= 1 if gpus is None else max(gpus, 0)
+    speeds = [1] * len(memories) if gpu_speed is None else [_speed(part) for part in gpu_speed.split(",")]
+    for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
+        if number != len(memories) or number < 1:
+            raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
+    return tuple(StageRoom(memory, speed) for memory, speed in zip(memories, speeds, strict=True))
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise ConfigError(f"--gpu-memory has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+    return size
+
+
+def _speed(text: str) -> int:
+    if not text.strip().isdecimal() or not 1 <= int(text) <= 10_000:
+        raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
+    return int(text)
+
+
+def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom, ...]) -> None:
+    windowed = any(args.windows)
+    held = [held_by(stage, room, made.cache.page_size) for stage, room in zip(made.stages, rooms, strict=True)]
+    table = Table("stage", "layers", "GiB", "weights", "cache", *(f"{each.length // 1024}k" for each in held[0]))
+    for stage, room, row in zip(made.stages, rooms, held, strict=True):
+        counts = (f"{h.num_seqs} ({h.num_seqs_without_windows})" if windowed else str(h.num_seqs) for h in row)
+        sizes = (f"{size / GIB:.2f}" for size in (room.memory, stage.weight_bytes, stage.cache_bytes))
+        table.add_row(f"{stage.stage_id + 1}/{len(rooms)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("under 1k, 8k, 32k: how many sequences of so many tokens fit beside the weights", end="")
+    console.print(" (in brackets: if every layer kept all positions)" if windowed else "")
+    pages = ", ".join(f"{c.num_pages} pages for window {c.window or 'none'}" for c in made.cache.classes)
+    console.print(
+        f"{model} in {made.stages[0].dtype}, contexts of {made.max_model_len}: {made.max_num_seqs} sequences at once; {pages}",
+        soft_wrap=True,
+    )

@@ -1,0 +1,101 @@
+"""``tramontane plan``: its numbers are those of the plan, and its advice can be taken."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import random_model, tiny_args, write_checkpoint
+
+from tramontane.cluster.plan_command import plan
+from tramontane.cluster.planner import GIB, MEMORY_SHARE
+from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
+from tramontane.proto.presets import PRESETS
+from tramontane.workers.tensor_names import stage_tensors
+
+
+def _planned(capsys: pytest.CaptureFixture[str], model: str, gpu_memory: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    plan(model, gpu_memory, as_json=True, **options)
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_planned_from_its_configuration_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _planned(capsys, name, "80GiB", gpus=8)
+    args, stages = PRESETS[name], data["stages"]
+    assert [stages[0]["first_layer"], stages[-1]["last_layer"]] == [0, args.n_layers - 1]
+    assert sum(s["weight_bytes"] for s in stages) == sum(t.num_elements for t in stage_tensors(args, range(args.n_layers))) * 2
+    assert all(s["weight_bytes"] + s["cache_bytes"] <= 80 * GIB * MEMORY_SHARE for s in stages)
+
+
+def test_what_a_window_saves_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of Mistral 7B keeps 4 KiB per position: of 32k positions all, or a ring of 257 pages of 16."""
+    data = _planned(capsys, "mistral-7b-v0.1", "16GiB", gpus=2)
+    stage = data["stages"][0]
+    free = int(16 * GIB * MEMORY_SHARE) - stage["weight_bytes"]
+    rows = {row["tokens"]: (row["num_seqs"], row["num_seqs_without_windows"]) for row in stage["sequences"]}
+    assert rows[32768] == (free // (16 * 257 * 16 * 4096), free // (16 * 32768 * 4096))
+    assert rows[1024] == (free // (16 * 1024 * 4096),) * 2
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("mixtral-8x22b", 3), ("mixtral-8x7b", 1), ("mistral-nemo-12b", 1)])
+def test_each_way_out_is_one(model: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(model, "24GiB" if gpus == 1 else "80GiB", gpus=gpus)
+    message = str(refused.value)
+    ways = re.findall(r"(\d+) GPUs of ([\d.]+) GiB|--max-model-len (\d+)", message.split("possible: ")[1])
+    assert ways, message
+    for number, memory, length in ways:
+        if length:
+            _planned(capsys, model, "24GiB" if gpus == 1 else "80GiB", gpus=gpus, max_model_len=int(length))
+            continue
+        assert _planned(capsys, model, f"{memory}GiB", gpus=int(number))
+        fewer, less = (int(number) - 1, memory) if int(number) != gpus else (int(number), f"{int(memory) - 1}")
+        with pytest.raises(PlanError):
+            plan(model, f"{less}GiB", gpus=fewer)
+
+
+def test_mixed_gpus_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    data = _planned(capsys, "mixtral-8x7b", "24GiB,24GiB,80GiB")
+    sizes = [s["last_layer"] - s["first_layer"] + 1 for s in data["stages"]]
+    assert sizes[2] > 2 * max(sizes[:2])
+    assert all(s["weight_bytes"] + s["cache_bytes"] <= s["memory"] * MEMORY_SHARE for s in data["stages"])
+    slow = _planned(capsys, "ministral-8b", "80GiB", gpus=2)["stages"][0]["last_layer"]
+    fast = _planned(capsys, "ministral-8b", "80GiB", gpus=2, gpu_speed="3,1")["stages"][0]["last_layer"]
+    assert fast > slow
+
+
+def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = tiny_args(n_layers=4)
+    folder = write_checkpoint(tmp_path / "model", args, random_model(args))
+    (folder / "model.safetensors").unlink()
+    assert len(_planned(capsys, str(folder), "1GiB", gpus=2, dtype="bfloat16")["stages"]) == 2
+    plan(str(folder), "1GiB", gpus=2)
+    table = capsys.readouterr().out
+    assert "1/2" in table
+    assert "in brackets" in table
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory": "much"}, "--gpu-memory has 'much'; it must be a size such as 24GiB"),
+        ({"gpu_memory": "24GiB,0"}, "--gpu-memory has '0'"),
+        ({"gpu_memory": "24GiB,24GiB", "gpus": 3}, "--gpus is for 3 GPUs, and --gpu-memory for 2"),
+        ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
+        ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
+        ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is for 0 GPUs"),
+        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3'; it must be auto"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan("mistral-7b-v0.3", **options)
+    assert message in str(refused.value)
+
+
+def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
+    with pytest.raises(CheckpointError, match="model folder llama does not exist"):
+        plan("llama", "24GiB")
