@@ -9,9 +9,12 @@ import pytest
 from tiny import random_model, tiny_args, write_checkpoint
 
 from tramontane.cluster.plan_command import plan
-from tramontane.cluster.planner import GIB, MEMORY_SHARE
+from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
-from tramontane.proto.presets import PRESETS
+from tramontane.proto.model_folder import Layout
+from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.workers.random_checkpoint import write_random_checkpoint
+from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
 
 
@@ -99,3 +102,19 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
     with pytest.raises(CheckpointError, match="model folder llama does not exist"):
         plan("llama", "24GiB")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_loaded_stage_allocates_what_the_plan_says(name: str, dtype: str, tmp_path: Path) -> None:
+    """Within 2 percent: tables of sequences and buffers are not counted."""
+    args = scaled_down(PRESETS[name])
+    write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    rooms = (StageRoom(GIB),) * 2
+    for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16)).stages:
+        worker = StageWorker.load(stage, tmp_path / "model")
+        held = [*worker.model.parameters(), *worker.model.buffers()]
+        for layer in worker.cache.layers.values():
+            held += [layer.k_NGd, layer.v_NGd]
+        allocated = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
+        assert allocated == pytest.approx(stage.weight_bytes + stage.cache_bytes, rel=0.02)
