@@ -11,7 +11,7 @@ from tiny import GIB
 from torch.nn import functional as F
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import PlanRequest, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
@@ -24,7 +24,7 @@ SONNET = "Shall I compare thee to a summer's day?\nThou art more lovely and more
 
 def _logits(dtype: str, ids: tuple[int, ...]) -> torch.Tensor:
     args = read_model_args(DEMO_MODEL)
-    plan = make_plan(args, PlanRequest(1, GIB, dtype, args.max_seq_len, 1, 16))
+    plan = make_plan(args, PlanRequest((StageRoom(GIB),), dtype, args.max_seq_len, 1, 16))
     worker = StageWorker.load(plan.stages[0], DEMO_MODEL)
     worker.fence(0)
     pages = (tuple(range(plan.cache.classes[0].pages_for(len(ids), 16))),)
