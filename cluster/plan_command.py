@@ -17,16 +17,18 @@ from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, preset
 
+FEW, MANY = 2**14, 2**24  # as ``config.EngineConfig`` bounds them
+
 
 def plan(
     model: Annotated[str, typer.Option("--model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")],
     gpu_memory: Annotated[str, typer.Option("--gpu-memory", help="Of each GPU: 80GiB, or one per GPU: 24GiB,24GiB,80GiB.")],
-    gpus: Annotated[int | None, typer.Option("--gpus", help="How many; one stage each.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=FEW, help="How many; one stage each.")] = None,
     gpu_speed: Annotated[str | None, typer.Option("--gpu-speed", help="Relative, one per GPU: 1,1,3.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help="Positions per sequence.")] = None,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, help="Sequences admitted at once.")] = 64,
-    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Positions per cache page.")] = 16,
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", min=1, max=MANY, help="Positions per sequence.")] = None,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=FEW, help="Sequences admitted at once.")] = 64,
+    page_size: Annotated[int, typer.Option("--page-size", min=1, max=MANY, help="Positions per cache page.")] = 16,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""

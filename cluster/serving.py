@@ -234,8 +234,9 @@ def _kept_alive() -> Iterator[None]:
         while not stopped.wait(RENEW_EVERY_S):
             try:
                 for name in _supervisors():
-                    ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
-            except Exception:  # Ray may be slow, or a supervisor gone; without the next sign of life all would go
+                    with suppress(ValueError):  # it has just gone, and the others must hear of us all the same
+                        ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
+            except Exception:  # Ray may be slow; without the next sign of life all would go
                 logger.warning("a sign of life could not be sent", exc_info=True)
 
     thread = threading.Thread(target=keep, daemon=True)

@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from tiny import random_model, tiny_args, write_checkpoint
 
+from tramontane.cluster.cli import app
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
@@ -97,6 +99,14 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         plan("mistral-7b-v0.3", **options)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--max-model-len", "--max-num-seqs", "--page-size"])
+@pytest.mark.parametrize("value", ["0", "-5", "1" + "0" * 12])
+def test_numbers_that_can_only_be_slips_are_named(option: str, value: str) -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", option, value], standalone_mode=False)
+    assert option in refused.value.format_message()
 
 
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
