@@ -228,12 +228,12 @@ def _contenders(names: str) -> Iterator[list["ActorHandle[Any]"]]:
             ray.kill(actor)
 
 
-def _kill(contender: "ActorHandle[Any]", name: str) -> None:
-    """And wait until Ray knows that it is gone, and so that its lease is free."""
-    ray.kill(contender)
+def _kill(actor: "ActorHandle[Any]", name: str, namespace: str | None = None) -> None:
+    """And wait until Ray knows that it is gone, and so that a lease of its is free."""
+    ray.kill(actor)
     with suppress(ValueError):
         while True:
-            ray.get_actor(name)
+            ray.get_actor(name, namespace)
             time.sleep(0.02)
 
 
@@ -347,7 +347,7 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
     """Its router would wait for ever for the steps that it submits to nobody."""
     with placed(spec) as chain:
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
-        ray.kill(ray.get_actor(spec.stage_name(1), NAMESPACE))
+        _kill(ray.get_actor(spec.stage_name(1), NAMESPACE), spec.stage_name(1), NAMESPACE)
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
         with pytest.raises(PipelineError, match="only 1 of 2 stages are left"):
             ray.get(supervisor.fence.remote(driver_as_holder()))
