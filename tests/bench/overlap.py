@@ -57,7 +57,7 @@ class Figures:
     overlap: float
 
 
-def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, m: int, epoch: int) -> Figures:
+def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, m: int) -> Figures:
     usage, timings = UsageMeter(len(spec.plan.stages)), list[StageTiming]()
 
     def observe(result: StepResult) -> None:
@@ -66,7 +66,7 @@ def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequence
 
     prompt_ids = list(Tokenizer(DEMO_MODEL).encode(TEXT * 20))[: traffic.prompt_tokens]
     sampling = SamplingParams(max_tokens=traffic.new_tokens, temperature=0.0, ignore_eos=True)
-    scheduler = scheduler_for(spec.plan, budget=128, max_in_flight=m, epoch=epoch)
+    scheduler = scheduler_for(spec.plan, budget=128, max_in_flight=m)
     asyncio.run(run_prompts(chain, scheduler, [prompt_ids] * sequences, sampling, observe=observe))
     return Figures(usage.stages[0].num_tokens / usage.span_s, usage.bubble, overlap_share(timings))
 
@@ -83,7 +83,7 @@ def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figur
         task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
         for turn in range((rounds + 1) * len(ways)):
             traffic, m = ways[turn % len(ways)]
-            figures = measure(chain, spec, traffic, sequences, m, epoch=turn)
+            figures = measure(chain, spec, traffic, sequences, m)
             if turn >= len(ways):  # the first round warms up
                 seen[traffic.name, m].append(figures)
             progress.advance(task)
