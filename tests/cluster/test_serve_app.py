@@ -616,6 +616,8 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
 def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
     _deploy(1)
+    while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have gone
+        time.sleep(0.1)
     wait_until_ready()
     (first,) = router_stats()
     _deploy(2)
@@ -655,14 +657,15 @@ def _scale_down_under_load() -> None:
 
     async def run() -> None:
         async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
-            bodies = [{"prompt": f"KING {i}", "max_tokens": 120, "temperature": 0, "ignore_eos": True} for i in range(6)]
+            bodies = [{"prompt": f"KING {i}", "max_tokens": 600, "temperature": 0, "ignore_eos": True} for i in range(6)]
             begun = asyncio.Semaphore(0)
+            routers = await asyncio.to_thread(router_stats)
             streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
             for _ in streams:
                 await begun.acquire()
-            routers = await asyncio.to_thread(router_stats)
             with standing_still(routers):  # so that none of them ends before one of the two is to go
-                assert all(router["requests"] for router in routers)
+                working = await asyncio.to_thread(router_stats, stages=False)
+                assert all(router["requests"] for router in working), working
                 _deploy(1)
                 while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
                     await asyncio.sleep(0.05)
