@@ -4,9 +4,10 @@ import sys
 from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.proto.errors import RequestError
 from tramontane.proto.model_folder import read_model_args
 from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_folder import need_tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
     """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
     args = read_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
-    tokenizer = Tokenizer(config.model)
+    tokenizer = need_tokenizer(config.model, args.vocab_size)
     if not prompts:
         raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
     encoded = []
@@ -49,10 +50,6 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
         if not prompt.text.strip():
             raise RequestError(f"{prompt.where} is empty")
         ids = _encode(tokenizer, prompt)
-        if max(ids) >= args.vocab_size:
-            raise CheckpointError(
-                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
-            )
         if len(ids) >= context:
             raise RequestError(
                 f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"

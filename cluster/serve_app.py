@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,11 +17,10 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.proto.errors import CheckpointError, ConfigError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import read_model_args
 from tramontane.router.completions import ServedModel
-from tramontane.router.tokenizer import FILE_NAME, Tokenizer
+from tramontane.router.tokenizer_folder import open_tokenizer
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
@@ -112,18 +110,7 @@ def served_model(config: EngineConfig) -> ServedModel:
     args = read_model_args(config.model)
     return ServedModel(
         name=config.model_name,
-        tokenizer=_tokenizer(config.model, args),
+        tokenizer=open_tokenizer(config.model, args.vocab_size),
         max_model_len=config.max_model_len or args.max_seq_len,
         max_sequences=config.max_num_seqs + config.max_queued_requests,
     )
-
-
-def _tokenizer(folder: Path, args: ModelArgs) -> Tokenizer | None:
-    if not (folder / FILE_NAME).exists():
-        return None
-    tokenizer = Tokenizer(folder)
-    if tokenizer.vocab_size > args.vocab_size:
-        raise CheckpointError(
-            f"the tokenizer of {folder} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of {args.vocab_size}"
-        )
-    return tokenizer

@@ -15,7 +15,7 @@ from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 from tramontane.workers.stage_worker import StageWorker
 
 # Sonnet 18: public domain, and not among the plays it was trained on
@@ -46,14 +46,14 @@ def test_geometry_and_size() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_knows_its_shakespeare(dtype: str) -> None:
     """Bits per byte on two lines it has never seen: far below the 8 of noise, in both dtypes."""
-    ids = Tokenizer(DEMO_MODEL).encode(SONNET)
+    ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(SONNET)
     logits = _logits(dtype, ids)
     nats = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum").item()
     assert nats / math.log(2) / len(SONNET.encode()) < 3.0
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
-    ids = Tokenizer(DEMO_MODEL).encode(SONNET)
+    ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(SONNET)
     exact, rounded = _logits("float32", ids), _logits("bfloat16", ids)
     assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
 
@@ -75,7 +75,7 @@ def test_held_out_bits_per_byte_as_the_card_says() -> None:
         pytest.skip("needs tinyshakespeare.txt, which is not part of the project")
     text = text_path.read_text(encoding="utf-8")
     held_out = text[len(text) * 9 // 10 :]
-    ids = Tokenizer(DEMO_MODEL).encode(held_out)[1:]
+    ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(held_out)[1:]
     nats = 0.0
     for first in range(0, len(ids), 2047):
         part = (1, *ids[first : first + 2047])

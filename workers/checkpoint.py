@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
 PARTS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
-OTHER_FILES = ("tokenizer.model", "tekken.json", "tokenizer.json")
+OTHER_FILES = ("tokenizer.model*", "tekken.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 STORED_TYPES = ("F32", "BF16", "F16")
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old transformers stored what is computed
 
@@ -40,7 +40,7 @@ class Checkpoint:
 
     def fingerprint(self) -> Fingerprint:
         """Of all that is read of the folder, by stages and by doors."""
-        others = (self.folder / name for name in (self.layout.value, *OTHER_FILES))
+        others = (path for name in (self.layout.value, *OTHER_FILES) for path in self.folder.glob(name))
         return fingerprint_of(self.folder, {*self.files.values(), *(path for path in others if path.is_file())})
 
     def check(self, args: ModelArgs) -> None:

@@ -33,7 +33,7 @@ from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
-from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 from tramontane.router.usage import UsageMeter, overlap_share
 
 TEXT = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds "
@@ -64,7 +64,7 @@ def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequence
         usage.observe(result)
         timings.extend(result.timings)
 
-    prompt_ids = list(Tokenizer(DEMO_MODEL).encode(TEXT * 20))[: traffic.prompt_tokens]
+    prompt_ids = list(SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(TEXT * 20))[: traffic.prompt_tokens]
     sampling = SamplingParams(max_tokens=traffic.new_tokens, temperature=0.0, ignore_eos=True)
     scheduler = scheduler_for(spec.plan, budget=128, max_in_flight=m)
     asyncio.run(run_prompts(chain, scheduler, [prompt_ids] * sequences, sampling, observe=observe))

@@ -311,7 +311,7 @@ def test_a_damaged_tokenizer_is_named(refused: Refused, copy: Path) -> None:
         ("hidden_size", "32", ["dim", "'32'"]),
         ("num_attention_heads", 0, ["n_heads", "0"]),
         ("num_key_value_heads", 3, ["4 query heads", "3 key heads"]),
-        ("vocab_size", 299, ["embed_tokens", "(300, 32)", "(299, 32)"]),
+        ("vocab_size", 301, ["embed_tokens", "(300, 32)", "(301, 32)"]),
         ("sliding_window", 0, ["window", "0"]),
         ("sliding_window", "wide", []),  # refused, by whatever check comes first
         ("layer_types", ["full_attention"], ["1 attention windows", "4 layers"]),

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tramontane.cluster import cli, prompts
 from tramontane.cluster.display import Display
-from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, window=24, max_seq_len=128), vocab_size=VOCAB)
@@ -137,14 +137,14 @@ def test_the_readme_names_all_that_json_tells(generate: Generate) -> None:
 
 def test_the_stages_count_every_token_once(generate: Generate, model: Path) -> None:
     """A prompt's tokens and all of its new ones but the last, which is never fed back."""
-    tokenizer = Tokenizer(model)
+    tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
     expected = sum(len(tokenizer.encode(prompt)) + NUM_TOKENS - 1 for prompt in PROMPTS)
     assert [stage["tokens"] for stage in generate("--json", "--stages", "3", *PROMPTS).json["stages"]] == [expected] * 3
 
 
 def test_the_text_is_that_of_the_tokens(generate: Generate, model: Path) -> None:
     """Also where a continuation ends in the middle of a character, which some of these must do."""
-    tokenizer, cut = Tokenizer(model), 0
+    tokenizer, cut = SentencePieceTokenizer(model / "tokenizer.model"), 0
     for num_tokens in range(1, 9):
         for completion in generate("--json", "--max-tokens", str(num_tokens), *PROMPTS).json["completions"]:
             decoder = tokenizer.decoder()
@@ -173,12 +173,12 @@ def test_greedy_is_the_references(generate: Generate, model: Path, flags: list[s
     weights = random_model(ARGS).state_dict()
     run = generate("--json", "--temperature", "0", *flags, *PROMPTS)
     for prompt, token_ids in zip(PROMPTS, run.token_ids, strict=True):
-        prompt_ids = list(Tokenizer(model).encode(prompt))
+        prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(prompt))
         assert_same_tokens(prompt, token_ids, greedy(weights, ARGS, prompt_ids, NUM_TOKENS))
 
 
 def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:
-    num_tokens = len(Tokenizer(model).encode("It"))
+    num_tokens = len(SentencePieceTokenizer(model / "tokenizer.model").encode("It"))
     run = generate("--json", "--max-model-len", str(num_tokens + 3), "It")
     assert run.json["completions"][0]["finish_reason"] == "length"
     assert len(run.token_ids[0]) == 3

@@ -27,6 +27,7 @@ from tramontane.router.completions import ServedModel
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 CONTEXT = 64
 MAX_BODY = 4096
@@ -116,7 +117,7 @@ async def _house(
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO_MODEL)
+    return SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 
 
 @pytest.fixture(scope="module")

@@ -47,12 +47,12 @@ from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.serve_app import APPLICATION
 from tramontane.proto.request import SamplingParams, SequenceSpec
-from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 2, "max_num_seqs": 32, "threads_per_stage": 1}
-TOKENIZER = Tokenizer(DEMO_MODEL)
+TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split())  # noqa: SIM905
 
 

@@ -11,6 +11,7 @@ from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.choice_text import ChoiceText, StopMatcher
 from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 EOS = 2
 LETTERS = "ab"  # so few that stop strings begin, overlap and repeat everywhere
@@ -18,7 +19,7 @@ LETTERS = "ab"  # so few that stop strings begin, overlap and repeat everywhere
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO_MODEL)
+    return SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str | None:

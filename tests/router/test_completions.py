@@ -19,6 +19,7 @@ from tramontane.proto.request import FinishReason, RequestTimes, SequenceSpec, T
 from tramontane.router.completions import LONG_TEXT, Completion, ServedModel, UnknownModelError, check_model_name, model_list
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 CONTEXT = 2048
 MAX_SEQUENCES = 8
@@ -66,7 +67,7 @@ class ScriptedSource:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer(DEMO_MODEL)
+    return SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +314,7 @@ def test_echo_begins_with_the_prompt_as_it_was_given(model: ServedModel, script:
 
 def test_echo_of_token_ids_is_their_text(model: ServedModel, tokenizer: Tokenizer, script: tuple[int, ...]) -> None:
     ids = list(tokenizer.encode(PROMPT))
-    assert _run(model, ScriptedSource([script]), prompt=ids, echo=True)["choices"][0]["text"] == f" {PROMPT} {TEXT}"
+    assert _run(model, ScriptedSource([script]), prompt=ids, echo=True)["choices"][0]["text"] == f"{PROMPT} {TEXT}"
 
 
 def test_a_stop_string_in_the_echoed_prompt_stops_nothing(model: ServedModel, script: tuple[int, ...]) -> None:

@@ -1,0 +1,149 @@
+"""The kinds of tokenizer files: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's tokenizer.json."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.router.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPACE = "\u2581"  # how SentencePiece writes one
+SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """``tokenizer.model``, by SentencePiece itself."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} is not a SentencePiece model") from error
+        self.path = path
+        self._bos: tuple[int, ...] = (self.model.bos_id(),) if self.model.bos_id() >= 0 else ()
+        adds_space = self.model.id_to_piece(self.model.encode("a")[0]).startswith(SPACE)
+        pieces = tuple(self._bytes_of(i) for i in range(self.model.vocab_size()))
+        super().__init__(pieces, frozenset(self._bos), adds_space)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return (*self._bos, *self.model.encode(text))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self.model.is_control(token_id):
+            return b""
+        if self.model.is_unknown(token_id):
+            return " \u2047 ".encode()  # what SentencePiece decodes it to
+        return _bytes_of_piece(self.model.id_to_piece(token_id), is_byte=self.model.is_byte(token_id))
+
+
+class TekkenTokenizer(Tokenizer):
+    """``tekken.json``, by mistral-common. The first ids are control tokens, then come byte sequences."""
+
+    def __init__(self, path: Path) -> None:
+        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+        try:
+            self.tekkenizer: Tekkenizer = Tekkenizer.from_file(path)
+        except (OSError, ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a tekken tokenizer: {_first_line(error)}") from error
+        pieces = tuple(map(self.tekkenizer.id_to_byte_piece, range(self.tekkenizer.n_words)))
+        super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tekkenizer.encode(text, bos=True, eos=False))
+
+
+class JsonTokenizer(Tokenizer):
+    """``tokenizer.json``, by Hugging Face's tokenizers. Only decoders that map every id to bytes are taken."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self.text = path.read_text(encoding="utf-8")
+            backend = Backend.from_str(self.text)
+            data = json.loads(self.text)
+            steps = _decoder_steps(data["decoder"])
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
+        if data["model"]["type"] != "BPE":
+            raise CheckpointError(
+                f"{path} is a {data['model']['type']:.40} tokenizer; Mistral's family has BPE, and nothing else is supported"
+            )
+        backend.encode_special_tokens = True
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        bos_ids = frozenset(backend.encode("").ids)
+        super().__init__(_pieces(backend, _to_bytes(steps, path)), bos_ids, _takes_away_a_space(steps))
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text).ids)
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """The bytes of every id; none for control tokens and for ids that have no piece."""
+    added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
+    pieces = [b""] * (max(vocab.values()) + 1)
+    for piece, token_id in vocab.items():
+        if token_id not in added:
+            pieces[token_id] = to_bytes(piece)
+        elif not added[token_id].special:
+            pieces[token_id] = piece.encode()
+    return tuple(pieces)
+
+
+def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]:
+    """What a piece stands for, by the steps of the file's decoder."""
+    kinds = {step["type"] for step in steps}
+    if kinds == {"ByteLevel"}:
+        byte_of = _gpt2_bytes()
+        return lambda piece: bytes(byte_of[character] for character in piece)
+    replaced = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
+    if kinds and kinds <= SENTENCEPIECE_STEPS and replaced in ([], [({"String": SPACE}, " ")]):
+        has_bytes = "ByteFallback" in kinds
+        return lambda piece: _bytes_of_piece(piece, is_byte=has_bytes and _is_byte(piece))
+    raise CheckpointError(
+        f"{path} decodes by {', '.join(sorted(kinds)) or 'nothing'} in a way that is not supported; "
+        "supported are ByteLevel, and what stands for SentencePiece (Replace or Metaspace, ByteFallback)"
+    )
+
+
+def _takes_away_a_space(steps: list[dict[str, Any]]) -> bool:
+    return any(
+        (step["type"] == "Strip" and step["start"] > 0)
+        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
+        for step in steps
+    )
+
+
+def _bytes_of_piece(piece: str, *, is_byte: bool) -> bytes:
+    """ "\u2581King" is " King"; "<0x0A>" is a newline."""
+    return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    """GPT-2's alphabet for bytes: printable ones are themselves, the others follow from U+0100 on, so that U+0120 is a space."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{str(error)[:200]} ".splitlines()[0].strip() or type(error).__name__

@@ -1,0 +1,95 @@
+"""Tokenizer files as they are published: Mistral's own come with mistral-common, Hugging Face's are made of those."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mistral_common
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers.convert_slow_tokenizer import SentencePieceExtractor, generate_merges
+from transformers.integrations.mistral.tokenizer import MistralConverter
+
+PUBLISHED = Path(mistral_common.__file__).parent / "data"
+SENTENCEPIECE = {
+    "v1": PUBLISHED / "tokenizer.model.v1",
+    "v2": PUBLISHED / "mistral_instruct_tokenizer_240216.model.v2",
+    "v3": PUBLISHED / "mistral_instruct_tokenizer_240323.model.v3",
+    "v7": PUBLISHED / "mistral_instruct_tokenizer_241114.model.v7",
+}
+CONTROL = 3  # the type of a piece, in SentencePiece's file
+TEKKEN = PUBLISHED / "tekken_240718.json"
+
+AWKWARD = [
+    "",
+    " ",
+    "a",
+    "Hello, world!",
+    " one leading space",
+    "     five leading spaces",
+    "trailing spaces   ",
+    "\n",
+    "\n\n\tindented\n    code():\r\n",
+    "tabs\tand\x0bvertical\x0cfeeds",
+    "[INST] be evil [/INST]",
+    "</s><s><unk><pad>",
+    "<s>[INST]<<SYS>>[TOOL_CALLS][AVAILABLE_TOOLS][/TOOL_RESULTS][SYSTEM_PROMPT][IMG]",
+    "<0x0A> is not a newline, <SPECIAL_20> is not special",
+    "<|im_start|>system<|im_end|>",
+    "naïve café, Zoë’s résumé… “quotes” — dashes",
+    "🦙🏳️‍🌈👩‍👩‍👧‍👦 e\u0301 vs é",
+    "日本語とEnglishと한국어 и русский, العربية, עברית, हिन्दी ไทย",
+    "𝕄𝕒𝕥𝕙 ∑∫√ ½ ﬁ Ⅷ ㈱",
+    "\u200b\u200d\ufeff\u00a0\u3000",
+    "\U0010ffff\ue000\x01\x7f",
+    "x" * 3000,
+    "ab" * 1500 + " " * 500 + "\n" * 300,
+    "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft",
+    "def f(x):\n\treturn {'a': [1, 2, 3.14e-10], \"b\": None}  # comment\n",
+    "3141592653589793238462643383279502884197",
+    "CamelCaseAndSNAKE_CASE_andMiXeD",
+]
+
+
+def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
+    """The published tekken.json with fewer pieces, because the whole takes seconds to read and to convert."""
+    data = json.loads(TEKKEN.read_text(encoding="utf-8"))
+    data["vocab"] = data["vocab"][:num_pieces]
+    data["config"] |= {
+        "num_vocab_tokens": num_pieces,
+        "default_vocab_size": num_pieces + data["config"]["default_num_special_tokens"],
+    }
+    folder.mkdir(exist_ok=True)
+    (folder / "tekken.json").write_text(json.dumps(data), encoding="utf-8")
+    return folder / "tekken.json"
+
+
+def json_of_sentencepiece(path: Path) -> dict[str, Any]:
+    """As Mistral 7B's tokenizer.json is written: a space put before, bytes where there is no piece."""
+    written: dict[str, Any] = json.loads(_json_of_sentencepiece(path))
+    return written
+
+
+@cache
+def _json_of_sentencepiece(path: Path) -> str:
+    extractor = SentencePieceExtractor(str(path))
+    pieces = extractor.proto.pieces
+    vocab = {piece.piece: token_id for token_id, piece in enumerate(pieces)}
+    merges = generate_merges(vocab, {piece.piece: piece.score for piece in pieces}, ())
+    controls = [AddedToken(piece.piece, normalized=False, special=True) for piece in pieces if piece.type == CONTROL]
+    backend = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken("<unk>", normalized=False), *controls])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return backend.to_str()
+
+
+def json_of_tekken(path: Path) -> dict[str, Any]:
+    """As Mistral Nemo's tokenizer.json is written: bytes in GPT-2's alphabet."""
+    backend = MistralConverter(vocab_file=str(path), add_prefix_space=False).converted()
+    backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    written: dict[str, Any] = json.loads(backend.to_str())
+    return written
