@@ -52,6 +52,6 @@ class Tokenizer(ABC):
         return IncrementalDecoder(self._piece_bytes, drops_space=self._strips_space and is_text_start)
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
-        """All at once; equal to what a decoder gives piece by piece. The text of its own that was encoded, if it begins as one."""
+        """All at once; equal to what a decoder gives piece by piece. Ids that begin a sequence give the text that was encoded."""
         decoder = self.decoder(is_text_start=not self._bos_ids.isdisjoint(token_ids[:1]))
         return "".join(map(decoder.push, token_ids)) + decoder.finish()
