@@ -1,34 +1,173 @@
-"""``tramontane chat``: a conversation in the terminal, or with whatever writes lines to standard input."""
+"""A conversation with a model: what is said comes in lines, what is answered goes to standard output."""
 
 import asyncio
+import itertools
 import json
-import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.display import Display
+from tramontane.cluster.interrupts import Interrupts
 from tramontane.cluster.launch import Engine, open_engine
 from tramontane.proto.errors import RequestError
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
-from tramontane.router.chat import ChatMessage, ChatPrompt
+from tramontane.router.chat import ChatMessage, Conversation
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_folder import need_tokenizer, open_chat
 
-HELP = "Ctrl-D ends the conversation, Ctrl-C an answer; /reset forgets what was said."
+HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets what was said"
+OF_THE_DEMO = "the demo model was trained on plays: it will go on in their tone, but cannot converse"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """``dropped``: messages that were left out of the prompt because the context could not hold them."""
+    """Grows while it is made; what Ctrl-C ends stays as far as it came."""
 
-    content: str
-    finish: FinishReason
-    num_prompt_tokens: int
-    num_tokens: int
-    dropped: int
+    text: str = ""
+    num_tokens: int = 0
+    finish: FinishReason = FinishReason.ABORT
+
+
+async def run_chat(
+    config: EngineConfig, system: str | None, sampling: SamplingParams, said: AsyncIterator[str], display: Display
+) -> None:
+    """Answer until nothing more is said.
+
+    Raises UserError if there can be no conversation with this model, and, where nobody sits at a
+    terminal, for a line that cannot be answered.
+    """
+    interrupts = Interrupts()
+    args = read_model_args(config.model)
+    display.report("reading the tokenizer")
+    tokenizer = need_tokenizer(config.model, args.vocab_size)
+    prompt = open_chat(config.model, tokenizer)
+    head = (ChatMessage("system", system),) if system else ()
+    alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
+    async with open_engine(alone, display.report) as engine:
+        display.stop()
+        if isinstance(said, Terminal):
+            display.note(HELP)
+        if config.model == DEMO_MODEL:
+            display.note(OF_THE_DEMO)
+        conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
+        chat = _Chat(engine, tokenizer, sampling, conversation, interrupts, display, as_json=config.json_output)
+        async for line in said:
+            try:
+                await chat.hear(line)
+            except RequestError as error:
+                if not isinstance(said, Terminal):
+                    raise
+                display.note(str(error))
+
+
+class _Chat:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        conversation: Conversation,
+        interrupts: Interrupts,
+        display: Display,
+        *,
+        as_json: bool,
+    ) -> None:
+        self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
+        self._conversation = self._nothing_said = conversation
+        self._interrupts, self._display, self._as_json = interrupts, display, as_json
+
+    async def hear(self, line: str) -> None:
+        if line.strip() == "/reset":
+            self._conversation = self._nothing_said
+            return
+        asked, prompt_ids = self._conversation.asked(line)
+        if asked.num_dropped > self._conversation.num_dropped:
+            self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
+        answer = Answer()
+        await self._interruptible(self._answer(prompt_ids, answer))
+        self._conversation = asked.answered(answer.text)
+        print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
+
+    async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
+        part = asyncio.create_task(work)
+        try:
+            with self._interrupts.ending_only(part):
+                await asyncio.wait({part})
+        finally:
+            part.cancel()
+        if not part.cancelled():
+            part.result()  # raises what went wrong
+
+    async def _answer(self, prompt_ids: tuple[int, ...], answer: Answer) -> None:
+        decoder = self._tokenizer.decoder(is_text_start=True)
+        async with aclosing(self._engine.router.generate([SequenceSpec(prompt_ids, self._sampling)])) as batches:
+            async for batch in batches:
+                finish = batch.events[-1].finish
+                piece = "".join(decoder.push(event.token_id) for event in batch.events) + (decoder.finish() if finish else "")
+                answer.text += piece
+                answer.num_tokens += len(batch.events)
+                answer.finish = finish or answer.finish
+                if not self._as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+
+
+def _as_json(prompt_ids: tuple[int, ...], answer: Answer) -> str:
+    return json.dumps(
+        {
+            "text": answer.text,
+            "finish_reason": answer.finish.value,
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": answer.num_tokens,
+        }
+    )
+
+
+class Terminal:
+    """Lines as somebody types them, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession  # only where somebody types
+
+        self._session: PromptSession[str] = PromptSession()
+
+    def __aiter__(self) -> "Terminal":
+        return self
+
+    async def __anext__(self) -> str:
+        line = ""
+        while not line.strip():
+            try:
+                line = await self._session.prompt_async("> ", handle_sigint=False)
+            except (EOFError, KeyboardInterrupt):
+                raise StopAsyncIteration from None
+        if line.strip() == "/exit":
+            raise StopAsyncIteration
+        return line
+
+
+async def lines_of_stdin() -> AsyncIterator[str]:
+    """Each as soon as it is written, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        for line in itertools.chain(sys.stdin.buffer, [b""]):
+            loop.call_soon_threadsafe(lines.put_nowait, line)
+
+    threading.Thread(target=read, daemon=True).start()
+    number = 0
+    while line := await lines.get():
+        number += 1
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
+        if text.strip():
+            yield text

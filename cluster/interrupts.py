@@ -1,0 +1,51 @@
+"""What Ctrl-C, SIGTERM and a closed terminal end."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class Interrupts:
+    """Made inside the work that they end. Everything is removed first then, also if one presses again."""
+
+    def __init__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._work = task
+        self._part: asyncio.Task[Any] | None = None
+        self._stopping = False
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, self._interrupt)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+
+    def stop(self) -> None:
+        """End the work."""
+        if not self._stopping:
+            self._stopping = True
+            self._work.cancel()
+
+    @contextmanager
+    def ending_only(self, part: "asyncio.Task[Any]") -> Iterator[None]:
+        """Meanwhile Ctrl-C ends this part of the work, and the rest goes on."""
+        self._part = part
+        try:
+            yield
+        finally:
+            self._part = None
+
+    def _interrupt(self) -> None:
+        if self._part is None:
+            self.stop()
+        else:
+            self._part.cancel()
+
+
+async def stoppable(work: Coroutine[Any, Any, Result]) -> Result:
+    """The work, ended by any of them."""
+    Interrupts()
+    return await work

@@ -1,0 +1,50 @@
+"""Options that several commands have, and the configuration that they and a ``--config`` file give."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tramontane.cluster.config import ConfigFile, EngineConfig
+from tramontane.proto.errors import UserError
+
+
+def option(*names: str, help: str) -> Any:  # noqa: ANN401
+    return typer.Option(*names, help=help)
+
+
+Model = Annotated[Path | None, option("--model", help="Checkpoint folder. Default: the built-in demo model.")]
+Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")]
+Local = Annotated[bool | None, option("--local", help="Stages as plain objects in this process, no Ray.")]
+Address = Annotated[str | None, option("--address", help="Join a running Ray cluster: auto or host:port.")]
+Dtype = Annotated[str | None, option("--dtype", help="auto, bfloat16, float16 or float32.")]
+MaxModelLen = Annotated[int | None, option("--max-model-len", help="Positions per sequence.")]
+MaxNumSeqs = Annotated[int | None, option("--max-num-seqs", help="Sequences admitted at once. Default 64.")]
+MaxNumBatchedTokens = Annotated[int | None, option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")]
+PageSize = Annotated[int | None, option("--page-size", help="Positions per cache page. Default 16.")]
+KvCacheMemory = Annotated[str | None, option("--kv-cache-memory", help="Page pool per stage, such as 512MiB.")]
+ThreadsPerStage = Annotated[int | None, option("--threads-per-stage", help="CPU threads of a stage. Default: cores / stages.")]
+Link = Annotated[str | None, option("--link", help="How activations travel: object-store.")]
+Seed = Annotated[int | None, option("--seed", help="Seed of sampling. Default 0.")]
+Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]
+Json = Annotated[bool | None, option("--json", help="Machine-readable output on standard output.")]
+
+Temperature = Annotated[float, option("--temperature", help="0 is greedy.")]
+TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
+TopK = Annotated[int, option("--top-k", help="Keep this many likeliest tokens; 0 keeps all.")]
+
+
+@contextmanager
+def configured(context: typer.Context) -> Iterator[EngineConfig]:
+    """The flags that are keys of the configuration, over those of ``--config``; errors name each where it was given."""
+    flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names()}
+    path = context.params["config"]
+    file = ConfigFile.read(path) if path else None
+    try:
+        yield EngineConfig.build(file, flags)
+    except UserError as error:
+        if file is None:
+            raise
+        raise type(error)(file.named_in(str(error), flags)) from error
