@@ -5,6 +5,7 @@
     |   +-- ConfigError      a flag, a parameter or their combination
     |   +-- RequestError     one request: an empty prompt, a prompt past the context
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
+    |   |   +-- ImpossibleModelError  numbers that make no model
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
     +-- OverloadedError      too much is waiting already; says when to come back
     +-- PipelineError        a pipeline failed while it was working
@@ -36,6 +37,10 @@ class RequestError(UserError):
 
 class CheckpointError(UserError):
     """A model folder cannot be served."""
+
+
+class ImpossibleModelError(CheckpointError):
+    """Numbers that make no model. Whoever read them from a file adds its name."""
 
 
 class PlanError(UserError):

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling
+from tramontane.proto.errors import CheckpointError, ImpossibleModelError
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
 
 MIXTRAL = "MixtralForCausalLM"
 SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM", "Ministral3ForCausalLM")
@@ -15,6 +15,8 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
     """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
     try:
         return _translate(config, source)
+    except ImpossibleModelError as error:
+        raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{source} lacks the key {error}") from error
     except (TypeError, ValueError, AttributeError, ZeroDivisionError, IndexError, OverflowError) as error:
@@ -78,7 +80,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     return ModelArgs(
         dim=config["hidden_size"],
         n_layers=config["num_hidden_layers"],
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        head_dim=config["hidden_size"] // heads if config.get("head_dim") is None else config["head_dim"],
         hidden_dim=config["intermediate_size"],
         n_heads=heads,
         n_kv_heads=config["num_key_value_heads"],
@@ -88,7 +90,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         max_seq_len=config["max_position_embeddings"],
         windows=_windows(config, source),
         moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
-        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tied_embeddings=flag(config, "tie_word_embeddings"),
         dtype=_dtype(config, source),
         eos_token_ids=_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
@@ -151,6 +153,7 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 
 def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
+    check_num_layers(config["num_hidden_layers"])
     by_kind = {"sliding_attention": config["sliding_window"], "full_attention": None}
     kinds = config.get("layer_types") or ["sliding_attention"] * config["num_hidden_layers"]
     if config.get("layer_types") and "sliding_attention" in kinds and config["sliding_window"] is None:
@@ -158,6 +161,14 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
     if unknown := set(kinds) - set(by_kind):
         raise CheckpointError(f"{source}: layers of type {', '.join(map(repr, sorted(unknown)))} are not supported")
     return tuple(by_kind[kind] for kind in kinds)
+
+
+def flag(config: Mapping[str, Any], key: str) -> bool:
+    """False if it is not there. A text such as "false" is true in Python, so nothing but a truth value is taken."""
+    value = config.get(key)
+    if value not in (None, False, True):
+        raise TypeError(f"{key} is {value!r}")
+    return bool(value)
 
 
 def _dtype(config: Mapping[str, Any], source: str) -> str:

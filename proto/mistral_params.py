@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError
-from tramontane.proto.hf_config import yarn_magnitude
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling
+from tramontane.proto.errors import CheckpointError, ImpossibleModelError
+from tramontane.proto.hf_config import flag, yarn_magnitude
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
 from tramontane.proto.presets import PRESETS
 
 END_OF_SEQUENCE = 2  # in every tokenizer that Mistral has published
@@ -22,6 +22,8 @@ def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") 
     try:
         _check_supported(params, source)
         return _translate(params)
+    except ImpossibleModelError as error:
+        raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{source} lacks the key {error}") from error
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -95,7 +97,7 @@ def _translate(params: Mapping[str, Any]) -> ModelArgs:
         max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _known_context(params),
         windows=windows,
         moe=MoeArgs(moe["num_experts"], moe["num_experts_per_tok"]) if moe else None,
-        tied_embeddings=bool(params.get("tied_embeddings", False)),
+        tied_embeddings=flag(params, "tied_embeddings"),
         dtype=params.get("dtype") or "bfloat16",
         eos_token_ids=(END_OF_SEQUENCE,),
         rope_scaling=_rope_scaling(params),
@@ -110,11 +112,12 @@ def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
     spells the key with an underscore in front.
     """
     n_layers: int = params["n_layers"]
+    check_num_layers(n_layers)
     given = params.get("sliding_window") or params.get("_sliding_window")
     pattern = given if isinstance(given, list) else [given]
     if n_layers % len(pattern):
         raise ValueError(f"sliding_window has {len(pattern)} entries for {n_layers} layers")
-    return tuple(None if window is None else int(window) for window in pattern) * (n_layers // len(pattern))
+    return tuple(pattern) * (n_layers // len(pattern))
 
 
 def _known_context(params: Mapping[str, Any]) -> int:
@@ -131,7 +134,7 @@ def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
     factor = float(yarn["factor"])
     return YarnScaling(
         factor=factor,
-        original_max_seq_len=int(yarn["original_max_position_embeddings"]),
+        original_max_seq_len=yarn["original_max_position_embeddings"],
         beta_fast=float(yarn.get("beta", 32.0)),
         beta_slow=float(yarn.get("alpha", 1.0)),
         magnitude=yarn_magnitude(factor) if yarn.get("apply_scale", True) else 1.0,

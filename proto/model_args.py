@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tramontane.proto.errors import CheckpointError
+from tramontane.proto.errors import ImpossibleModelError
 
+MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # beyond which a number can only be damage
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -17,9 +18,9 @@ class MoeArgs:
     num_experts_per_tok: int
 
     def __post_init__(self) -> None:
-        _check_sizes({"num_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_tok})
+        _check_sizes({"num_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_tok}, MAX_EXPERTS)
         if self.num_experts_per_tok > self.num_experts:
-            raise CheckpointError(f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}")
+            raise ImpossibleModelError(f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class YarnScaling:
         for name in ("factor", "beta_fast", "beta_slow", "magnitude"):
             _check_positive(name, getattr(self, name))
         if not (math.isfinite(self.query_beta) and self.query_beta >= 0):
-            raise CheckpointError(f"the model's query_beta is {self.query_beta}; it must not be negative")
+            raise ImpossibleModelError(f"the model's query_beta is {self.query_beta}; it must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,17 +75,20 @@ class ModelArgs:
     rope_scaling: YarnScaling | None = None
 
     def __post_init__(self) -> None:
-        names = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
+        check_num_layers(self.n_layers)
+        names = ("dim", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
         _check_sizes({name: getattr(self, name) for name in names})
         if self.n_heads % self.n_kv_heads:
-            raise CheckpointError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
+            raise ImpossibleModelError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
         if self.head_dim % 2:
-            raise CheckpointError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+            raise ImpossibleModelError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         for name in ("norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
         if len(self.windows) != self.n_layers:
-            raise CheckpointError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
+            raise ImpossibleModelError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
         _check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
+        if outside := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
+            raise ImpossibleModelError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:
@@ -92,12 +96,19 @@ class ModelArgs:
         return tuple(dict.fromkeys(self.windows))
 
 
-def _check_sizes(sizes: Mapping[str, object]) -> None:
+def check_num_layers(n_layers: object) -> None:
+    """Before anything is made once per layer."""
+    _check_sizes({"n_layers": n_layers}, MAX_LAYERS)
+
+
+def _check_sizes(sizes: Mapping[str, object], most: int = MAX_SIZE) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
-            raise CheckpointError(f"the model's {name} is {value!r}; it must be a positive whole number")
+            raise ImpossibleModelError(f"the model's {name} is {value!r}; it must be a positive whole number")
+        if value > most:
+            raise ImpossibleModelError(f"the model's {name} is {value}; it must be at most {most}")
 
 
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise CheckpointError(f"the model's {name} is {value}; it must be a positive number")
+        raise ImpossibleModelError(f"the model's {name} is {value}; it must be a positive number")

@@ -21,6 +21,8 @@ class Layout(Enum):
 def layout_of(folder: Path) -> Layout:
     """Folders may hold both; then Hugging Face's is taken, whose configuration says more. Raises CheckpointError."""
     try:
+        if folder.is_file():
+            raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
@@ -28,6 +30,8 @@ def layout_of(folder: Path) -> Layout:
             return Layout.HUGGING_FACE
         if has_mistral:
             return Layout.MISTRAL
+        if (folder / "adapter_config.json").is_file():
+            raise CheckpointError(f"{folder} holds an adapter, not a model; merge it into its base model first")
     except OSError as error:
         raise CheckpointError(f"model folder {str(folder)[:200]} cannot be read: {error.strerror}") from error
     raise CheckpointError(

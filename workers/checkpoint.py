@@ -25,6 +25,8 @@ SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "conso
 PARTS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
 OTHER_FILES = ("tokenizer.model*", "tekken.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+PICKLES = ("*.bin", "*.pth", "*.pt")
+LFS_POINTER = b"version https://git-lfs"
 STORED_TYPES = ("F32", "BF16", "F16")
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old transformers stored what is computed
 
@@ -112,6 +114,10 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
         return dict.fromkeys(_names_in(single), single)
     parts = sorted(folder.glob(PARTS[layout]))
     if not parts:
+        if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+            raise CheckpointError(
+                f"{folder} has only {pickles[0]} for weights; pickles are never opened, convert them to safetensors"
+            )
         raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
     files: dict[str, Path] = {}
     for path in parts:
@@ -146,9 +152,13 @@ def _opened(path: Path, framework: str) -> Iterator[Any]:
     if not path.is_file():
         raise CheckpointError(f"weights file {path} is missing")
     try:
+        with path.open("rb") as plain:  # what may not be opened safetensors calls missing
+            start = plain.read(len(LFS_POINTER))
         with safe_open(path, framework=framework) as file:
             yield file
     except SafetensorError as error:
+        if start == LFS_POINTER:
+            raise CheckpointError(f"weights file {path} is a pointer of Git LFS; fetch the weights with: git lfs pull") from error
         raise CheckpointError(f"weights file {path} is damaged or truncated: {error}") from error
     except OSError as error:
-        raise CheckpointError(f"weights file {path} cannot be read: {error}") from error
+        raise CheckpointError(f"weights file {path} cannot be read: {error.strerror or error}") from error

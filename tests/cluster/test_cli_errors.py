@@ -1,7 +1,5 @@
 """Bad input: one clear line on standard error, exit code 2, nothing on standard output."""
 
-import io
-import json
 import os
 import re
 import shutil
@@ -14,66 +12,23 @@ from typing import NoReturn
 
 import pytest
 import ray
-import torch
-from safetensors.torch import load_file, save_file
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster import cli, launch, ray_address
+from tramontane.cluster import launch, ray_address
 from tramontane.cluster.hardware import Hardware
 from tramontane.proto.errors import PipelineError
 
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, max_seq_len=128), vocab_size=VOCAB)
-TENSOR = "model.layers.1.self_attn.q_proj.weight"
-# What may stand above the complaint: how far the command had come.
-PROGRESS = re.compile(r"(checking the checkpoint|loading the model|starting Ray|joining Ray at \S+) \.\.\.")
 
 Refused = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole checkpoint with a tokenizer. Tests that damage it damage a copy."""
+    """A whole checkpoint with a tokenizer. What breaks it is in test_broken_folders."""
     folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, random_model(ARGS))
     return write_tokenizer(folder, VOCAB)
-
-
-@pytest.fixture
-def copy(model: Path, tmp_path: Path) -> Path:
-    """One that may be damaged."""
-    return shutil.copytree(model, tmp_path / "copy")
-
-
-def _give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-
-
-@pytest.fixture
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refused:
-    """Runs ``tramontane`` in this process; returns the one line of complaint, after asserting that there is just one."""
-
-    def run(*arguments: object, code: int = 2, stdin: bytes | None = b"") -> str:
-        monkeypatch.setattr(sys, "argv", ["tramontane", *map(str, arguments)])
-        if stdin is not None:
-            _give_stdin(monkeypatch, stdin)
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        out, err = capsys.readouterr()
-        assert exit_.value.code == code
-        assert out == ""
-        return _only_complaint(err)
-
-    return run
-
-
-def _only_complaint(err: str) -> str:
-    """The last line, the only one that begins with "error: "; before it nothing but progress."""
-    assert err.endswith("\n")
-    *before, last = err.splitlines()
-    assert last.startswith("error: ")
-    assert all(PROGRESS.fullmatch(line) for line in before), err
-    assert "Traceback" not in last
-    return last.removeprefix("error: ")
 
 
 # ---- parameters
@@ -231,117 +186,6 @@ def test_a_tokenizer_of_another_model_is_refused(refused: Refused, model: Path, 
     message = refused("generate", "--model", folder, "--local", "The quick brown fox")
     assert str(folder) in message
     assert "vocabulary of 96" in message
-
-
-# ---- model folders
-
-
-def test_a_folder_that_is_missing_is_named(refused: Refused, tmp_path: Path) -> None:
-    message = refused("generate", "--model", tmp_path / "nowhere", "--local", "The")
-    assert f"{tmp_path / 'nowhere'} does not exist" in message
-
-
-@pytest.mark.parametrize("file", ["config.json", "tokenizer.model", "model.safetensors"])
-def test_a_file_that_is_missing_is_named(refused: Refused, copy: Path, file: str) -> None:
-    (copy / file).unlink()
-    message = refused("generate", "--model", copy, "--local", "The")
-    assert str(copy) in message
-    assert file in message
-
-
-def test_a_tensor_that_is_missing_is_named(refused: Refused, copy: Path) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    del tensors[TENSOR]
-    save_file(tensors, copy / "model.safetensors")
-    message = refused("generate", "--model", copy, "--local", "The")
-    assert message == f"{copy} lacks the tensor {TENSOR}, which config.json calls for"
-
-
-def test_a_tensor_of_the_wrong_shape_is_named_with_both_shapes(refused: Refused, copy: Path) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    tensors[TENSOR] = torch.zeros(7, 32)
-    save_file(tensors, copy / "model.safetensors")
-    message = refused("generate", "--model", copy, "--local", "The")
-    assert message == f"tensor {TENSOR} in {copy / 'model.safetensors'} has shape (7, 32); config.json needs (32, 32)"
-
-
-@pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1], ids=["empty", "no-header", "half-a-header", "half", "one-byte-short"])
-def test_a_truncated_file_is_named(refused: Refused, copy: Path, keep: float) -> None:
-    path = copy / "model.safetensors"
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * keep) if isinstance(keep, float) else keep])
-    assert f"{path} is damaged or truncated" in refused("generate", "--model", copy, "--local", "The")
-
-
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no index"])
-def test_a_file_of_a_sharded_checkpoint_is_named(refused: Refused, copy: Path, damage: str) -> None:
-    tensors = load_file(copy / "model.safetensors")
-    second = {name: tensor for name, tensor in tensors.items() if "layers.3." in name}
-    save_file({name: tensor for name, tensor in tensors.items() if name not in second}, copy / "part-1.safetensors")
-    save_file(second, copy / "part-2.safetensors")
-    (copy / "model.safetensors").unlink()
-    weight_map = {name: f"part-{1 + (name in second)}.safetensors" for name in tensors}
-    index = copy / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    broken = copy / "part-2.safetensors"
-    if damage == "truncated":
-        broken.write_bytes(broken.read_bytes()[:-1])
-        expected = f"{broken} is damaged or truncated"
-    elif damage == "missing":
-        broken.unlink()
-        expected = f"{broken} is missing"
-    else:
-        index.write_text("[]")
-        expected = f"{index} is not a safetensors index"
-    assert expected in refused("generate", "--model", copy, "--local", "The")
-
-
-def test_a_damaged_tokenizer_is_named(refused: Refused, copy: Path) -> None:
-    path = copy / "tokenizer.model"
-    path.write_bytes(path.read_bytes()[:1000])
-    assert str(path) in refused("generate", "--model", copy, "--local", "The")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "named"),
-    [
-        ("architectures", ["LlamaForCausalLM"], ["LlamaForCausalLM", "MistralForCausalLM"]),
-        ("num_hidden_layers", 5, ["layers.4"]),
-        ("num_hidden_layers", -1, ["n_layers", "-1"]),
-        ("hidden_size", "32", ["dim", "'32'"]),
-        ("num_attention_heads", 0, ["n_heads", "0"]),
-        ("num_key_value_heads", 3, ["4 query heads", "3 key heads"]),
-        ("vocab_size", 301, ["embed_tokens", "(300, 32)", "(301, 32)"]),
-        ("sliding_window", 0, ["window", "0"]),
-        ("sliding_window", "wide", []),  # refused, by whatever check comes first
-        ("layer_types", ["full_attention"], ["1 attention windows", "4 layers"]),
-        ("num_experts_per_tok", 9, ["9 experts", "4"]),
-        ("max_position_embeddings", None, ["max_seq_len", "None"]),
-        ("dtype", "int8", ["int8", "bfloat16"]),
-        ("hidden_act", "gelu", ["gelu", "silu"]),
-        ("quantization_config", {"bits": 4}, ["quantised"]),
-        ("rope_parameters", {"rope_type": "yarn"}, ["yarn"]),
-        ("rms_norm_eps", None, ["config.json", "wrong type"]),
-        ("rms_norm_eps", "tiny", ["config.json", "wrong type"]),
-        ("rope_parameters", 3, ["config.json", "wrong type"]),
-        ("architectures", 5, ["config.json", "wrong type"]),
-        ("sliding_window", 2.5, ["window", "2.5"]),
-    ],
-)
-def test_a_configuration_that_makes_no_sense_is_named(
-    refused: Refused, copy: Path, key: str, value: object, named: list[str]
-) -> None:
-    path = copy / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    message = refused("generate", "--model", copy, "--local", "The")
-    for part in named:
-        assert part in message
-
-
-@pytest.mark.parametrize("text", ["{", "[]", ""])
-def test_a_configuration_that_is_no_json_is_named(refused: Refused, copy: Path, text: str) -> None:
-    (copy / "config.json").write_text(text)
-    assert str(copy / "config.json") in refused("generate", "--model", copy, "--local", "The")
 
 
 # ---- plans

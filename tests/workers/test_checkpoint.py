@@ -268,7 +268,7 @@ def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
         ({"num_key_value_heads": 3}, ["4", "3", "heads"]),
         ({"head_dim": 7}, ["head_dim", "7"]),
         ({"hidden_size": 0}, ["dim", "0"]),
-        ({"num_hidden_layers": "3"}, ["config.json", "type"]),
+        ({"num_hidden_layers": "3"}, ["config.json", "n_layers", "'3'"]),
         ({"sliding_window": -4}, ["window", "-4"]),
         ({"num_experts_per_tok": 5}, ["5", "4", "experts"]),
         ({"layer_types": ["sliding_attention"]}, ["windows", "1", "3"]),
@@ -455,7 +455,7 @@ PARAMS = mistral_params_of(ARGS)
     ("changes", "words"),
     [
         ({"dim": None}, ["dim"]),
-        ({"n_layers": "three"}, ["params.json", "type"]),
+        ({"n_layers": "three"}, ["params.json", "n_layers", "'three'"]),
         ({"model_type": "mamba"}, ["mamba", "transformer"]),
         ({"vision_encoder": {"hidden_size": 3}}, ["vision_encoder"]),
         ({"quantization": {"qformat_weight": "fp8_e4m3"}}, ["quantization"]),

@@ -1,0 +1,41 @@
+"""The command run in this process, where it must complain."""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tramontane.cluster import cli
+
+# What may stand above the complaint: how far the command had come.
+PROGRESS = re.compile(r"(checking the checkpoint|loading the model|starting Ray|joining Ray at \S+) \.\.\.")
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs ``tramontane`` in this process; returns the one line of complaint, after asserting that there is just one."""
+
+    def run(*arguments: object, code: int = 2, stdin: bytes | None = b"") -> str:
+        monkeypatch.setattr(sys, "argv", ["tramontane", *map(str, arguments)])
+        if stdin is not None:
+            monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert exit_.value.code == code
+        assert out == ""
+        return _only_complaint(err)
+
+    return run
+
+
+def _only_complaint(err: str) -> str:
+    """The last line, the only one that begins with "error: "; before it nothing but progress."""
+    assert err.endswith("\n")
+    *before, last = err.splitlines()
+    assert last.startswith("error: ")
+    assert all(PROGRESS.fullmatch(line) for line in before), err
+    assert "Traceback" not in last
+    return last.removeprefix("error: ")
