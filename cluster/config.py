@@ -6,14 +6,45 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ConfigError
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
     *("model", "stages", "dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+    *("gpu_memory", "gpu_speed"),
 }
 DEMO_MODEL = Path(__file__).parent / "demo_model"
+
+
+def gpu_sizes(given: object) -> tuple[int, ...] | None:
+    """Bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
+    return None if given is None else tuple(_size(part) for part in _parts(given))
+
+
+def gpu_speeds(given: object) -> tuple[int, ...] | None:
+    """Whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
+    return None if given is None else tuple(_speed(part) for part in _parts(given))
+
+
+def _parts(given: object) -> list[str]:
+    return [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
+
+
+def _size(text: str) -> int:
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        size = 0
+    if size < 1:
+        raise ConfigError(f"--gpu-memory has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+    return size
+
+
+def _speed(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 10_000:
+        raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
+    return int(text)
 
 
 # Bounds beyond which a number can only be a slip: what is allotted in advance must stay small.
@@ -38,6 +69,10 @@ class EngineConfig(BaseModel):
     page_size: Count = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
     threads_per_stage: Few | None = None
+    gpu_memory: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_sizes)] = Field(
+        None, description="of each stage, or of all"
+    )
+    gpu_speed: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_speeds)] = Field(None, description="of each stage, relative")
     link: Literal["object-store"] = "object-store"
     seed: int = 0
     served_model_name: Annotated[str, Field(min_length=1)] | None = None

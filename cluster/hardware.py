@@ -1,35 +1,52 @@
 """What there is to run on: this machine, or the Ray cluster that was joined."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tramontane.cluster.ray_chain import last_line
 from tramontane.proto.errors import PlanError
+from tramontane.workers.gpu_probe import copy_speed, visible_gpus
 
 GPU_PROBE_TIMEOUT_S = 60.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """``index`` is CUDA's on its node, ``node`` Ray's id of that ("" without Ray), ``speed`` relative to the others'."""
+
+    name: str
+    memory: int
+    node: str = ""
+    index: int = 0
+    speed: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """``node_cpus`` and ``node_memory`` (bytes) have one entry per node; ``gpu_memory`` is the smallest GPU's."""
+    """``node_cpus`` and ``node_memory`` (bytes) have one entry per node, ``gpus`` one per GPU of all nodes."""
 
     node_cpus: tuple[int, ...]
     node_memory: tuple[int, ...]
-    num_gpus: int = 0
-    gpu_memory: int = 0
+    gpus: tuple[Gpu, ...] = ()
 
     def default_stages(self, num_pipelines: int = 1) -> int:
         """One per GPU, shared evenly; 2 where there is none."""
-        return max(self.num_gpus // num_pipelines, 1) if self.num_gpus else 2
+        return max(len(self.gpus) // num_pipelines, 1) if self.gpus else 2
 
     def stage_memory(self, num_stages: int) -> int:
-        """Bytes one stage may use: its GPU (shared only in one process), or an even share of the smallest node."""
-        if self.num_gpus:
-            return self.gpu_memory // -(-num_stages // self.num_gpus)
+        """Bytes one stage may use: the smallest GPU (shared only in one process), or an even share of the smallest node."""
+        if self.gpus:
+            return min(gpu.memory for gpu in self.gpus) // -(-num_stages // len(self.gpus))
         return min(self.node_memory) // self._stages_per_node(num_stages)
 
     def threads_per_stage(self, num_stages: int) -> int:
@@ -49,29 +66,34 @@ class Hardware:
         return -(-num_stages // len(self.node_cpus))
 
 
+def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
+    nodes: dict[str, list[Gpu]] = {}
+    for gpu in gpus:
+        nodes.setdefault(gpu.node, []).append(gpu)
+    return list(nodes.values())
+
+
 def this_machine() -> Hardware:
-    num_gpus = _visible_gpus()
-    return Hardware(
-        node_cpus=(_usable_cpus(),),
-        node_memory=(_usable_memory(),),
-        num_gpus=num_gpus,
-        gpu_memory=_smallest_gpu() if num_gpus else 0,
-    )
+    seen = visible_gpus() if _num_visible_gpus() else []
+    gpus = tuple(Gpu(name, memory, index=index) for index, (name, memory) in enumerate(seen))
+    return Hardware(node_cpus=(_usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus)
 
 
-def joined_cluster() -> Hardware:
-    """The Ray cluster this process is connected to."""
-    resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-    num_gpus = int(resources.get("GPU", 0))
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    nodes = [node for node in alive if node.get("CPU", 0) >= 1]
-    if not nodes:
+def joined_cluster(
+    measured: bool = True,
+    look: Callable[[], list[tuple[str, int]]] = visible_gpus,
+    measure: Callable[[str], int] = copy_speed,
+) -> Hardware:
+    """The Ray cluster this process is connected to. ``measured``: GPUs are compared, if nodes differ in them."""
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    resources = {node["NodeID"]: node["Resources"] for node in alive if node["Resources"].get("CPU", 0) >= 1}
+    if not resources:
         raise PlanError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
+    gpus = _look_everywhere({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
     return Hardware(
-        node_cpus=tuple(int(node["CPU"]) for node in nodes),
-        node_memory=tuple(int(node["memory"]) for node in nodes),
-        num_gpus=num_gpus,
-        gpu_memory=_ask_for_gpu_memory() if num_gpus else 0,
+        node_cpus=tuple(int(has["CPU"]) for has in resources.values()),
+        node_memory=tuple(int(has["memory"]) for has in resources.values()),
+        gpus=_compared(gpus, measure) if measured else gpus,
     )
 
 
@@ -98,7 +120,7 @@ def _cgroup_numbers(file: str, count: int) -> list[int]:
     return [int(word) if word.isdigit() else 0 for word in (words + [""] * count)[:count]]
 
 
-def _visible_gpus() -> int:
+def _num_visible_gpus() -> int:
     """GPUs of this machine that CUDA would show; asking CUDA itself would need torch."""
     present = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -108,15 +130,57 @@ def _visible_gpus() -> int:
     return min(present, len([name for name in names if name and name != "-1"]))
 
 
-def _ask_for_gpu_memory() -> int:
+def _look_everywhere(num_gpus: Mapping[str, int], look: Callable[[], list[tuple[str, int]]]) -> tuple[Gpu, ...]:
+    """Ask every node that offers GPUs to Ray; those that it offers are the first that CUDA shows there."""
+    seen = _answers({node: _on_node(node, look) for node in num_gpus})
+    for node, count in num_gpus.items():
+        if len(seen[node]) < count:
+            raise PlanError(f"node {_address(node)} offers {count} GPUs to Ray, but CUDA shows {len(seen[node])} there")
+    return tuple(
+        Gpu(name, memory, node, index)
+        for node, count in sorted(num_gpus.items())
+        for index, (name, memory) in enumerate(seen[node][:count])
+    )
+
+
+def _compared(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu, ...]:
+    """With their speeds, if some nodes have other GPUs than others: in GB/s, of one GPU of each name.
+
+    The cluster remembers what was measured: later pipelines are planned like the first, and nothing is measured
+    that works already.
+    """
+    if len({frozenset(gpu.name for gpu in here) for here in by_node(gpus)}) <= 1:
+        return gpus
+    one_of = {gpu.name: gpu for gpu in reversed(gpus)}
+    marks = {name: f"tramontane-gpu-speed-{name}" for name in one_of}
+    unknown = {name: gpu for name, gpu in one_of.items() if not _internal_kv_get(marks[name])}
+    measured = _answers({name: _on_node(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()})
+    for name, speed in measured.items():
+        _internal_kv_put(marks[name], str(max(speed // 10**9, 1)).encode(), overwrite=False)
+    speeds = {name: int(_internal_kv_get(mark)) for name, mark in marks.items()}
+    return tuple(replace(gpu, speed=speeds[gpu.name]) for gpu in gpus)
+
+
+def _on_node(node: str, function: Callable[..., T], *arguments: str) -> "ray.ObjectRef[T]":
+    """Run something tiny on a node, where it sees all GPUs: also those that are in use, or that Ray would hide from it."""
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "num_gpus": 0,
+        "max_calls": 1,  # the process ends, and takes nothing of a GPU's memory with it into the plan
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        "runtime_env": {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}},
+    }
+    ref: ray.ObjectRef[T] = ray.remote(**options)(function).remote(*arguments)
+    return ref
+
+
+def _answers(asked: "Mapping[str, ray.ObjectRef[T]]") -> dict[str, T]:
     try:
-        size: int = ray.get(ray.remote(num_gpus=1)(_smallest_gpu).remote(), timeout=GPU_PROBE_TIMEOUT_S)
-    except GetTimeoutError:
-        raise PlanError("no GPU of the cluster became free to be asked for its memory; are they all in use?") from None
-    return size
+        answers: list[T] = ray.get(list(asked.values()), timeout=GPU_PROBE_TIMEOUT_S)
+    except (GetTimeoutError, RayError) as error:
+        raise PlanError(f"the GPUs of the cluster cannot be looked at: {last_line(error)}") from error
+    return dict(zip(asked, answers, strict=True))
 
 
-def _smallest_gpu() -> int:
-    import torch  # only where there is a GPU to ask
-
-    return min(torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
+def _address(node: str) -> str:
+    return next(str(known["NodeManagerAddress"]) for known in ray.nodes() if known["NodeID"] == node)  # type: ignore[no-untyped-call]

@@ -2,14 +2,15 @@
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.planner import PlanRequest, StageRoom, TooLittleMemoryError, make_plan
+from tramontane.cluster.places import Place, stage_places
+from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -71,14 +72,13 @@ def checked_model(config: EngineConfig) -> ModelArgs:
 
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
-    """The plan of one of ``config.replicas`` pipelines that share the hardware evenly."""
-    hardware.check_threads(config.threads_per_stage)
-    num_stages = config.stages or min(hardware.default_stages(config.replicas), args.n_layers)
-    num_all = num_stages * config.replicas
-    if hardware.num_gpus and num_all > hardware.num_gpus and not config.local:
-        raise PlanError(f"{num_all} stages need a GPU each, and there are {hardware.num_gpus}; use fewer --stages or --replicas")
+    """The plan of one of ``config.replicas`` pipelines that share the hardware."""
+    return _planned(config, args, stage_places(config, args.n_layers, hardware))
+
+
+def _planned(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> ClusterPlan:
     request = PlanRequest(
-        rooms=(StageRoom(hardware.stage_memory(num_all)),) * num_stages,
+        rooms=tuple(place.room for place in places),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
         max_model_len=config.max_model_len or args.max_seq_len,
         max_num_seqs=config.max_num_seqs,
@@ -118,7 +118,7 @@ async def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report)
     from tramontane.workers.stage_worker import StageWorker
 
     torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
-    devices = [f"cuda:{i}" for i in range(hardware.num_gpus)] or ["cpu"]
+    devices = [f"cuda:{i}" for i in range(len(hardware.gpus))] or ["cpu"]
     chain = LocalStageChain(
         [StageWorker.load(stage, config.model, devices[stage.stage_id % len(devices)]) for stage in plan.stages]
     )
@@ -132,7 +132,7 @@ async def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report)
 async def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
-        with joined_ray(config.address) as hardware:
+        with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report) as chain:
                 yield spec.plan, chain
@@ -151,12 +151,14 @@ def pipeline_spec(
 
     Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
     """
-    plan = plan_for(config, args, hardware)
+    places = stage_places(config, args.n_layers, hardware)
+    plan = _planned(config, args, places)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
         folder=config.model.resolve(),
         threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages) * config.replicas),
-        use_gpus=hardware.num_gpus > 0,
+        use_gpus=bool(hardware.gpus),
+        nodes=tuple(place.nodes for place in places),
         fingerprint=fingerprint or Checkpoint(config.model).fingerprint(),
     )

@@ -26,6 +26,10 @@ MaxNumBatchedTokens = Annotated[int | None, option("--max-num-batched-tokens", h
 PageSize = Annotated[int | None, option("--page-size", help="Positions per cache page. Default 16.")]
 KvCacheMemory = Annotated[str | None, option("--kv-cache-memory", help="Page pool per stage, such as 512MiB.")]
 ThreadsPerStage = Annotated[int | None, option("--threads-per-stage", help="CPU threads of a stage. Default: cores / stages.")]
+GpuMemory = Annotated[str | None, option("--gpu-memory", help="Of each stage's GPU: 24GiB,24GiB,80GiB. Default: asked of it.")]
+GpuSpeed = Annotated[
+    str | None, option("--gpu-speed", help="Relative, of each stage's GPU: 1,1,3. Default: measured, where unlike.")
+]
 Link = Annotated[str | None, option("--link", help="How activations travel: object-store.")]
 Seed = Annotated[int | None, option("--seed", help="Seed of sampling. Default 0.")]
 Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]

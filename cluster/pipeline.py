@@ -102,8 +102,8 @@ def _quiet_ray() -> Iterator[None]:
 
 
 @contextmanager
-def joined_ray(address: str) -> Iterator[Hardware]:
-    """A cluster that is already running."""
+def joined_ray(address: str, measured: bool = True) -> Iterator[Hardware]:
+    """A cluster that is already running; ``measured`` is that of ``joined_cluster``."""
     from tramontane.cluster.ray_address import check_cluster  # brings gRPC, which a Ray of our own does not need
 
     check_cluster(address)
@@ -117,7 +117,7 @@ def joined_ray(address: str) -> Iterator[Hardware]:
         ) from error
     with _quiet_ray():
         try:
-            yield joined_cluster()
+            yield joined_cluster(measured)
         finally:
             ray.shutdown()
 
@@ -198,7 +198,8 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[Actor
     if stages is None:
         free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
         raise PlanError(
-            f"the cluster has no room for {len(spec.bundles)} stages of {spec.bundles[0]}: free are {free}; "
+            f"the cluster has no room for {len(spec.bundles)} stages of {spec.bundles[0]}"
+            f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
             "use fewer --stages or --threads-per-stage"
         )
     return stages

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.capacity import held_by, plan_as_data, ways_out
+from tramontane.cluster.config import gpu_sizes, gpu_speeds
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
@@ -49,30 +49,14 @@ def plan(
 
 
 def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[StageRoom, ...]:
-    memories = [_size(part) for part in gpu_memory.split(",")]
+    memories = gpu_sizes(gpu_memory) or ()
     if len(memories) == 1:
         memories *= 1 if gpus is None else max(gpus, 0)
-    speeds = [1] * len(memories) if gpu_speed is None else [_speed(part) for part in gpu_speed.split(",")]
+    speeds = gpu_speeds(gpu_speed) or (1,) * len(memories)
     for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
         if number != len(memories) or number < 1:
             raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
     return tuple(StageRoom(memory, speed) for memory, speed in zip(memories, speeds, strict=True))
-
-
-def _size(text: str) -> int:
-    try:
-        size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
-    except ValidationError:
-        size = 0
-    if size < 1:
-        raise ConfigError(f"--gpu-memory has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
-    return size
-
-
-def _speed(text: str) -> int:
-    if not text.strip().isdecimal() or not 1 <= int(text) <= 10_000:
-        raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
-    return int(text)
 
 
 def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom, ...]) -> None:

@@ -142,7 +142,9 @@ def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Appli
     with naming_the_node():
         check_fingerprint(config.model, fingerprint)
         args = checked_model(config)
-    return replace(pipeline_spec(config, args, joined_cluster(), "unnamed", fingerprint), application=application)
+    return replace(
+        pipeline_spec(config, args, joined_cluster(config.gpu_speed is None), "unnamed", fingerprint), application=application
+    )
 
 
 @asynccontextmanager

@@ -109,7 +109,7 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
     """On a cluster that was there before, and stays."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
-    with joined_ray(config.address) as hardware:
+    with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
         spec = _spec(config, hardware)
         _check_room(spec, config.replicas)
         owns_serve = not serve.status().proxies

@@ -24,6 +24,7 @@ from tramontane.workers.fingerprint import Fingerprint
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "-supervisor"  # after the pipeline's name
+NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
@@ -55,6 +56,7 @@ class PipelineSpec:
     folder: Path
     threads_per_stage: int
     use_gpus: bool
+    nodes: tuple[tuple[str, ...], ...] = ()  # of each stage, where the plan wants it (see ``places``); () is anywhere
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: Application | None = None
 
@@ -62,6 +64,11 @@ class PipelineSpec:
     def bundles(self) -> list[dict[str, float]]:
         bundle: dict[str, float] = {"CPU": self.threads_per_stage}
         return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in self.plan.stages]
+
+    @property
+    def node_selectors(self) -> list[dict[str, str]]:
+        """Which nodes each bundle may go to, in Ray's words."""
+        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * len(self.plan.stages)]
 
     @property
     def supervisor_name(self) -> str:
@@ -213,7 +220,8 @@ def _group(spec: PipelineSpec) -> PlacementGroup:
     try:
         group: PlacementGroup = get_placement_group(spec.name)
     except ValueError:
-        group = placement_group(spec.bundles, strategy="PACK", name=spec.name, lifetime="detached")
+        selectors = spec.node_selectors
+        group = placement_group(spec.bundles, "PACK", spec.name, lifetime="detached", bundle_label_selector=selectors)
     return group
 
 

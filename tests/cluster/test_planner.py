@@ -16,7 +16,7 @@ from tiny import GIB, tiny_args, tiny_plan
 
 from tramontane.cluster import cli
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
-from tramontane.cluster.hardware import Hardware
+from tramontane.cluster.hardware import Gpu, Hardware
 from tramontane.cluster.launch import plan_for
 from tramontane.cluster.layer_split import split_layers
 from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
@@ -313,8 +313,8 @@ def test_a_context_past_the_checkpoints_is_refused() -> None:
 def test_stages_follow_the_hardware_unless_told() -> None:
     args, config = tiny_args(n_layers=4), EngineConfig()
     cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
-    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=3, gpu_memory=GIB)
-    many = Hardware(node_cpus=(8,), node_memory=(GIB,), num_gpus=16, gpu_memory=GIB)
+    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 3)
+    many = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 16)
     assert [len(plan_for(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
     assert len(plan_for(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
     with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):
@@ -326,7 +326,8 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
     assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
     assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 5, 40)] == [7, 7, 3, 2, 1]
-    assert Hardware(node_cpus=(7,), node_memory=(1200,), num_gpus=2, gpu_memory=77).stage_memory(2) == 77
+    gpus = (Gpu("A100", 77), Gpu("A100", 99))
+    assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
 
 
 def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
@@ -352,6 +353,8 @@ DEFAULTS = {
     "page_size": 16,
     "kv_cache_memory": None,
     "threads_per_stage": None,
+    "gpu_memory": None,
+    "gpu_speed": None,
     "link": "object-store",
     "seed": 0,
     "served_model_name": None,
@@ -404,6 +407,8 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("page-size", "8", 8),
     ("kv-cache-memory", "512MiB", 512 * 2**20),
     ("threads-per-stage", "2", 2),
+    ("gpu-memory", "24GiB,80GiB", (24 * GIB, 80 * GIB)),
+    ("gpu-speed", "1,3", (1, 3)),
     ("link", "object-store", "object-store"),
     ("seed", "-7", -7),
 ]

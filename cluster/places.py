@@ -1,0 +1,92 @@
+"""Which GPUs the stages of a pipeline get, where they are not all alike. Pure arithmetic.
+
+Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Which node of
+the kind it gets is Ray's to say, which packs stage after stage; and so is which GPU of the node, so on a node
+of unlike GPUs each counts as the smallest and slowest of them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.hardware import Gpu, Hardware, by_node
+from tramontane.cluster.planner import GIB, StageRoom
+from tramontane.proto.errors import ConfigError, PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one stage can count on, and the nodes (Ray's ids) where it finds that; none: any node will do."""
+
+    room: StageRoom
+    nodes: tuple[str, ...] = ()
+
+
+def stage_places(config: EngineConfig, n_layers: int, hardware: Hardware) -> tuple[Place, ...]:
+    """One per stage, in order, for each of ``config.replicas`` pipelines that share the hardware."""
+    hardware.check_threads(config.threads_per_stage)
+    num_stages = _num_stages(config, n_layers, hardware)
+    num_all = num_stages * config.replicas
+    if not hardware.gpus or config.local:
+        places: tuple[Place, ...] = (Place(StageRoom(hardware.stage_memory(num_all))),) * num_stages
+    elif num_all > len(hardware.gpus):
+        raise PlanError(f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas")
+    else:
+        places = gpu_places(hardware.gpus, num_stages, config.replicas)
+    return _as_given(places, config.gpu_memory, config.gpu_speed)
+
+
+def gpu_places(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> tuple[Place, ...]:
+    """Stages in order over the roomiest kind first, of equally roomy ones the fastest.
+
+    Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two pipelines of two
+    stages get [80, 24] each. Where that is too few (three stages each), or all are of one kind, each counts as
+    the poorest, and stages go where there is room.
+    """
+    kinds = sorted(_kinds(gpus), key=lambda kind: (-kind[0].room.memory, -kind[0].room.speed))
+    dealt = [place for place, count in kinds for _ in range(count // num_pipelines)]
+    if len(kinds) == 1 or len(dealt) < num_stages:
+        return (Place(StageRoom(min(gpu.memory for gpu in gpus))),) * num_stages
+    return tuple(dealt[:num_stages])
+
+
+def _kinds(gpus: Iterable[Gpu]) -> list[tuple[Place, int]]:
+    """What a GPU of each kind can be counted on for, where they are, and how many there are."""
+    alike: dict[object, list[Gpu]] = {}
+    for here in by_node(gpus):  # whole GiB: drivers of different versions keep different megabytes for themselves
+        kind = (frozenset(gpu.name for gpu in here), round(min(gpu.memory for gpu in here) / GIB))
+        alike.setdefault(kind, []).extend(here)
+    return [(_place(kind), len(kind)) for kind in alike.values()]
+
+
+def _place(kind: Sequence[Gpu]) -> Place:
+    room = StageRoom(min(gpu.memory for gpu in kind), min(gpu.speed for gpu in kind))
+    return Place(room, tuple(sorted({gpu.node for gpu in kind})))
+
+
+def _num_stages(config: EngineConfig, n_layers: int, hardware: Hardware) -> int:
+    lists = {"gpu-memory": config.gpu_memory, "gpu-speed": config.gpu_speed}
+    counts = {f"--{name}": len(given) for name, given in lists.items() if given and len(given) > 1}
+    if config.stages:
+        counts = {"--stages": config.stages} | counts
+    if len(set(counts.values())) > 1:
+        said = " and ".join(f"{name} is for {count} stages" for name, count in counts.items())
+        raise ConfigError(f"{said}; give one value for all stages, or one for each")
+    return next(iter(counts.values()), min(hardware.default_stages(config.replicas), n_layers))
+
+
+def _as_given(places: tuple[Place, ...], memory: tuple[int, ...] | None, speed: tuple[int, ...] | None) -> tuple[Place, ...]:
+    """With what the user says of the stages' GPUs. The largest memory gets the roomiest place, and none more than there is."""
+    stages = range(len(places))
+    if memory is not None:
+        memories = memory if len(memory) > 1 else memory * len(places)
+        of_stage = dict(zip(sorted(stages, key=lambda stage: -memories[stage]), places, strict=True))
+        places = tuple(_with(of_stage[i], memory=min(memories[i], of_stage[i].room.memory)) for i in stages)
+    if speed is not None:
+        speeds = speed if len(speed) > 1 else speed * len(places)
+        places = tuple(_with(place, speed=given) for place, given in zip(places, speeds, strict=True))
+    return places
+
+
+def _with(place: Place, **changes: int) -> Place:
+    return replace(place, room=replace(place.room, **changes))
