@@ -13,7 +13,6 @@ import typer
 from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.entry import INTERRUPTED
-from tramontane.cluster.generate import generate as run_generate
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.options import (
@@ -92,6 +91,8 @@ def generate(
     json: Json = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
+    from tramontane.cluster.generate import generate as run_generate  # brings Ray, which other commands do not need
+
     with configured(context) as settings:
         sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
         display = Display(live=sys.stdout.isatty(), silent=settings.json_output)

@@ -137,18 +137,20 @@ def test_the_mode_that_opens_ports_to_everybody_is_not_taken_with_a_loopback_hos
     assert "--host 127.0.0.1 cannot be kept in Ray Serve's HAProxy mode" in run.stderr.splitlines()[-1]
 
 
-def test_ctrl_c_while_it_is_being_imported_is_one_line() -> None:
-    """The import hangs until the signal is there."""
+@pytest.mark.parametrize("module", ["typer", "ray"])
+def test_ctrl_c_while_it_is_being_imported_is_one_line(module: str) -> None:
+    """The import hangs until the signal is there: that of the command line, and that of what one command needs."""
     code = (
         "import os, signal, sys\n"
         "class Slow:\n"
         "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'ray': os.kill(os.getpid(), signal.SIGINT)\n"
+        f"        if name == '{module}': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Slow())\n"
         "from tramontane.cluster.entry import main\n"
         "main()\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, preexec_fn=_hear_signals)
+    command = [sys.executable, "-c", code, "generate", "The"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, preexec_fn=_hear_signals)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "error: interrupted\n")
 
 

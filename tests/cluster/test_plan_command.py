@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,13 @@ def test_a_loaded_stage_allocates_what_the_plan_says(name: str, dtype: str, tmp_
             held += [layer.k_NGd, layer.v_NGd]
         allocated = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
         assert allocated == pytest.approx(stage.weight_bytes + stage.cache_bytes, rel=0.02)
+
+
+def test_planning_needs_neither_ray_nor_torch() -> None:
+    """It would take longer to import either than to plan."""
+    command = "app(['plan', '--model', 'mixtral-8x22b', '--gpus', '4', '--gpu-memory', '80GiB'], standalone_mode=False)"
+    code = (
+        f"import sys; from tramontane.cluster.cli import app; {command}; print(sorted({{'ray', 'torch'}} & sys.modules.keys()))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"

@@ -425,7 +425,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
             seen.append((config, sampling))
             raise RequestError("seen enough")
 
-        monkeypatch.setattr(cli, "run_generate", stop)
+        monkeypatch.setattr("tramontane.cluster.generate.generate", stop)
         monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *arguments, "The"])
         with pytest.raises(SystemExit):
             cli.main()
