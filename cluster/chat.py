@@ -1,17 +1,17 @@
 """A conversation with a model: what is said comes in lines, what is answered goes to standard output."""
 
 import asyncio
-import itertools
 import json
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import aclosing
+from concurrent.futures import CancelledError
+from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
-from tramontane.cluster.display import Display
+from tramontane.cluster.display import Display, for_terminal
 from tramontane.cluster.interrupts import Interrupts
 from tramontane.cluster.launch import Engine, open_engine
 from tramontane.proto.errors import RequestError
@@ -48,6 +48,7 @@ async def run_chat(
     tokenizer = need_tokenizer(config.model, args.vocab_size)
     prompt = open_chat(config.model, tokenizer)
     head = (ChatMessage("system", system),) if system else ()
+    prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
     alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
     async with open_engine(alone, display.report) as engine:
         display.stop()
@@ -56,8 +57,11 @@ async def run_chat(
         if config.model == DEMO_MODEL:
             display.note(OF_THE_DEMO)
         conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
-        chat = _Chat(engine, tokenizer, sampling, conversation, interrupts, display, as_json=config.json_output)
+        part = interrupts if isinstance(said, Terminal) else None
+        chat = _Chat(engine, tokenizer, sampling, conversation, part, display, as_json=config.json_output)
         async for line in said:
+            if line.strip() == "/exit":
+                break
             try:
                 await chat.hear(line)
             except RequestError as error:
@@ -73,7 +77,7 @@ class _Chat:
         tokenizer: Tokenizer,
         sampling: SamplingParams,
         conversation: Conversation,
-        interrupts: Interrupts,
+        interrupts: Interrupts | None,
         display: Display,
         *,
         as_json: bool,
@@ -86,18 +90,22 @@ class _Chat:
         if line.strip() == "/reset":
             self._conversation = self._nothing_said
             return
-        asked, prompt_ids = self._conversation.asked(line)
+        self._tokenizer.check_length(line, self._conversation.context)
+        asked, prompt_ids = await asyncio.to_thread(self._conversation.asked, line)
         if asked.num_dropped > self._conversation.num_dropped:
             self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
         answer = Answer()
         await self._interruptible(self._answer(prompt_ids, answer))
         self._conversation = asked.answered(answer.text)
         print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
+        if answer.finish is FinishReason.LENGTH and answer.num_tokens < self._sampling.max_tokens:
+            self._display.note(f"the answer ends at the context of {self._conversation.context} positions")
 
     async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
+        """Where somebody sits at a terminal, Ctrl-C ends it and nothing else."""
         part = asyncio.create_task(work)
         try:
-            with self._interrupts.ending_only(part):
+            with self._interrupts.ending_only(part) if self._interrupts else nullcontext():
                 await asyncio.wait({part})
         finally:
             part.cancel()
@@ -114,8 +122,7 @@ class _Chat:
                 answer.num_tokens += len(batch.events)
                 answer.finish = finish or answer.finish
                 if not self._as_json:
-                    sys.stdout.write(piece)
-                    sys.stdout.flush()
+                    print(for_terminal(piece), end="", flush=True)
 
 
 def _as_json(prompt_ids: tuple[int, ...], answer: Answer) -> str:
@@ -147,19 +154,20 @@ class Terminal:
                 line = await self._session.prompt_async("> ", handle_sigint=False)
             except (EOFError, KeyboardInterrupt):
                 raise StopAsyncIteration from None
-        if line.strip() == "/exit":
-            raise StopAsyncIteration
         return line
 
 
 async def lines_of_stdin() -> AsyncIterator[str]:
-    """Each as soon as it is written, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
+    """Each when it is asked for, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
     loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    lines: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
 
     def read() -> None:
-        for line in itertools.chain(sys.stdin.buffer, [b""]):
-            loop.call_soon_threadsafe(lines.put_nowait, line)
+        with suppress(OSError, RuntimeError, CancelledError):  # it cannot be read; nobody listens any more
+            for line in sys.stdin.buffer if sys.stdin else ():
+                asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
+        with suppress(RuntimeError, CancelledError):
+            asyncio.run_coroutine_threadsafe(lines.put(b""), loop).result()
 
     threading.Thread(target=read, daemon=True).start()
     number = 0

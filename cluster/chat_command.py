@@ -2,7 +2,7 @@
 
 import asyncio
 import sys
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 
@@ -61,9 +61,14 @@ def chat(
     with configured(context) as settings:
         sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
         display = Display(live=False)
-        in_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not settings.json_output
+        in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
         said = Terminal() if in_terminal else lines_of_stdin()
         try:
             asyncio.run(run_chat(settings, system, sampling, said, display))
         finally:
             display.stop()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """A closed one is None."""
+    return stream is not None and stream.isatty()

@@ -15,6 +15,8 @@ from tramontane.proto.request import FinishReason
 if TYPE_CHECKING:
     from tramontane.cluster.generate import Outcome
 
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+WITHOUT_ORDERS = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
 LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
@@ -101,8 +103,14 @@ class Display:
 
     @staticmethod
     def _write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(for_terminal(text), end="", flush=True)
+
+
+def for_terminal(text: str) -> str:
+    """Where a terminal reads standard output, without what could give it orders: a model may say anything."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text
+    return text.translate(WITHOUT_ORDERS)
 
 
 def summary(outcome: "Outcome") -> Group:

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import read_model_args
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_folder import need_tokenizer
@@ -49,7 +49,11 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
     for prompt in prompts:
         if not prompt.text.strip():
             raise RequestError(f"{prompt.where} is empty")
-        ids = _encode(tokenizer, prompt)
+        ids = _encode(tokenizer, prompt, context)
+        if max(ids) >= args.vocab_size:
+            raise CheckpointError(
+                f"the tokenizer of {config.model} gives id {max(ids)}, outside the model's vocabulary of {args.vocab_size}"
+            )
         if len(ids) >= context:
             raise RequestError(
                 f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
@@ -58,9 +62,12 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
     return tokenizer, encoded
 
 
-def _encode(tokenizer: Tokenizer, prompt: Prompt) -> tuple[int, ...]:
+def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int) -> tuple[int, ...]:
     try:
         prompt.text.encode()
+        tokenizer.check_length(prompt.text, context)
+        return tokenizer.encode(prompt.text)
     except UnicodeEncodeError:
         raise RequestError(f"{prompt.where} is not valid UTF-8") from None
-    return tokenizer.encode(prompt.text)
+    except RequestError as error:
+        raise RequestError(f"{prompt.where}: {error}") from error

@@ -92,7 +92,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
         tied_embeddings=flag(config, "tie_word_embeddings"),
         dtype=_dtype(config, source),
-        eos_token_ids=_ids(config.get("eos_token_id")),
+        eos_token_ids=end_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
     )
 
@@ -178,7 +178,8 @@ def _dtype(config: Mapping[str, Any], source: str) -> str:
     return name
 
 
-def _ids(value: int | list[int] | None) -> tuple[int, ...]:
+def end_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """One, several or none. Raises TypeError for anything else."""
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):
         raise TypeError(f"eos_token_id is {value!r}")

@@ -1,14 +1,17 @@
 """A downloaded checkpoint's folder: which layout it has, and what its configuration says."""
 
 import json
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError
-from tramontane.proto.hf_config import from_hf_config
+from tramontane.proto.errors import CheckpointError, ImpossibleModelError
+from tramontane.proto.hf_config import end_ids, from_hf_config
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
+
+GENERATION = "generation_config.json"  # where fine-tunes may say that answers end otherwise than the model's texts
 
 
 class Layout(Enum):
@@ -44,8 +47,19 @@ def read_model_args(folder: Path) -> ModelArgs:
     """Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
     layout = layout_of(folder)
     path = folder / layout.value
-    translate = from_hf_config if layout is Layout.HUGGING_FACE else from_mistral_params
-    return translate(_json_object(path), source=str(path))
+    if layout is Layout.MISTRAL:
+        return from_mistral_params(_json_object(path), source=str(path))
+    args = from_hf_config(_json_object(path), source=str(path))
+    generation = folder / GENERATION
+    return _with_ends(args, generation) if generation.is_file() else args
+
+
+def _with_ends(args: ModelArgs, path: Path) -> ModelArgs:
+    try:
+        ends = end_ids(_json_object(path).get("eos_token_id"))
+        return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *ends))))
+    except (TypeError, ImpossibleModelError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 def _has_hf_weights(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 
 from tramontane.proto.errors import RequestError
 from tramontane.router.chat import ChatMessage
+from tramontane.router.tokenizer import refusing_bad_text
 
 FORMATS = {
     TokenizerVersion.v1: instruct.InstructTokenizerV1,
@@ -57,6 +58,7 @@ class MistralChat:
         try:
             # A model's name is asked for, and used for nothing.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(model="model", messages=written)
-            return tuple(self._mistral.encode_chat_completion(request).tokens)
+            with refusing_bad_text(*(message.content for message in messages)):
+                return tuple(self._mistral.encode_chat_completion(request).tokens)
         except MistralCommonException as error:
             raise RequestError(f"the model's format has no such conversation: {error}") from error

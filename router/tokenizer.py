@@ -2,6 +2,23 @@
 
 import codecs
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tramontane.proto.errors import RequestError
+
+
+@contextmanager
+def refusing_bad_text(*texts: str) -> Iterator[None]:
+    """Raises RequestError for characters that are none (lone surrogates), and for texts that the library gives up on."""
+    try:
+        for text in texts:
+            text.encode()
+        yield
+    except UnicodeEncodeError:
+        raise RequestError("the text is not valid Unicode") from None
+    except ValueError as error:  # tiktoken's regular expressions, on a million spaces
+        raise RequestError(f"the text cannot be tokenized: {str(error)[:200]}") from error
 
 
 class IncrementalDecoder:
@@ -17,9 +34,14 @@ class IncrementalDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is incomplete or the id has no piece."""
+        """The text that this token completes; empty while a character is incomplete.
+
+        Control tokens, and ids without a piece, are nobody's text; what was begun before them stays unfinished.
+        """
         piece = self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
-        if piece and self._drops_space:
+        if not piece:
+            return self.finish()
+        if self._drops_space:
             piece, self._drops_space = piece.removeprefix(b" "), False
         return self._utf8.decode(piece)
 
@@ -31,21 +53,31 @@ class IncrementalDecoder:
 class Tokenizer(ABC):
     """What every kind of tokenizer shares: an id is a piece of text, so many bytes of UTF-8.
 
-    ``bos_ids`` begin a sequence. ``strips_space``: as SentencePiece has it, a text is encoded
-    with a space before it, which decoding takes away.
+    ``bos_ids`` begin a sequence; a tokenizer without any begins a text with every sequence. ``strips_space``: as
+    SentencePiece has it, a text is encoded with a space before it, which decoding takes away.
     """
 
     def __init__(self, piece_bytes: tuple[bytes, ...], bos_ids: frozenset[int], strips_space: bool) -> None:
         self._piece_bytes, self._bos_ids, self._strips_space = piece_bytes, bos_ids, strips_space
-        self.vocab_size = len(piece_bytes)
+        self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)  # as far as texts reach
         self.longest_piece = max(map(len, piece_bytes))  # at least as many bytes as characters
 
-    @abstractmethod
     def encode(self, text: str) -> tuple[int, ...]:
-        """Token ids, begun as the model's training texts were.
+        """Token ids, begun as the model's training texts were. Raises RequestError for what is no text.
 
         Nothing in the text becomes a control token: who writes "</s>" or "[INST]" gets these characters.
         """
+        with refusing_bad_text(text):
+            return self._encode(text)
+
+    @abstractmethod
+    def _encode(self, text: str) -> tuple[int, ...]:
+        """Ids of valid Unicode."""
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raises RequestError if a text has certainly more than ``most`` tokens: no need to tokenize it to know."""
+        if len(text) > most * self.longest_piece:
+            raise RequestError(f"a text of {len(text)} characters is too long; there is room for {most} tokens")
 
     def decoder(self, *, is_text_start: bool = False) -> IncrementalDecoder:
         """``is_text_start``: what comes is a text of its own (a chat's answer), not the continuation of another."""
@@ -53,5 +85,5 @@ class Tokenizer(ABC):
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """All at once; equal to what a decoder gives piece by piece. Ids that begin a sequence give the text that was encoded."""
-        decoder = self.decoder(is_text_start=not self._bos_ids.isdisjoint(token_ids[:1]))
+        decoder = self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))
         return "".join(map(decoder.push, token_ids)) + decoder.finish()

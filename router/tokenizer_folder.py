@@ -1,28 +1,28 @@
 """Which of a checkpoint's files say how its texts become tokens, and its conversations prompts."""
 
 import json
-import re
 from pathlib import Path
 
-from tramontane.proto.errors import CheckpointError
+from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import JsonTokenizer, SentencePieceTokenizer, TekkenTokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
-VERSIONED = re.compile(r"tokenizer\.model\.v\d+(m\d+)?")  # as Mistral names its own: tokenizer.model.v3
+VERSIONED = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]  # as Mistral names its own
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
-MISTRAL_MARK = "[INST]"  # a template that spells it is a rendering of Mistral's own format
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
+PROBE_BY_MISTRAL = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # but for spaces, and for what may stand before
 
 
 def tokenizer_file(folder: Path) -> Path | None:
     """The one that is read. Where there are several they agree, but for tokens that a fine-tune with
     a chat template of its own has added: those are in ``tokenizer.json`` only.
     """
-    if (folder / HUGGING_FACE).is_file() and MISTRAL_MARK not in (_template(folder) or MISTRAL_MARK):
+    if (folder / HUGGING_FACE).is_file() and _has_own_format(folder):
         return folder / HUGGING_FACE
-    versioned = sorted(path for path in folder.glob(f"{SENTENCEPIECE}.*") if VERSIONED.fullmatch(path.name))
-    candidates = [folder / TEKKEN, *versioned[-1:], folder / SENTENCEPIECE, folder / HUGGING_FACE]
+    candidates = (folder / name for name in (TEKKEN, *VERSIONED, SENTENCEPIECE, HUGGING_FACE))
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -50,20 +50,52 @@ def need_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 def open_chat(folder: Path, tokenizer: Tokenizer) -> ChatPrompt:
     """How a conversation becomes a prompt: by mistral-common for Mistral's tokenizers, else by the checkpoint's template."""
-    from tramontane.router.mistral_chat import MistralChat  # both bring what completions never need
+    from tramontane.router.mistral_chat import MistralChat  # it brings what completions never need
+
+    template = _template(folder)
+    if isinstance(tokenizer, JsonTokenizer):
+        if template is None:
+            raise CheckpointError(
+                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is no chat model"
+            )
+        return _by_template(folder, template, tokenizer)
+    if _has_own_format(folder):
+        raise CheckpointError(f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE}; convert it")
+    try:
+        if isinstance(tokenizer, TekkenTokenizer):
+            return MistralChat(tokenizer.tekkenizer)
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        return MistralChat.of_sentencepiece(tokenizer.path)
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
+
+
+def _by_template(folder: Path, template: str, tokenizer: JsonTokenizer) -> ChatPrompt:
     from tramontane.router.template_chat import TemplateChat, TemplateTokens
 
-    if isinstance(tokenizer, TekkenTokenizer):
-        return MistralChat(tokenizer.tekkenizer)
-    if isinstance(tokenizer, SentencePieceTokenizer):
-        return MistralChat.of_sentencepiece(tokenizer.path)
-    assert isinstance(tokenizer, JsonTokenizer)
+    try:
+        return TemplateChat(template, _names(folder), TemplateTokens(tokenizer.text))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
+
+
+def _has_own_format(folder: Path) -> bool:
+    """Whether the folder's chat template writes anything else than Mistral's instruct format, as its own templates do too."""
     template = _template(folder)
     if template is None:
-        raise CheckpointError(f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is no chat model")
+        return False
+    from tramontane.router.template_chat import compiled, rendered  # only where there is a template
+
+    try:
+        prompt = rendered(compiled(template), PROBE, _names(folder) | {"eos_token": "</s>"})
+    except (RequestError, CheckpointError):
+        return True
+    return not "".join(prompt.split()).endswith(PROBE_BY_MISTRAL)
+
+
+def _names(folder: Path) -> dict[str, str]:
     settings = _settings(folder)
-    names = {name: _content(settings.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    return TemplateChat(template, names, TemplateTokens(tokenizer.text, template))
+    return {name: _content(settings.get(name)) for name in NAMED_TOKENS}
 
 
 def _template(folder: Path) -> str | None:
@@ -75,7 +107,8 @@ def _template(folder: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):  # several, by name
-        template = next((each["template"] for each in template if each.get("name") == "default"), None)
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
     return template if isinstance(template, str) else None
 
 

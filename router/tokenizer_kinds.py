@@ -12,7 +12,16 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 SPACE = "\u2581"  # how SentencePiece writes one
-SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # what stands for its decoding, each with the settings that do
+    "Replace": {"pattern": {"String": SPACE}, "content": " "},
+    "ByteFallback": {},
+    "Fuse": {},
+    "Strip": {"content": " ", "start": 1, "stop": 0},
+    "Metaspace": {"replacement": SPACE},
+}
+BPE = "BPE"
+NUM_BYTES = 256  # tekken's first pieces
+MOST_HOLES = 2**16  # ids without a piece
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -31,7 +40,7 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = tuple(self._bytes_of(i) for i in range(self.model.vocab_size()))
         super().__init__(pieces, frozenset(self._bos), adds_space)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return (*self._bos, *self.model.encode(text))
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -50,12 +59,14 @@ class TekkenTokenizer(Tokenizer):
 
         try:
             self.tekkenizer: Tekkenizer = Tekkenizer.from_file(path)
+            if self.tekkenizer.n_words < self.tekkenizer.num_special_tokens + NUM_BYTES:
+                raise ValueError("it does not have a piece for every byte")
         except (OSError, ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{path} is not a tekken tokenizer: {_first_line(error)}") from error
         pieces = tuple(map(self.tekkenizer.id_to_byte_piece, range(self.tekkenizer.n_words)))
         super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tekkenizer.encode(text, bos=True, eos=False))
 
 
@@ -67,23 +78,27 @@ class JsonTokenizer(Tokenizer):
 
         try:
             self.text = path.read_text(encoding="utf-8")
-            backend = Backend.from_str(self.text)
             data = json.loads(self.text)
-            steps = _decoder_steps(data["decoder"])
+            if (kind := data["model"].get("type", BPE)) != BPE:
+                raise CheckpointError(
+                    f"{path} is a {kind!s:.40} tokenizer; Mistral's family has {BPE}, and nothing else is supported"
+                )
+            backend = Backend.from_str(self.text)
+            steps = _decoder_steps(data.get("decoder"))
+            pieces = _pieces(backend, _to_bytes(steps, path))
+            backend.encode_special_tokens = True
+            backend.no_truncation()
+            backend.no_padding()
+            backend.model.dropout = None
+            bos_ids = frozenset(backend.encode("").ids)
+        except CheckpointError:
+            raise
         except Exception as error:  # the library raises nothing narrower
             raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
-        if data["model"]["type"] != "BPE":
-            raise CheckpointError(
-                f"{path} is a {data['model']['type']:.40} tokenizer; Mistral's family has BPE, and nothing else is supported"
-            )
-        backend.encode_special_tokens = True
-        backend.no_truncation()
-        backend.no_padding()
         self._backend = backend
-        bos_ids = frozenset(backend.encode("").ids)
-        super().__init__(_pieces(backend, _to_bytes(steps, path)), bos_ids, _takes_away_a_space(steps))
+        super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text).ids)
 
 
@@ -96,7 +111,10 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes, ...]:
     """The bytes of every id; none for control tokens and for ids that have no piece."""
     added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
-    pieces = [b""] * (max(vocab.values()) + 1)
+    size = max(vocab.values()) + 1
+    if size > 2 * len(vocab) + MOST_HOLES:
+        raise ValueError(f"{len(vocab)} pieces have ids up to {size - 1}")
+    pieces = [b""] * size
     for piece, token_id in vocab.items():
         if token_id not in added:
             pieces[token_id] = to_bytes(piece)
@@ -107,26 +125,26 @@ def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes
 
 def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]:
     """What a piece stands for, by the steps of the file's decoder."""
-    kinds = {step["type"] for step in steps}
-    if kinds == {"ByteLevel"}:
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
         byte_of = _gpt2_bytes()
         return lambda piece: bytes(byte_of[character] for character in piece)
-    replaced = [(step["pattern"], step["content"]) for step in steps if step["type"] == "Replace"]
-    if kinds and kinds <= SENTENCEPIECE_STEPS and replaced in ([], [({"String": SPACE}, " ")]):
+    if {"Replace", "Metaspace"} & set(kinds) and all(map(_is_sentencepieces, steps)):
         has_bytes = "ByteFallback" in kinds
         return lambda piece: _bytes_of_piece(piece, is_byte=has_bytes and _is_byte(piece))
     raise CheckpointError(
-        f"{path} decodes by {', '.join(sorted(kinds)) or 'nothing'} in a way that is not supported; "
+        f"{path} decodes by {', '.join(kinds) or 'nothing'} in a way that is not supported; "
         "supported are ByteLevel, and what stands for SentencePiece (Replace or Metaspace, ByteFallback)"
     )
 
 
-def _takes_away_a_space(steps: list[dict[str, Any]]) -> bool:
-    return any(
-        (step["type"] == "Strip" and step["start"] > 0)
-        or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
-        for step in steps
-    )
+def _strips_space(step: dict[str, Any]) -> bool:
+    return step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+
+
+def _is_sentencepieces(step: dict[str, Any]) -> bool:
+    expected = SENTENCEPIECE_STEPS.get(step["type"])
+    return expected is not None and all(step.get(key) == value for key, value in expected.items())
 
 
 def _bytes_of_piece(piece: str, *, is_byte: bool) -> bytes:

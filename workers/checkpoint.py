@@ -24,7 +24,14 @@ if TYPE_CHECKING:
 SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
 PARTS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
-OTHER_FILES = ("tokenizer.model*", "tekken.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+OTHER_FILES = (
+    "tokenizer.model*",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 PICKLES = ("*.bin", "*.pth", "*.pt")
 LFS_POINTER = b"version https://git-lfs"
 STORED_TYPES = ("F32", "BF16", "F16")

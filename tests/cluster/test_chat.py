@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ from reference import greedy
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
 from tramontane.cluster import cli
+from tramontane.cluster.display import for_terminal
 from tramontane.router.chat import ChatMessage
 from tramontane.router.tokenizer_folder import need_tokenizer, open_chat
 from tramontane.workers.model import StageModel
@@ -24,6 +26,7 @@ ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=3
 SLOW = """
 import time
 from tramontane.cluster import cli
+from tramontane.cluster.display import for_terminal
 from tramontane.workers.stage_worker import StageWorker
 step = StageWorker.step
 StageWorker.step = lambda *given: (time.sleep(0.1), step(*given))[1]
@@ -111,6 +114,35 @@ def test_a_line_that_cannot_be_answered_ends_it(chat: Chat) -> None:
     assert "with a context of 160 positions it may take 159" in err.splitlines()[-1]
     code, _, err = chat("The", b"fox \xff")
     assert (code, err.splitlines()[-1]) == (2, "error: line 2 of standard input is not valid UTF-8")
+
+
+def test_exit_ends_it_and_what_cannot_be_asked_is_refused_before_anything_starts(chat: Chat) -> None:
+    assert len(_answers(chat("The", "/exit", "It", flags=("--json",))[1])) == 1
+    code, _, err = chat("The", flags=("--system", "a\udcff"))
+    assert (code, err.splitlines()[-1]) == (2, "error: the text is not valid Unicode")
+    assert "loading" not in err
+
+
+def test_the_end_of_the_context_is_said(chat: Chat) -> None:
+    _, _, err = chat("The", flags=("--max-tokens", "1000"))
+    assert "note: the answer ends at the context of 160 positions" in err
+
+
+@pytest.mark.parametrize("redirection", ["<&-", "0>/dev/null", "</dev/null"])
+def test_where_nothing_can_be_read_nothing_is_said(model: Path, redirection: str) -> None:
+    start = "from tramontane.cluster.entry import main; main()"
+    command = f"{sys.executable} -c '{start}' chat --model {model} --local {redirection}"
+    run = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_a_terminal_gets_no_orders_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "a\x1b]52;c;ZXZpbA==\x07b\x9b2Jc\r\n\td 👩\u200d👩"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert for_terminal(said) == "a\ufffd]52;c;ZXZpbA==\ufffdb\ufffd2Jc\n\td 👩\u200d👩"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert for_terminal(said) == said
 
 
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:

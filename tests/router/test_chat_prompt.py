@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistral_common.protocol.instruct.request import ChatCompletionRequest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from tiny import random_model, tiny_args, write_checkpoint
 from tokenizer_files import AWKWARD, SENTENCEPIECE, json_of_sentencepiece, small_tekken
 from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.proto.model_folder import read_model_args
 from tramontane.router.chat import ChatMessage, ChatPrompt
 from tramontane.router.tokenizer_folder import need_tokenizer, open_chat, open_tokenizer, tokenizer_file
 
@@ -33,7 +36,13 @@ ZEPHYR = """{% for message in messages %}
 {% if add_generation_prompt %}
 {{ '<|assistant|>\n' }}
 {% endif %}"""
-SPELLED_INST = "{{ bos_token }}{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
+BY_MISTRAL = """{{ bos_token }}{% for m in messages %}
+{%- if m['role'] == 'user' %} [INST] {{ m['content'] }} [/INST]
+{%- else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}"""
+LLAMA = """{% for m in messages %}{% if m['role'] == 'user' %}<s>[INST] {{ m['content'] }} [/INST]
+{%- else %} {{ m['content'] }} </s>{% endif %}{% endfor %}"""
+THINKING = BY_MISTRAL + "[THINK]"
+COMMENTED = "{# like [INST] #}" + CHATML
 
 
 def _user(*contents: str) -> list[ChatMessage]:
@@ -195,12 +204,94 @@ def test_which_file_is_read(tmp_path: Path) -> None:
     everything = ("tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v1", "tokenizer.model.v3")
     assert read() is None
     assert read(*everything) == "tekken.json"
-    assert read(*everything, template=SPELLED_INST) == "tekken.json", "Mistral's own format, spelled out"
-    assert read(*everything, template=CHATML) == "tokenizer.json", "a fine-tune, whose tokens are in no other file"
+    assert read(*everything, template=BY_MISTRAL) == "tekken.json", "Mistral's own format, spelled out"
+    for template in (CHATML, LLAMA, THINKING, COMMENTED, ZEPHYR):
+        assert read(*everything, template=template) == "tokenizer.json", "a fine-tune, whose tokens are in no other file"
+    assert read("tokenizer.model.v3", "tokenizer.model.v7") == "tokenizer.model.v7"
+    assert read("tokenizer.model.v99") is None
     assert read("tokenizer.json", "tokenizer.model", "tokenizer.model.v3") == "tokenizer.model.v3"
     assert read("tokenizer.json", "tokenizer.model") == "tokenizer.model"
     assert read("tokenizer.json") == "tokenizer.json"
     assert read("tokenizer.model.bak") is None
+
+
+def test_a_format_of_its_own_needs_the_tokenizer_that_has_its_tokens(tmp_path: Path) -> None:
+    """As fine-tunes look that were saved with SentencePiece's file and a list of added tokens."""
+    shutil.copy(SENTENCEPIECE["v1"], tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    with pytest.raises(CheckpointError, match=r"a chat template of its own, which needs the tokenizer as tokenizer\.json"):
+        _chat(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"added_tokens": []}, {"added_tokens": None}, {"post_processor": None}])
+def test_a_tokenizer_json_may_lack_what_others_have(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = _of_fine_tune(tmp_path, CHATML)
+    data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8")) | change
+    del data["model"]["unk_token"], data["model"]["type"]
+    if data["added_tokens"] is None:
+        del data["added_tokens"]
+    (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
+    tokenizer = need_tokenizer(folder, 10**6)
+    assert tokenizer.decode(tokenizer.encode("to  be")).removeprefix("<s> ") == "to  be", "<s> is text where nothing is added"
+    assert "to  be" in tokenizer.decode(open_chat(folder, tokenizer).encode(_user("to  be")))
+
+
+def test_transformers_words_in_templates_are_known(tmp_path: Path) -> None:
+    template = """{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}
+{%- else %}{{ m['content'] | tojson(ensure_ascii=False) }}{% endif %}{% endfor %}{% if tools is not none %}TOOLS{% endif %}"""
+    folder = _of_fine_tune(tmp_path, template)
+    tokenizer = need_tokenizer(folder, 10**6)
+    assert tokenizer.decode(open_chat(folder, tokenizer).encode(_user("é", "so", "x"))).strip() == '"é"so"x"'
+
+
+def test_a_template_that_alters_what_looks_like_a_control_token_is_refused(tmp_path: Path) -> None:
+    folder = _of_fine_tune(tmp_path, "{{ messages[0]['content'] | upper }}")
+    with pytest.raises(RequestError, match="spells out control tokens"):
+        _chat(folder).encode(_user("say </s> now"))
+    tokenizer = need_tokenizer(folder, 10**6)
+    assert tokenizer.decode(_chat(folder).encode(_user("say it"))).strip() == "SAY IT"
+
+
+def test_a_template_finds_its_own_tokens_in_answers(tmp_path: Path) -> None:
+    template = "{{ messages[1]['content'].split('</think>')[-1] }}"
+    folder = _of_fine_tune(tmp_path, template, ("</think>",), special=False)
+    tokenizer = need_tokenizer(folder, 10**6)
+    assert tokenizer.decode(_chat(folder).encode(_user("q", "hmm</think>four", "q"))).strip() == "four"
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.model", "tekken.json", "tokenizer.json"])
+def test_what_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
+    if kind == "tekken.json":
+        small_tekken(tmp_path)
+    elif kind == "tokenizer.json":
+        _of_fine_tune(tmp_path, CHATML)
+    else:
+        shutil.copy(SENTENCEPIECE["v3"], tmp_path / kind)
+    tokenizer = need_tokenizer(tmp_path, 10**6)
+    for encode in (tokenizer.encode, lambda text: open_chat(tmp_path, tokenizer).encode(_user(text))):
+        with pytest.raises(RequestError, match="not valid Unicode"):
+            encode("a\udcffb")
+
+
+def test_a_text_that_the_library_gives_up_on_is_refused(tmp_path: Path) -> None:
+    """A million spaces are too many for tekken's regular expression."""
+    small_tekken(tmp_path)
+    with pytest.raises(RequestError, match="cannot be tokenized"):
+        need_tokenizer(tmp_path, 10**6).encode(" " * 10**6)
+    with pytest.raises(RequestError, match="cannot be tokenized"):
+        _chat(tmp_path).encode(_user(" " * 10**6))
+
+
+def test_answers_end_where_the_generation_config_says_too(tmp_path: Path) -> None:
+    args = replace(tiny_args(n_layers=1, window=None, max_seq_len=32), eos_token_ids=(2,))
+    write_checkpoint(tmp_path, args, random_model(args))
+    assert read_model_args(tmp_path).eos_token_ids == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+    assert read_model_args(tmp_path).eos_token_ids == (2, 7)
+    for wrong in ('{"eos_token_id": "x"}', '{"eos_token_id": [100000]}', "["):
+        (tmp_path / "generation_config.json").write_text(wrong)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            read_model_args(tmp_path)
 
 
 def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:

@@ -121,6 +121,33 @@ def test_a_continuation_keeps_its_space_and_a_text_of_its_own_does_not(tokenizer
     assert "".join(map(starting.push, ids)) == "Rome is far"
 
 
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(data=st.data())
+def test_decoding_of_any_ids_is_sentencepieces(tokenizers: Kinds, data: st.DataObject) -> None:
+    """Also of what no text has: control tokens in the middle, half characters on both sides of them."""
+    kinds = (st.integers(1, 10), st.integers(771, 1026), st.integers(1, 32_767))  # control tokens, bytes, anything
+    ids = data.draw(st.lists(st.one_of(*kinds), max_size=20))
+    assert tokenizers["v3"][0].decode((1, *ids)) == SentencePieceProcessor(model_file=str(SENTENCEPIECE["v3"])).decode(ids)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_tekken(tmp_path_factory.mktemp("tekken"))
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(data=st.data())
+def test_decoding_of_any_ids_is_tekkens(tokenizers: Kinds, reference: Tekkenizer, data: st.DataObject) -> None:
+    kinds = (st.integers(0, 999), st.integers(1000, 1255), st.integers(0, 6999))
+    ids = data.draw(st.lists(st.one_of(*kinds), max_size=20))
+    assert tokenizers["tekken"][0].decode(tuple(ids)) == reference.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def reference(small: Path) -> Tekkenizer:
+    return Tekkenizer.from_file(small)
+
+
 @pytest.mark.parametrize("version", SENTENCEPIECE)
 def test_decoding_is_sentencepieces(tokenizers: Kinds, version: str) -> None:
     reference = SentencePieceProcessor(model_file=str(SENTENCEPIECE[version]))
@@ -153,6 +180,11 @@ def test_settings_for_training_do_not_cut_or_fill_prompts(tmp_path: Path) -> Non
         ({"decoder": {"type": "Replace", "pattern": {"String": "_"}, "content": " "}}, "decodes by Replace"),
         ({"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0]], "byte_fallback": False}}, "is a Unigram tokenizer"),
         ({"model": {}}, "not a tokenizer of Hugging Face"),
+        ({"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}}, "decodes by Strip"),
+        (
+            {"decoder": {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always", "split": True}},
+            "decodes by Metaspace",
+        ),
     ],
 )
 def test_what_a_tokenizer_json_may_not_be(tmp_path: Path, change: dict[str, Any], complaint: str) -> None:
