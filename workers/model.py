@@ -1,5 +1,6 @@
 """A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head."""
 
+import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
@@ -23,7 +24,7 @@ class StageModel(nn.Module):
         self.args = args
         self.is_first = layers.start == 0
         self.is_last = layers.stop == args.n_layers
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim) if self.is_first else None
+        self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts = LocalExperts(args, layers)
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
@@ -45,3 +46,8 @@ class StageModel(nn.Module):
         assert self.output is not None
         logits_SV: Tensor = self.output(self.norm(hidden_SD))
         return logits_SV.float()
+
+
+def _embedding(args: ModelArgs) -> nn.Embedding:
+    """Without random numbers: on the meta device they make PyTorch import its compiler, 70 MiB and some seconds."""
+    return nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim), freeze=False)  # type: ignore[no-untyped-call, no-any-return]
