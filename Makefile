@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve clean
+.PHONY: demo test check types bench bench-serve bench-load clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight 
 
 bench-serve: $(STAMP)  ## what HTTP costs: first token, and 64 streaming clients against generate
 	$(BIN)/python tests/bench/serving.py
+
+bench-load: $(STAMP)  ## what stages read and how much memory they take while they load 2 GiB
+	$(BIN)/python tests/bench/loading.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -3,10 +3,10 @@
 import os
 import re
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.proto import wire
-from tramontane.proto.errors import CheckpointError, PipelineError
+from tramontane.proto.errors import CheckpointError, PipelineError, StaleEpochError
+from tramontane.proto.model_folder import RandomWeights, Weights
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
@@ -37,30 +38,38 @@ class StageHealth:
     holder: str
     pid: int
     node_id: str
-    bytes_read: int  # of weights, by this process
+    bytes_read: int  # from the checkpoint, by this process
+    bytes_loaded: int  # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
+    weight_bytes: int
 
 
 class StageActor:
     """A ``StageWorker`` behind Ray: one compute thread, bytes in, bytes out.
 
-    torch is imported when the actor is made, not with this module: whoever only
+    It loads by itself, also when Ray has restarted it and nobody calls, and in a thread of its own: so it
+    can be asked meanwhile how far it is. torch is imported when the actor is made, not with this module: whoever only
     drives stages never needs it.
     """
 
-    def __init__(self, plan: StagePlan, folder: Path, device: str, threads: int, fingerprint: Fingerprint = ()) -> None:
+    def __init__(self, plan: StagePlan, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()) -> None:
         self._plan = plan
         self._threads = threads
         self._fingerprint = fingerprint
         self._holder = ""
         self._worker: StageWorker | None = None
         self._failure: Exception | None = None
+        self._bytes_read = self._bytes_loaded = 0
+        self._loading = threading.Thread(target=self._try_to_load, args=(weights, device), daemon=True)
+        self._loading.start()
+
+    def _try_to_load(self, weights: Weights, device: str) -> None:
         try:
-            with _loading_once(plan.label):
-                self._worker = self._load(folder, device)
-        except Exception as error:  # an actor that dies in its constructor cannot say why
+            with _loading_once(self._plan.label):
+                self._worker = self._load(weights, device)
+        except Exception as error:  # told to whoever waits for the weights
             self._failure = error
 
-    def _load(self, folder: Path, device: str) -> "StageWorker":
+    def _load(self, weights: Weights, device: str) -> "StageWorker":
         import warnings
 
         from tramontane.workers.stage_worker import StageWorker
@@ -68,34 +77,41 @@ class StageActor:
         # Hidden states arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         with naming_the_node():
-            check_fingerprint(folder, self._fingerprint)
-            return StageWorker.load(self._plan, folder, device)
+            if not isinstance(weights, RandomWeights):
+                check_fingerprint(weights, self._fingerprint)
+            return StageWorker.load(self._plan, weights, device, self._on_tensor)
+
+    def _on_tensor(self, num_read: int, num_loaded: int) -> None:
+        self._bytes_read += num_read
+        self._bytes_loaded += num_loaded
 
     def __repr__(self) -> str:
         return self._plan.label
 
     def ready(self) -> str:
         """Answers once the weights are there; raises what kept them from being loaded."""
-        self._loaded()
+        self._wait_until_loaded()
         return self._plan.label
 
     def fence(self, epoch: int, holder: str) -> None:
-        """Forget every sequence, and obey ``epoch`` of ``holder``'s lease from now on."""
+        """Forget every sequence, and obey ``epoch`` of ``holder``'s lease from now on. Waits until the weights are there."""
         import torch
 
         torch.set_num_threads(self._threads)  # counts per thread: here, on the thread that computes
-        self._loaded().fence(epoch)
+        self._wait_until_loaded().fence(epoch)
         self._holder = holder
 
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
         from tramontane.workers.activation import Activation
 
-        outcome = self._loaded().step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
+        if self._loading.is_alive():  # it would be refused after loading as well
+            raise StaleEpochError(f"{self._plan.label} is loading and obeys no epoch yet")
+        outcome = self._wait_until_loaded().step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
     @ray.method(concurrency_group="control")
     def health(self) -> StageHealth:
-        """Answered beside the compute thread, also while a step runs.
+        """Answered beside the compute thread, also while a step runs or weights are loaded.
 
         Call it with ``.options(concurrency_group="control")``: only then does it also
         overtake steps of the same caller that still wait for their input.
@@ -107,10 +123,13 @@ class StageActor:
             holder=self._holder,
             pid=os.getpid(),
             node_id=ray.get_runtime_context().get_node_id(),
-            bytes_read=worker.bytes_read if worker else 0,
+            bytes_read=self._bytes_read,
+            bytes_loaded=self._bytes_loaded,
+            weight_bytes=self._plan.weight_bytes,
         )
 
-    def _loaded(self) -> "StageWorker":
+    def _wait_until_loaded(self) -> "StageWorker":
+        self._loading.join()
         if self._worker is None:
             assert self._failure is not None
             raise self._failure
@@ -167,4 +186,4 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
     }
     device = "cuda" if spec.use_gpus else "cpu"
     actor = as_stage_actor(StageActor).options(**options)
-    return cast("ActorHandle[Any]", actor.remote(plan, spec.folder, device, spec.threads_per_stage, spec.fingerprint))
+    return cast("ActorHandle[Any]", actor.remote(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint))

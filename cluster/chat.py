@@ -14,8 +14,8 @@ from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.display import Display, for_terminal
 from tramontane.cluster.interrupts import Interrupts
 from tramontane.cluster.launch import Engine, open_engine
+from tramontane.cluster.prompts import args_for_text
 from tramontane.proto.errors import RequestError
-from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
 from tramontane.router.chat import ChatMessage, Conversation
 from tramontane.router.tokenizer import Tokenizer
@@ -43,14 +43,14 @@ async def run_chat(
     terminal, for a line that cannot be answered.
     """
     interrupts = Interrupts()
-    args = read_model_args(config.model)
+    args = args_for_text(config)
     display.report("reading the tokenizer")
     tokenizer = need_tokenizer(config.model, args.vocab_size)
     prompt = open_chat(config.model, tokenizer)
     head = (ChatMessage("system", system),) if system else ()
     prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
     alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
-    async with open_engine(alone, display.report) as engine:
+    async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         display.stop()
         if isinstance(said, Terminal):
             display.note(HELP)

@@ -24,6 +24,7 @@ from tramontane.cluster.options import (
     Json,
     KvCacheMemory,
     Link,
+    LoadFormat,
     Local,
     MaxModelLen,
     MaxNumBatchedTokens,
@@ -73,6 +74,7 @@ def generate(
     top_p: TopP = 1.0,
     top_k: TopK = 0,
     model: Model = None,
+    load_format: LoadFormat = None,
     stages: Stages = None,
     local: Local = None,
     address: Address = None,
@@ -112,6 +114,7 @@ def generate(
 def serve(
     context: typer.Context,
     model: Model = None,
+    load_format: LoadFormat = None,
     served_model_name: Annotated[
         str | None, option("--served-model-name", help="What clients call the model. Default: the folder's name.")
     ] = None,
@@ -147,7 +150,7 @@ def serve(
         signal.signal(number, signal.default_int_handler)
     try:
         with configured(context) as settings:
-            run_server(settings, display.report, lambda served: _announce(display, served.line()))
+            run_server(settings, display.report, display.loading, lambda served: _announce(display, served.line()))
     finally:
         display.stop()
 

@@ -9,9 +9,11 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
-    *("model", "stages", "dtype", "max_model_len", "max_num_seqs", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+    *("model", "load_format", "stages", "dtype", "max_model_len", "max_num_seqs"),
+    *("page_size", "kv_cache_memory", "threads_per_stage", "link"),
     *("gpu_memory", "gpu_speed"),
 }
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -58,6 +60,7 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: Path = DEMO_MODEL
+    load_format: Literal["auto", "dummy"] = "auto"
     stages: Few | None = None
     local: bool = False
     address: str | None = None
@@ -96,6 +99,15 @@ class EngineConfig(BaseModel):
         """What ``/v1/models`` says."""
         return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
+    @property
+    def weights(self) -> Weights:
+        """Where every stage gets its own."""
+        return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
+
+    def for_other_directories(self) -> Self:
+        """The same model, for processes that run elsewhere."""
+        return self if is_preset(self.model) else self.model_copy(update={"model": self.model.resolve()})
+
     @classmethod
     def build(cls, file: "ConfigFile | None", flags: dict[str, Any]) -> Self:
         """Keys of the file, if there is one, overridden by flags that were given (None: it was not)."""
@@ -106,6 +118,11 @@ class EngineConfig(BaseModel):
             raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
         if config.local and config.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
+        if config.load_format == "auto" and is_preset(config.model):
+            raise ConfigError(
+                f"--model is {config.model}, a published geometry without weights; "
+                "give a checkpoint's folder, or --load-format dummy for random weights"
+            )
         return config
 
 

@@ -2,10 +2,12 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -14,6 +16,7 @@ from tramontane.proto.request import FinishReason
 
 if TYPE_CHECKING:
     from tramontane.cluster.generate import Outcome
+    from tramontane.cluster.loading import Loading
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 WITHOUT_ORDERS = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
@@ -29,6 +32,8 @@ class Display:
         self.stdout = Console(highlight=False)
         self._live_wanted, self._silent = live, silent
         self._status: Status | None = None
+        self._bars: Progress | None = None
+        self._quarters_told = 0
         self._live: Live | None = None
         self._texts: list[str] = []
         self._ended: list[bool] = []
@@ -36,6 +41,7 @@ class Display:
 
     def report(self, what: str) -> None:
         """Say what is being waited for."""
+        self._stop_bars()
         if self._status is None and self.stderr.is_terminal:
             self._status = self.stderr.status(what)
             self._status.start()
@@ -44,12 +50,27 @@ class Display:
         else:
             self.stderr.print(f"{what} ...")
 
+    def loading(self, stages: Sequence["Loading"]) -> None:
+        """How far every stage is: bars in a terminal; elsewhere a line for each quarter of all their bytes."""
+        if self.stderr.is_terminal:
+            if self._bars is None:
+                self._start_bars(stages)
+            assert self._bars is not None
+            for task, stage in zip(self._bars.task_ids, stages, strict=True):
+                self._bars.update(task, completed=stage.num_bytes)
+            return
+        total = sum(stage.of_bytes for stage in stages)
+        quarters = 4 * sum(stage.num_bytes for stage in stages) // total
+        if self._quarters_told < quarters < 4:
+            self._quarters_told = quarters
+            self.stderr.print(f"loaded {quarters * 25}% of {total / 2**30:.3g} GiB ...")
+
     def note(self, what: str) -> None:
         """One line, however long."""
         self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
 
     def start(self, prompts: list[str]) -> None:
-        self._stop_status()
+        self._stop_waiting()
         self._texts, self._ended = list(prompts), [False] * len(prompts)
         if self._silent:
             return
@@ -71,7 +92,7 @@ class Display:
 
     def stop(self) -> None:
         """Leave the whole text on the screen, also after a failure."""
-        self._stop_status()
+        self._stop_waiting()
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -96,7 +117,21 @@ class Display:
             blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
         return Group(*blocks)
 
-    def _stop_status(self) -> None:
+    def _start_bars(self, stages: Sequence["Loading"]) -> None:
+        self._stop_waiting()  # one thing at a time can be live
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        self._bars = Progress(*columns, console=self.stderr, transient=True)
+        for stage in stages:
+            self._bars.add_task(stage.label, total=stage.of_bytes)
+        self._bars.start()
+
+    def _stop_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _stop_waiting(self) -> None:
+        self._stop_bars()
         if self._status is not None:
             self._status.stop()
             self._status = None

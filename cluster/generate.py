@@ -37,7 +37,7 @@ async def generate(config: EngineConfig, prompts: list[Prompt], sampling: Sampli
     born = psutil.Process().create_time()
     tokenizer, prompt_ids = encode_prompts(config, prompts)
     alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
-    async with open_engine(alone, display.report) as engine:
+    async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         ready = time.time()
         display.start([prompt.text for prompt in prompts])
         run = _Run(engine, tokenizer, sampling, display)

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
+from tramontane.cluster.loading import ShowLoading
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.places import Place, stage_places
 from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import StepResult
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.usage import UsageMeter
-from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.checkpoint import Checkpoint, fingerprint_without_weights
 from tramontane.workers.fingerprint import Fingerprint
 
 Report = Callable[[str], None]
@@ -38,16 +39,20 @@ class Engine:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, report: Report = lambda _: None, observe: Callable[[StepResult], None] = lambda _: None
+    config: EngineConfig,
+    report: Report = lambda _: None,
+    observe: Callable[[StepResult], None] = lambda _: None,
+    show_loading: ShowLoading | None = None,
 ) -> AsyncIterator[Engine]:
     """Start a pipeline, run its router, and remove everything at the end.
 
-    ``report`` hears what is being waited for; ``observe`` sees every step's result.
+    ``report`` hears what is being waited for, ``show_loading`` how far the stages are meanwhile;
+    ``observe`` sees every step's result.
     """
     report("checking the checkpoint")
     args = checked_model(config)
     pipeline = _local_pipeline if config.local else _ray_pipeline
-    async with pipeline(config, args, report) as (plan, chain):
+    async with pipeline(config, args, report, show_loading) as (plan, chain):
         usage = UsageMeter(len(plan.stages))
 
         def on_result(result: StepResult) -> None:
@@ -65,10 +70,20 @@ async def open_engine(
 
 
 def checked_model(config: EngineConfig) -> ModelArgs:
-    """The model's arguments. Raises CheckpointError if configuration and tensors do not fit together."""
-    args = read_model_args(config.model)
-    Checkpoint(config.model).check(args)
+    """The model's arguments. Raises CheckpointError if configuration and tensors that are to be read do not fit together."""
+    args = find_model_args(config.model)
+    if config.load_format == "auto":
+        Checkpoint(config.model).check(args)
     return args
+
+
+def fingerprint_for(config: EngineConfig) -> Fingerprint:
+    """Of all that is read of the model's folder."""
+    if is_preset(config.model):
+        return ()
+    if config.load_format == "dummy":
+        return fingerprint_without_weights(config.model)
+    return Checkpoint(config.model).fingerprint()
 
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
@@ -108,20 +123,19 @@ def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = Fa
 
 
 @asynccontextmanager
-async def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
+async def _local_pipeline(
+    config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
+) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
     hardware = this_machine()
     plan = plan_for(config, args, hardware)
     report("loading the model")
     import torch  # with --local the stages are in this process; otherwise it never needs torch
 
     from tramontane.cluster.local_chain import LocalStageChain
-    from tramontane.workers.stage_worker import StageWorker
 
     torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
     devices = [f"cuda:{i}" for i in range(len(hardware.gpus))] or ["cpu"]
-    chain = LocalStageChain(
-        [StageWorker.load(stage, config.model, devices[stage.stage_id % len(devices)]) for stage in plan.stages]
-    )
+    chain = LocalStageChain.load(plan, config.weights, devices, show_loading)
     try:
         yield plan, chain
     finally:
@@ -129,18 +143,20 @@ async def _local_pipeline(config: EngineConfig, args: ModelArgs, report: Report)
 
 
 @asynccontextmanager
-async def _ray_pipeline(config: EngineConfig, args: ModelArgs, report: Report) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
+async def _ray_pipeline(
+    config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
+) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
         with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
-            async with running_pipeline(spec, report) as chain:
+            async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain
         return
     spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
     report("starting Ray")
     with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage):
-        async with running_pipeline(spec, report) as chain:
+        async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain
 
 
@@ -156,9 +172,9 @@ def pipeline_spec(
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
-        folder=config.model.resolve(),
+        weights=config.weights,
         threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages) * config.replicas),
         use_gpus=bool(hardware.gpus),
         nodes=tuple(place.nodes for place in places),
-        fingerprint=fingerprint or Checkpoint(config.model).fingerprint(),
+        fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
     )

@@ -3,8 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Self
 
+from tramontane.cluster.loading import Loading, ShowLoading
 from tramontane.proto.errors import PipelineError, TramontaneError
+from tramontane.proto.model_folder import Weights
+from tramontane.proto.plan import ClusterPlan, StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.stage_worker import StageWorker
@@ -16,6 +20,21 @@ class LocalStageChain:
     def __init__(self, stages: Sequence[StageWorker]) -> None:
         self.stages = stages
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages")
+
+    @classmethod
+    def load(cls, plan: ClusterPlan, weights: Weights, devices: Sequence[str], show: ShowLoading | None = None) -> Self:
+        """Load one stage after the other, each to the next device."""
+        loaded = [0] * len(plan.stages)
+
+        def load_stage(stage: StagePlan) -> StageWorker:
+            def on_tensor(_num_read: int, num_loaded: int) -> None:
+                loaded[stage.stage_id] += num_loaded
+                if show is not None:
+                    show([Loading(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
+
+            return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor)
+
+        return cls([load_stage(stage) for stage in plan.stages])
 
     @property
     def num_stages(self) -> int:

@@ -16,6 +16,10 @@ def option(*names: str, help: str) -> Any:  # noqa: ANN401
 
 
 Model = Annotated[Path | None, option("--model", help="Checkpoint folder. Default: the built-in demo model.")]
+LoadFormat = Annotated[
+    str | None,
+    option("--load-format", help="auto: the folder's weights. dummy: random ones; --model may be a geometry, as for plan."),
+]
 Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")]
 Local = Annotated[bool | None, option("--local", help="Stages as plain objects in this process, no Ray.")]
 Address = Annotated[str | None, option("--address", help="Join a running Ray cluster: auto or host:port.")]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import secrets
 import signal
 import threading
@@ -18,6 +19,7 @@ from ray.exceptions import RayError
 
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
+from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.supervisor import (
     RENEW_EVERY_S,
@@ -45,7 +47,10 @@ OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidde
 
 @asynccontextmanager
 async def running_pipeline(
-    spec: PipelineSpec, report: Callable[[str], None] = lambda _: None, holder: str | None = None
+    spec: PipelineSpec,
+    report: Callable[[str], None] = lambda _: None,
+    holder: str | None = None,
+    show_loading: ShowLoading | None = None,
 ) -> AsyncIterator[RayStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
@@ -61,7 +66,9 @@ async def running_pipeline(
     renewing = asyncio.create_task(_renew(supervisor, holder))
     try:
         report(f"loading {len(spec.plan.stages)} stages")
-        yield RayStageChain(await _start(supervisor, spec), supervisor, holder)
+        with shown_loading(re.escape(spec.name), spec.plan, show_loading):
+            stages = await _start(supervisor, spec)
+        yield RayStageChain(stages, supervisor, holder)
     finally:
         renewing.cancel()
         if await _is_ours(spec.supervisor_name, holder):

@@ -13,9 +13,9 @@ from tramontane.cluster.config import gpu_sizes, gpu_speeds
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
-from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.model_folder import find_model_args
 from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.presets import PRESETS, preset
+from tramontane.proto.presets import PRESETS
 
 FEW, MANY = 2**14, 2**24  # as ``config.EngineConfig`` bounds them
 
@@ -32,7 +32,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
-    args = preset(model) if model in PRESETS else read_model_args(Path(model))
+    args = find_model_args(Path(model))
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
     rooms = _rooms(gpus, gpu_memory, gpu_speed)

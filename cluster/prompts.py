@@ -4,8 +4,9 @@ import sys
 from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.errors import CheckpointError, ConfigError, RequestError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_folder import need_tokenizer
 
@@ -38,9 +39,19 @@ def _lines_of_stdin() -> list[str]:
         raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
 
 
+def args_for_text(config: EngineConfig) -> ModelArgs:
+    """Of a model that may have a tokenizer. Raises UserError."""
+    if is_preset(config.model):
+        raise ConfigError(
+            f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned into tokens; "
+            "give a folder with one, or use serve, which takes token ids as well"
+        )
+    return find_model_args(config.model)
+
+
 def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
     """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
-    args = read_model_args(config.model)
+    args = args_for_text(config)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     tokenizer = need_tokenizer(config.model, args.vocab_size)
     if not prompts:

@@ -14,14 +14,14 @@ from starlette.applications import Starlette
 from tramontane.cluster.actors import naming_the_node
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.http_door import HttpDoor
+from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.model_folder import find_model_args
 from tramontane.router.completions import ServedModel
 from tramontane.router.tokenizer_folder import open_tokenizer
-from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
@@ -46,9 +46,9 @@ def application(config: EngineConfig, launched: bool = False, owns_serve: bool =
 
     The checkpoint as it is here, where the application is built, is what every node must have.
     """
-    config = config.model_copy(update={"model": config.model.resolve()})  # replicas run in other directories
+    config = config.for_other_directories()
     with naming_the_node():
-        fingerprint = Checkpoint(config.model).fingerprint()
+        fingerprint = fingerprint_for(config)
     quiet = {"log_level": "WARNING", "enable_access_log": False}
     router = serve.deployment(
         name="Router",
@@ -107,7 +107,7 @@ class IngressReplica:
 
 
 def served_model(config: EngineConfig) -> ServedModel:
-    args = read_model_args(config.model)
+    args = find_model_args(config.model)
     return ServedModel(
         name=config.model_name,
         tokenizer=open_tokenizer(config.model, args.vocab_size),

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from tramontane.cluster.actors import NAMESPACE, actor_names
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
+from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
 from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
@@ -40,6 +41,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
 ROOM_TIMEOUT_S = 5.0
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``router_replica.any_pipeline``
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Served:
         )
 
 
-def run_server(config: EngineConfig, report: Report, announce: Callable[[Served], None]) -> None:
+def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[Served], None]) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then remove everything that was started."""
     if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
         raise ConfigError(
@@ -74,9 +76,9 @@ def run_server(config: EngineConfig, report: Report, announce: Callable[[Served]
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     with ExitStack() as stack:
         if config.address is None:
-            stack.enter_context(_serving_alone(config, report))
+            stack.enter_context(_serving_alone(config, report, show_loading))
         else:
-            stack.enter_context(_serving_among_others(config, report))
+            stack.enter_context(_serving_among_others(config, report, show_loading))
         born = psutil.Process().create_time()
         url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
         _wait_until_healthy(url)
@@ -85,7 +87,7 @@ def run_server(config: EngineConfig, report: Report, announce: Callable[[Served]
 
 
 @contextmanager
-def _serving_alone(config: EngineConfig, report: Report) -> Iterator[None]:
+def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[None]:
     """In a cluster of our own, which ends with this process whatever happens to it."""
     report("checking the checkpoint")
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
@@ -96,7 +98,8 @@ def _serving_alone(config: EngineConfig, report: Report) -> Iterator[None]:
         _start_serve(config)
         report(f"loading {config.replicas * len(spec.plan.stages)} stages")
         try:
-            _run(config, launched=False, owns_serve=False)
+            with _shown_loading(spec, config, show_loading):
+                _run(config, launched=False, owns_serve=False)
             yield
         finally:
             with _uninterrupted():
@@ -105,7 +108,7 @@ def _serving_alone(config: EngineConfig, report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None]:
+def _serving_among_others(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[None]:
     """On a cluster that was there before, and stays."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
@@ -128,7 +131,8 @@ def _serving_among_others(config: EngineConfig, report: Report) -> Iterator[None
                 _start_serve(config)
             report(f"loading {config.replicas * len(spec.plan.stages)} stages")
             with _kept_alive():
-                _run(config, launched=True, owns_serve=owns_serve)
+                with _shown_loading(spec, config, show_loading):
+                    _run(config, launched=True, owns_serve=owns_serve)
                 yield
         finally:
             with _uninterrupted():
@@ -263,8 +267,11 @@ def _supervisors() -> list[str]:
 
 
 def _actor_names(kind: str) -> list[str]:
-    """Of this application's pipelines, and of no other's: see ``router_replica.any_pipeline``."""
-    return actor_names(rf"{APPLICATION}-[0-9a-f]{{8}}-\d+-{kind}")
+    return actor_names(f"{OUR_PIPELINES}-{kind}")
+
+
+def _shown_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
+    return shown_loading(OUR_PIPELINES, spec.plan, show, config.replicas)
 
 
 @contextmanager

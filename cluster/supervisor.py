@@ -7,23 +7,23 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names, create_stage
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.proto.errors import PipelineError
+from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan
 from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR = "-supervisor"  # after the pipeline's name
+SUPERVISOR, STAGE = "-supervisor", "-stage-"  # after the pipeline's name; a stage's number follows
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
@@ -32,6 +32,7 @@ UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that cou
 FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the router asks again
 WATCH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class PipelineSpec:
 
     name: str
     plan: ClusterPlan
-    folder: Path
+    weights: Weights
     threads_per_stage: int
     use_gpus: bool
     nodes: tuple[tuple[str, ...], ...] = ()  # of each stage, where the plan wants it (see ``places``); () is anywhere
@@ -75,7 +76,7 @@ class PipelineSpec:
         return f"{self.name}{SUPERVISOR}"
 
     def stage_name(self, stage_id: int) -> str:
-        return f"{self.name}-stage-{stage_id}"
+        return f"{self.name}{STAGE}{stage_id}"
 
 
 class Supervisor:
@@ -105,9 +106,7 @@ class Supervisor:
             return None
         with self._making_allowed():
             stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
-        loading: list[ray.ObjectRef[str]] = [stage.ready.remote() for stage in stages]
-        for stage, ready in zip(stages, loading, strict=True):
-            wait_until_ready(stage, ready)
+        wait_until_ready(stages)
         return stages
 
     def fence(self, holder: str) -> int:
@@ -186,19 +185,24 @@ class Supervisor:
 
 def remove_pipeline(name: str) -> None:
     """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-    for stage in actor_names(rf"{re.escape(name)}-stage-\d+"):
+    for stage in actor_names(rf"{re.escape(name)}{STAGE}\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(stage, NAMESPACE))
     with contextlib.suppress(ValueError):  # it was never made, or is gone
         remove_placement_group(get_placement_group(name))
 
 
-def wait_until_ready(stage: ActorHandle[Any], ready: "ray.ObjectRef[str]") -> None:
-    """Raises what kept the stage from loading. If its process died, its next life knows more than Ray."""
-    try:
-        ray.get(ready)
-    except RayActorError:
-        ray.get(stage.ready.remote())
+def wait_until_ready(stages: list[ActorHandle[Any]]) -> None:
+    """Raises what keeps a stage from loading, as soon as there is one. If its process died, its next life knows more than Ray."""
+    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {stage.ready.remote(): stage for stage in stages}
+    while waiting:
+        (answered, *_), _ = ray.wait(list(waiting))
+        stage = waiting.pop(answered)
+        try:
+            ray.get(answered)
+        except ActorUnavailableError:
+            time.sleep(REBIRTH_POLL_S)
+            waiting[stage.ready.remote()] = stage
 
 
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:

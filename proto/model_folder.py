@@ -1,7 +1,7 @@
-"""A downloaded checkpoint's folder: which layout it has, and what its configuration says."""
+"""A downloaded checkpoint's folder: which layout it has, what its configuration says, and what may stand in for it."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,15 @@ from tramontane.proto.errors import CheckpointError, ImpossibleModelError
 from tramontane.proto.hf_config import end_ids, from_hf_config
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.presets import PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWeights:
+    """Weights that every stage makes for itself, at full size: nothing is read."""
+
+
+Weights = Path | RandomWeights  # a checkpoint's folder, or what stands in for it
 
 GENERATION = "generation_config.json"  # where fine-tunes may say that answers end otherwise than the model's texts
 
@@ -60,6 +69,16 @@ def _with_ends(args: ModelArgs, path: Path) -> ModelArgs:
         return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *ends))))
     except (TypeError, ImpossibleModelError) as error:
         raise CheckpointError(f"{path}: {error}") from error
+
+
+def is_preset(model: Path) -> bool:
+    """Whether this is a published geometry's name; a folder of that name comes first."""
+    return str(model) in PRESETS and not model.is_dir()
+
+
+def find_model_args(model: Path) -> ModelArgs:
+    """Of a folder, of which only the configuration is read, or of a published geometry. Raises CheckpointError."""
+    return PRESETS[str(model)] if is_preset(model) else read_model_args(model)
 
 
 def _has_hf_weights(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """However the work is cut - stages, chunks, pages, company - the tokens are those of the plain loop."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 from harness import GREEDY, PROMPTS, random_ids, run_in_process
@@ -10,10 +11,14 @@ from reference import CLOSE_CALL, Expected, assert_same_tokens, greedy, referenc
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
+from tramontane.workers.random_checkpoint import write_random_checkpoint
+from tramontane.workers.stage_worker import StageWorker
 
 WINDOW = 24  # eight layers see 8 * 23 positions back; prompts reach 600
 KINDS = {
@@ -90,6 +95,20 @@ def test_any_geometry(
     outputs = run_in_process(plan, split_model(model, plan), prompts, sampling, budget=budget, max_in_flight=max_in_flight)
     for prompt, output in zip(prompts, outputs, strict=True):
         assert_same_tokens(f"prompt of {len(prompt)}", output, greedy(model.state_dict(), args, prompt, 4))
+
+
+@pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mixtral-8x7b"])
+def test_random_weights_give_the_tokens_of_the_random_checkpoint_on_any_number_of_stages(tmp_path: Path, name: str) -> None:
+    args = scaled_down(PRESETS[name])
+    write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    sources: tuple[Weights, ...] = (tmp_path / "model", RandomWeights())
+    outputs = []
+    for stages in (1, 2, 4):
+        plan = tiny_plan(args, stages)
+        for weights in sources:
+            workers = [StageWorker.load(stage, weights) for stage in plan.stages]
+            outputs.append(run_in_process(plan, workers, PROMPTS[:12]))
+    assert all(output == outputs[0] for output in outputs)
 
 
 def test_seeded_sampling_is_the_same_however_it_is_cut() -> None:

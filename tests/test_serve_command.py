@@ -18,11 +18,17 @@ import httpx
 import psutil
 import pytest
 import ray
+from harness import GREEDY, run_in_process
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
 from serving import leftovers, listening
+from tiny import tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.workers.stage_worker import StageWorker
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
@@ -221,6 +227,28 @@ def test_two_replicas_are_two_pipelines_that_share_the_requests(cluster: Cluster
         assert {answer.result()["usage"]["completion_tokens"] for answer in answers} == {20}
         steps = {stats["pipeline"]: stats["steps"] for stats in _router_stats(cluster, tmp_path)}
         assert all(steps[stats["pipeline"]] - stats["steps"] >= 20 for stats in before), "both have worked"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 0
+    while leftovers() or _ray_actors():
+        time.sleep(0.1)
+
+
+def test_random_weights_are_served_from_a_configuration_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """Without a tokenizer: token ids in, token ids out, and those of the same stages in this process."""
+    args = scaled_down(PRESETS["mixtral-8x7b"])
+    (tmp_path / "config.json").write_text(json.dumps(hf_config_of(args)))
+    options = ["--model", str(tmp_path), "--load-format", "dummy", "--dtype", "float32", "--stages", "2"]
+    with _server(_joined(cluster, tmp_path), "--address", cluster.address, "--port", str(free_port()), *options) as (
+        process,
+        ready,
+    ):
+        prompt = [1, 5, 9, 200]
+        plan = tiny_plan(args, 2)
+        expected = run_in_process(plan, [StageWorker.load(stage, RandomWeights()) for stage in plan.stages], [prompt])
+        answer = _complete(ready["url"], prompt=prompt, max_tokens=GREEDY.max_tokens, return_token_ids=True, ignore_eos=True)
+        assert [choice["token_ids"] for choice in answer["choices"]] == expected
+        for stats in _router_stats(cluster, tmp_path):
+            assert [stage["bytes_read"] for stage in stats["stages"]] == [0, 0]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=120) == 0
     while leftovers() or _ray_actors():

@@ -5,7 +5,7 @@ Only safetensors is ever opened. Looking (``check``) reads headers and needs no 
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, layout_of
 from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
-from tramontane.workers.tensor_names import NAMES, TensorSpec, stage_tensors
+from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,12 +45,10 @@ class Checkpoint:
         self.folder = folder
         self.layout = layout_of(folder)
         self.files = _tensor_files(folder, self.layout)
-        self.bytes_read = 0  # of tensors, by ``load``
 
     def fingerprint(self) -> Fingerprint:
         """Of all that is read of the folder, by stages and by doors."""
-        others = (path for name in (self.layout.value, *OTHER_FILES) for path in self.folder.glob(name))
-        return fingerprint_of(self.folder, {*self.files.values(), *(path for path in others if path.is_file())})
+        return fingerprint_of(self.folder, {*self.files.values(), *_beside_weights(self.folder, self.layout)})
 
     def check(self, args: ModelArgs) -> None:
         """Raise ``CheckpointError`` naming the first tensor that is missing, misshapen or too many, or the damaged file."""
@@ -66,36 +64,46 @@ class Checkpoint:
                 )
 
     def load(
-        self, args: ModelArgs, layers: range, dtype: str, device: str, on_read: Callable[[int], None] = lambda _: None
+        self, args: ModelArgs, layers: range, dtype: str, device: str, on_tensor: OnTensor = lambda _read, _loaded: None
     ) -> dict[str, "Tensor"]:
         """Read the tensors of these layers and no others, by parameter name, in the wanted dtype on the wanted device.
 
         Files are opened for one tensor at a time: a mapping that stays open keeps every page that was read
-        through it in this process's memory. ``on_read`` hears the bytes of each tensor.
+        through it in this process's memory.
         """
         import torch  # here, not above: checking a checkpoint must not cost the import of torch
 
         from tramontane.workers.rotary import rows_in_halves
 
         state = {}
-        for path, wanted in self._by_file(stage_tensors(args, layers, self.layout)):
-            for spec in wanted:
-                with _opened(path, framework="pt") as file:
-                    stored = file.get_tensor(spec.name)
-                    owned = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
-                    owned.copy_(rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored)
-                    self.bytes_read += stored.nbytes
-                    on_read(stored.nbytes)
-                state[spec.parameter] = owned
+        for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(stage_tensors(args, layers, self.layout))]:
+            with _opened(path, framework="pt") as file:
+                stored = file.get_tensor(spec.name)
+                owned = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
+                owned.copy_(rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored)
+                on_tensor(stored.nbytes, owned.nbytes)
+            state[spec.parameter] = owned
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:
         groups: dict[Path, list[TensorSpec]] = {}
         for spec in specs:
-            if spec.name not in self.files:
-                raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which {self.layout.value} calls for")
-            groups.setdefault(self.files[spec.name], []).append(spec)
+            groups.setdefault(self._file_of(spec), []).append(spec)
         yield from groups.items()
+
+    def _file_of(self, spec: TensorSpec) -> Path:
+        if spec.name not in self.files:
+            raise CheckpointError(f"{self.folder} lacks the tensor {spec.name}, which {self.layout.value} calls for")
+        return self.files[spec.name]
+
+
+def fingerprint_without_weights(folder: Path) -> Fingerprint:
+    """Of what is read of a folder whose weights are not. Raises CheckpointError if it is none."""
+    return fingerprint_of(folder, _beside_weights(folder, layout_of(folder)))
+
+
+def _beside_weights(folder: Path, layout: Layout) -> Iterator[Path]:
+    return (path for name in (layout.value, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type

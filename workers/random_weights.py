@@ -1,12 +1,12 @@
 """Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
 
-from collections.abc import Iterable
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from tramontane.workers.tensor_names import NAMES, TensorSpec
+from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
 
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
@@ -25,6 +25,16 @@ def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tenso
     return numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
 
 
-def random_state(specs: Iterable[TensorSpec], dtype: str, device: str) -> dict[str, Tensor]:
-    """By parameter name, made in place: nothing is read, and nothing is there twice."""
-    return {spec.parameter: random_parameter(spec, dtype, device) for spec in specs}
+def random_state(
+    args: ModelArgs, layers: range, dtype: str, device: str, on_tensor: OnTensor = lambda _read, _made: None
+) -> dict[str, Tensor]:
+    """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
+
+    Numbers are drawn in the model's own dtype, in which they would be stored, and then converted.
+    """
+    state = {}
+    for spec in largest_first(stage_tensors(args, layers)):
+        made = random_parameter(spec, args.dtype, device).to(getattr(torch, dtype))
+        on_tensor(0, made.nbytes)
+        state[spec.parameter] = made
+    return state

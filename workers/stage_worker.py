@@ -1,21 +1,23 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
 import time
-from pathlib import Path
 
 import torch
 
 from tramontane.proto.errors import StaleEpochError
+from tramontane.proto.model_folder import RandomWeights, Weights
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.model import StageModel
+from tramontane.workers.random_weights import random_state
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.sampler import sample
 from tramontane.workers.step_index import StepIndex, build_step_index
+from tramontane.workers.tensor_names import OnTensor
 
 NOT_FENCED = -1
 
@@ -36,20 +38,18 @@ class StageWorker:
         self.cache = RollingCache(plan, self.dtype, self.device)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.epoch = NOT_FENCED
-        self.bytes_read = 0  # from the checkpoint
         self._next_step = 0
 
     @classmethod
-    def load(cls, plan: StagePlan, folder: Path, device: str = "cpu") -> "StageWorker":
-        """Read this stage's tensors, and only those, straight to their dtype and device."""
+    def load(
+        cls, plan: StagePlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
+    ) -> "StageWorker":
+        """Read or make this stage's tensors, and only those, straight to their dtype and device."""
         with torch.device("meta"):
             model = StageModel(plan.args, plan.layers)
-        checkpoint = Checkpoint(folder)
-        state = checkpoint.load(plan.args, plan.layers, plan.dtype, device)
-        model.load_state_dict(state, assign=True)
-        worker = cls(plan, model.eval(), device)
-        worker.bytes_read = checkpoint.bytes_read
-        return worker
+        source = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
+        model.load_state_dict(source(plan.args, plan.layers, plan.dtype, device, on_tensor), assign=True)
+        return cls(plan, model.eval(), device)
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""

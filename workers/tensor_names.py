@@ -4,12 +4,15 @@ Pure arithmetic on the model's geometry: no torch, so that a plan can be made
 and a checkpoint checked without loading anything.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
+
+# Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
+OnTensor = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,3 +119,11 @@ def stage_tensors(args: ModelArgs, layers: range, layout: Layout = Layout.HUGGIN
     if layers.stop == args.n_layers:
         yield TensorSpec(names.norm, "norm.weight", (args.dim,))
         yield TensorSpec(names.embedding if args.tied_embeddings else names.head, "output.weight", table)
+
+
+def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """The order to load in: a tensor's source is in memory beside it for a moment, and must not come on top of all the others.
+
+    Sizes 1, 4, 2, each with its source: 1+1, 5+4, 7+2, so 9 at most; largest first 4+4, 6+2, 7+1, so 8.
+    """
+    return sorted(specs, key=lambda spec: spec.num_elements, reverse=True)

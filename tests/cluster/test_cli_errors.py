@@ -65,6 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-memory", "much"], ["--kv-cache-memory", "much"]),
         (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (["--load-format", "pickle"], ["--load-format", "pickle", "dummy"]),
         (["--link", "direct"], ["--link", "direct", "object-store"]),
         (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
         (["--nonsense"], ["--nonsense"]),
@@ -186,6 +187,24 @@ def test_a_tokenizer_of_another_model_is_refused(refused: Refused, model: Path, 
     message = refused("generate", "--model", folder, "--local", "The quick brown fox")
     assert str(folder) in message
     assert "vocabulary of 96" in message
+
+
+def test_a_published_geometry_is_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
+    message = refused("generate", "--model", "mixtral-8x7b", "The")
+    assert message == (
+        "--model is mixtral-8x7b, a published geometry without weights; "
+        "give a checkpoint's folder, or --load-format dummy for random weights"
+    )
+    file = tmp_path / "file.yaml"
+    file.write_text("model: mixtral-8x7b\n")
+    assert refused("generate", "--config", file, "The").startswith(f"model (in {file}) is mixtral-8x7b, a published")
+
+
+def test_a_published_geometry_has_no_tokenizer(refused: Refused) -> None:
+    assert refused("generate", "--model", "mixtral-8x7b", "--load-format", "dummy", "The") == (
+        "--model mixtral-8x7b is a geometry without a tokenizer, so text cannot be turned into tokens; "
+        "give a folder with one, or use serve, which takes token ids as well"
+    )
 
 
 # ---- plans

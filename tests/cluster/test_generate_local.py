@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,9 @@ from typer.testing import CliRunner
 
 from tramontane.cluster import cli, prompts
 from tramontane.cluster.display import WITHOUT_ORDERS, Display
+from tramontane.proto.model_folder import Layout
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+from tramontane.workers.random_checkpoint import write_random_checkpoint
 
 VOCAB = 300
 ARGS = replace(tiny_args(n_layers=4, window=24, max_seq_len=128), vocab_size=VOCAB)
@@ -166,6 +169,21 @@ def test_a_seed_decides_everything(generate: Generate) -> None:
 def test_the_number_of_stages_changes_nothing(generate: Generate) -> None:
     outputs = [generate("--json", "--stages", str(n), *PROMPTS).token_ids for n in (1, 2, 4)]
     assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_random_weights_need_only_the_configuration_and_the_tokenizer(generate: Generate, model: Path, tmp_path: Path) -> None:
+    """And their loading is told, as that of any others."""
+    stored, bare = tmp_path / "stored", tmp_path / "bare"
+    write_random_checkpoint(stored, ARGS, Layout.MISTRAL)
+    bare.mkdir()
+    for folder, file in ((stored, model / "tokenizer.model"), (bare, model / "tokenizer.model"), (bare, model / "config.json")):
+        shutil.copy(file, folder)
+    expected = generate("--json", "--model", str(stored), *PROMPTS)
+    runs = [generate("--json", "--load-format", "dummy", "--model", str(bare), "--stages", n, *PROMPTS) for n in "124"]
+    for run in runs:
+        assert run.token_ids == expected.token_ids
+        told = [line[:10] for line in run.err.splitlines() if line.startswith("loaded ")]
+        assert told == ["loaded 25%", "loaded 50%", "loaded 75%"]
 
 
 @pytest.mark.parametrize("flags", [["--stages", "1"], ["--stages", "3", "--max-num-batched-tokens", "5", "--page-size", "4"]])

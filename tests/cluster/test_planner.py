@@ -342,6 +342,7 @@ def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
 # As in section 13 of the design, for what exists so far. None: chosen from the model and the machines.
 DEFAULTS = {
     "model": DEMO_MODEL,
+    "load_format": "auto",
     "stages": None,
     "local": False,
     "json": False,
@@ -398,6 +399,7 @@ def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -
 # flag, its text, and what the configuration holds then
 SETTINGS: list[tuple[str, str, object]] = [
     ("model", "some/folder", Path("some/folder")),
+    ("load-format", "dummy", "dummy"),
     ("stages", "3", 3),
     ("address", "10.0.0.1:6379", "10.0.0.1:6379"),
     ("dtype", "float16", "float16"),

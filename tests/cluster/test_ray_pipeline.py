@@ -3,30 +3,34 @@
 import asyncio
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-from harness import GREEDY, PROMPTS, placed, random_ids, run_prompts, scheduler_for
+from harness import GREEDY, PROMPTS, placed, random_ids, run_in_process, run_prompts, scheduler_for
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from reference import Expected, assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.actors import NAMESPACE, StageActor, as_stage_actor
+from tramontane.cluster.actors import NAMESPACE, StageActor, StageHealth, as_stage_actor
+from tramontane.cluster.loading import Loading, shown_loading
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec, wait_until_ready
 from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
+from tramontane.proto.model_folder import Layout, RandomWeights, Weights
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.usage import overlap_share
+from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
@@ -138,6 +142,7 @@ def test_a_stage_refuses_steps_until_it_is_fenced_and_steps_of_other_epochs(fold
         pid = ray.get(stage.health.remote()).pid
         ray.kill(stage, no_restart=False)
         _until_reborn(stage, pid)
+        ray.get(stage.ready.remote())
         _refused(stage, epoch=5)
         ray.get(stage.fence.remote(6, "test"))
         _accepted(stage, epoch=6)
@@ -213,19 +218,126 @@ def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:
         time.sleep(0.05)
 
 
+# ---- while stages load
+
+
 class _DyingStage(StageActor):
-    def _load(self, folder: Path, device: str) -> StageWorker:
+    def _load(self, weights: Weights, device: str) -> StageWorker:
         os._exit(137)  # as the system's out-of-memory killer would
 
 
-def test_a_stage_whose_process_dies_while_loading_is_not_tried_for_ever(tmp_path: Path) -> None:
-    plan = tiny_plan(ARGS, 1).stages[0]
+class _HeldUpStage(StageActor):
+    """After its first tensor it waits for a file named 1 in its folder, after the second for 2, and so on, or for ``all``."""
+
+    def _load(self, weights: Weights, device: str) -> StageWorker:
+        assert isinstance(weights, Path)
+        self._folder, self._num_tensors = weights, 0
+        return super()._load(weights, device)
+
+    def _on_tensor(self, num_read: int, num_loaded: int) -> None:
+        super()._on_tensor(num_read, num_loaded)
+        self._num_tensors += 1
+        while not any((self._folder / name).exists() for name in (str(self._num_tensors), "all")):
+            time.sleep(0.01)
+
+
+@contextmanager
+def _stage(kind: type[StageActor], folder: Path, name: str = "") -> Iterator["ActorHandle[Any]"]:
+    """The only stage of a pipeline, which cannot import tests."""
     this_module = sys.modules[__name__]
-    ray.cloudpickle.register_pickle_by_value(this_module)  # stages cannot import tests
+    ray.cloudpickle.register_pickle_by_value(this_module)
     try:
-        stage = as_stage_actor(_DyingStage).remote(plan, tmp_path, "cpu", 1)
-        with pytest.raises(PipelineError, match="died while it was loading"):
-            wait_until_ready(stage, stage.ready.remote())
+        actor = as_stage_actor(kind).options(name=name or None, namespace=NAMESPACE)
+        stage = actor.remote(tiny_plan(ARGS, 1).stages[0], folder, "cpu", 1)
     finally:
         ray.cloudpickle.unregister_pickle_by_value(this_module)
+    yield stage
     ray.kill(stage)
+
+
+def _health_once(stage: "ActorHandle[Any]", holds: Callable[[StageHealth], bool]) -> StageHealth:
+    """The first answer for which a condition holds."""
+    while True:
+        with suppress(RayError):  # it is being started again
+            health: StageHealth = ray.get(stage.health.options(concurrency_group="control").remote())
+            if holds(health):
+                return health
+        time.sleep(0.02)
+
+
+def test_a_stage_whose_process_dies_while_loading_is_not_tried_for_ever(tmp_path: Path) -> None:
+    with _stage(_DyingStage, tmp_path) as stage, pytest.raises(PipelineError, match="died while it was loading"):
+        wait_until_ready([stage])
+
+
+def test_a_stage_that_loads_says_how_far_it_is_and_obeys_nobody(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
+    with _stage(_HeldUpStage, folder) as stage:
+        first = _health_once(stage, lambda health: health.bytes_loaded > 0)
+        assert first.bytes_loaded < first.weight_bytes == tiny_plan(ARGS, 1).stages[0].weight_bytes
+        with pytest.raises(RayError, match="Stage 1/1 layers 0-7 is loading and obeys no epoch"):
+            ray.get(stage.step.remote(_one_token(5), None))
+        fenced = stage.fence.remote(5, "test")
+        (folder / "1").touch()
+        second = _health_once(stage, lambda health: health.bytes_loaded > first.bytes_loaded)
+        assert second.bytes_loaded < second.weight_bytes
+        assert second.epoch == -1
+        assert ray.wait([fenced], timeout=0)[0] == [], "it waits for the weights"
+        (folder / "all").touch()
+        ray.get(fenced)
+        _accepted(stage, epoch=5)
+        whole = ray.get(stage.health.remote())
+        assert whole.bytes_read == whole.bytes_loaded == whole.weight_bytes, "all are stored as they are used"
+
+
+def test_a_stage_that_is_started_again_loads_although_nobody_calls_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
+    (folder / "all").touch()
+    with _stage(_HeldUpStage, folder) as stage:
+        ray.get(stage.ready.remote())
+        pid = ray.get(stage.health.remote()).pid
+        ray.kill(stage, no_restart=False)
+        reborn = _health_once(stage, lambda health: health.pid != pid and health.bytes_loaded == health.weight_bytes)
+        assert reborn.bytes_read == reborn.weight_bytes
+
+
+def test_a_stage_that_cannot_load_is_heard_while_another_still_loads(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
+    with (
+        _stage(_HeldUpStage, folder) as slow,
+        _stage(StageActor, tmp_path / "nowhere") as broken,
+        pytest.raises(CheckpointError, match="nowhere does not exist"),
+    ):
+        wait_until_ready([slow, broken])
+
+
+def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
+    """Also of a stage that is not there yet."""
+    folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
+    plan = tiny_plan(ARGS, 2)
+    shown: list[list[Loading]] = []
+
+    def wait_for(num_bytes: int) -> list[Loading]:
+        while not shown or shown[-1][0].num_bytes <= num_bytes:
+            time.sleep(0.01)
+        return shown[-1]
+
+    with _stage(_HeldUpStage, folder, "watched-stage-0"), shown_loading("watched", plan, lambda stages: shown.append([*stages])):
+        first, absent = wait_for(0)
+        assert (first.label, first.of_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
+        assert absent == Loading(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
+        (folder / "1").touch()
+        wait_for(first.num_bytes)
+    assert [stages[0].num_bytes for stages in shown] == sorted(stages[0].num_bytes for stages in shown)
+    assert not any(thread.name == "loading" for thread in threading.enumerate()), "nobody asks any more"
+
+
+def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path / "model", ARGS, Layout.HUGGING_FACE)
+    plan = tiny_plan(ARGS, 2)
+    expected = run_in_process(plan, [StageWorker.load(stage, tmp_path / "model") for stage in plan.stages], PROMPTS[:4])
+    with placed(PipelineSpec("test-random", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)) as chain:
+        assert asyncio.run(run_prompts(chain, scheduler_for(plan), PROMPTS[:4])) == expected
+        for health in ray.get([stage.health.remote() for stage in chain.stages]):
+            assert health.bytes_read == 0
+            assert health.bytes_loaded == health.weight_bytes

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from tiny import INDEX_NAME, SINGLE_NAME, random_model, tiny_args, tiny_plan, wr
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, hf_config_of
 from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
-from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, layout_of, read_model_args
+from tramontane.proto.plan import StagePlan
 from tramontane.workers import checkpoint
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.random_checkpoint import write_random_checkpoint
@@ -222,6 +224,26 @@ def test_a_stage_reads_only_its_own_tensors(
             ends = ["model.norm.weight", "model.embed_tokens.weight" if args.tied_embeddings else "lm_head.weight"]
         own = [name for name in all_names if name.startswith(f"model.layers.{layer}.")]
         assert sorted(names) == sorted([*own, *ends])  # each of them once
+
+
+@pytest.mark.parametrize("args", [ARGS, tiny_args(n_layers=3, moe=False, tied=True)], ids=["mixtral", "tied mistral"])
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_stage_reads_no_more_bytes_than_its_weights_have(tmp_path: Path, args: ModelArgs, stored: str) -> None:
+    """As they are stored; and in the order that needs the least memory for what a tensor is copied from."""
+    write_random_checkpoint(tmp_path / "model", replace(args, dtype=stored), Layout.HUGGING_FACE)
+    for stage in tiny_plan(args, 3).stages:
+        heard = _heard(stage, tmp_path / "model")
+        read, loaded = (sum(sizes) for sizes in zip(*heard, strict=True))
+        assert loaded == stage.weight_bytes
+        assert read == stage.weight_bytes * DTYPE_BYTES[stored] // DTYPE_BYTES[stage.dtype]
+        assert heard == sorted(heard, reverse=True)
+
+
+def _heard(stage: StagePlan, folder: Path) -> list[tuple[int, int]]:
+    """Bytes of every tensor as it is stored and as it is loaded."""
+    heard: list[tuple[int, int]] = []
+    StageWorker.load(stage, folder, on_tensor=lambda read, loaded: heard.append((read, loaded)))
+    return heard
 
 
 def test_looking_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

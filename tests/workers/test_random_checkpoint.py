@@ -16,7 +16,6 @@ from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.random_weights import random_state
-from tramontane.workers.tensor_names import stage_tensors
 
 MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe=False), "tied": tiny_args(n_layers=2, tied=True)}
 
@@ -24,7 +23,7 @@ MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
     layers = range(args.n_layers)
-    made = random_state(stage_tensors(args, layers), "float32", "cpu")
+    made = random_state(args, layers, "float32", "cpu")
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, args, layout)
         checkpoint = Checkpoint(tmp_path / layout.name)
@@ -34,6 +33,17 @@ def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path,
         assert all(torch.equal(read[name], made[name]) for name in made)
     if args.tied_embeddings:
         assert torch.equal(made["output.weight"], made["tok_embeddings.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(tmp_path: Path, dtype: str) -> None:
+    args = scaled_down(PRESETS["mixtral-8x7b"])
+    write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
+    read = Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu")
+    heard: list[tuple[int, int]] = []
+    made = random_state(args, range(2), dtype, "cpu", lambda *sizes: heard.append(sizes))
+    assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
+    assert heard == [(0, tensor.nbytes) for tensor in made.values()]
 
 
 def test_the_layouts_differ_in_their_rows(tmp_path: Path) -> None:
