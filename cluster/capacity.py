@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import UserError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
 
 LENGTHS = (1024, 8192, 32768)  # tokens
@@ -47,6 +47,8 @@ def ways_out(args: ModelArgs, request: PlanRequest) -> list[str]:
     pages = _least(lambda n: not _is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
     if pages is not None and pages > 1:
         ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
+    if request.quantize is None and _is_possible(args, replace(request, quantize=Quantization.INT8)):
+        ways.append("--quantize int8")
     return ways
 
 
@@ -77,6 +79,7 @@ def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...]) -> dict[str, o
     """Everything that the table shows, in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
+        "quantize": plan.stages[0].quantize,
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,

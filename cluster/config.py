@@ -9,12 +9,12 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
-    *("model", "load_format", "stages", "dtype", "max_model_len", "max_num_seqs"),
-    *("page_size", "kv_cache_memory", "threads_per_stage", "link"),
-    *("gpu_memory", "gpu_speed"),
+    *("model", "load_format", "stages", "dtype", "quantize", "max_model_len", "max_num_seqs"),
+    *("page_size", "kv_cache_memory", "threads_per_stage", "link", "gpu_memory", "gpu_speed"),
 }
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -65,6 +65,7 @@ class EngineConfig(BaseModel):
     local: bool = False
     address: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantize: Quantization | None = None
     max_model_len: Count | None = None
     max_num_seqs: Few = 64
     max_num_batched_tokens: Count = 512

@@ -99,6 +99,7 @@ def _planned(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> 
         max_num_seqs=config.max_num_seqs,
         page_size=config.page_size,
         kv_cache_memory=config.kv_cache_memory,
+        quantize=config.quantize,
     )
     try:
         return make_plan(args, request)

@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tramontane.proto.model_args import DTYPE_BYTES
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, preset, scaled_down
 from tramontane.workers.tensor_names import stage_tensors
@@ -40,7 +39,7 @@ def make_random(
     if scale is Scale.SMALL:
         args = scaled_down(args)
     names = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), LAYOUTS[layout])}
-    num_bytes = sum(spec.num_elements for spec in names.values()) * DTYPE_BYTES[args.dtype]
+    num_bytes = sum(spec.num_bytes(args.dtype) for spec in names.values())
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     with Progress(*columns, console=console, transient=True) as progress:

@@ -24,6 +24,7 @@ Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default:
 Local = Annotated[bool | None, option("--local", help="Stages as plain objects in this process, no Ray.")]
 Address = Annotated[str | None, option("--address", help="Join a running Ray cluster: auto or host:port.")]
 Dtype = Annotated[str | None, option("--dtype", help="auto, bfloat16, float16 or float32.")]
+Quantize = Annotated[str | None, option("--quantize", help="int8: half the memory for weights. Default: not quantised.")]
 MaxModelLen = Annotated[int | None, option("--max-model-len", help="Positions per sequence.")]
 MaxNumSeqs = Annotated[int | None, option("--max-num-seqs", help="Sequences admitted at once. Default 64.")]
 MaxNumBatchedTokens = Annotated[int | None, option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")]

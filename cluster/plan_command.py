@@ -12,7 +12,7 @@ from tramontane.cluster.capacity import held_by, plan_as_data, ways_out
 from tramontane.cluster.config import gpu_sizes, gpu_speeds
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import find_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS
@@ -26,6 +26,7 @@ def plan(
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=FEW, help="How many; one stage each.")] = None,
     gpu_speed: Annotated[str | None, typer.Option("--gpu-speed", help="Relative, one per GPU: 1,1,3.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")] = "auto",
+    quantize: Annotated[Quantization | None, typer.Option("--quantize", help="int8: half the memory for weights.")] = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", min=1, max=MANY, help="Positions per sequence.")] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=FEW, help="Sequences admitted at once.")] = 64,
     page_size: Annotated[int, typer.Option("--page-size", min=1, max=MANY, help="Positions per cache page.")] = 16,
@@ -37,7 +38,7 @@ def plan(
         raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
     rooms = _rooms(gpus, gpu_memory, gpu_speed)
     chosen = args.dtype if dtype == "auto" else dtype
-    request = PlanRequest(rooms, chosen, max_model_len or args.max_seq_len, max_num_seqs, page_size)
+    request = PlanRequest(rooms, chosen, max_model_len or args.max_seq_len, max_num_seqs, page_size, quantize=quantize)
     try:
         made = make_plan(args, request)
     except TooLittleMemoryError as error:
@@ -72,7 +73,8 @@ def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom
     console.print("under 1k, 8k, 32k: how many sequences of so many tokens fit beside the weights", end="")
     console.print(" (in brackets: if every layer kept all positions)" if windowed else "")
     pages = ", ".join(f"{c.num_pages} pages for window {c.window or 'none'}" for c in made.cache.classes)
+    weights = f"{made.stages[0].dtype}, weights in int8" if made.stages[0].quantize else made.stages[0].dtype
     console.print(
-        f"{model} in {made.stages[0].dtype}, contexts of {made.max_model_len}: {made.max_num_seqs} sequences at once; {pages}",
+        f"{model} in {weights}, contexts of {made.max_model_len}: {made.max_num_seqs} sequences at once; {pages}",
         soft_wrap=True,
     )

@@ -1,15 +1,14 @@
 """From a model and a number of stages to a plan: layers by cost, caches by memory. Pure arithmetic."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
 from tramontane.cluster.layer_split import split_layers
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
-from tramontane.workers.tensor_names import TensorSpec, layer_tensors, stage_tensors
+from tramontane.workers.tensor_names import TensorSpec, embedding_tensor, head_tensors, layer_tensors
 
 MEMORY_SHARE = 0.9  # of what a stage has; the rest is for activations and the runtime
 GIB = 2**30
@@ -42,6 +41,7 @@ class PlanRequest:
     max_num_seqs: int
     page_size: int
     kv_cache_memory: int | None = None
+    quantize: Quantization | None = None
 
     @property
     def num_stages(self) -> int:
@@ -66,6 +66,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
             first_layer=span.start,
             last_layer=span.stop,
             dtype=request.dtype,
+            quantize=request.quantize,
             cache=cache,
             # every sequence holds a page of each class, and has a row in the stages' page tables
             max_num_seqs=min(request.max_num_seqs, *(c.num_pages for c in cache.classes)),
@@ -101,16 +102,15 @@ class _Need:
         self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
         page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
         layers = range(args.n_layers)
-        self._weights = [0, *accumulate(_num_bytes(layer_tensors(args, layer), request.dtype) for layer in layers)]
+        self._weights = [0, *accumulate(self._num_bytes(*layer_tensors(args, layer)) for layer in layers)]
         self._one_sequence = [0, *accumulate(self.rings[args.windows[layer]] * page_bytes for layer in layers)]
-        whole = _num_bytes(stage_tensors(args, layers), request.dtype)
-        self._table = args.vocab_size * args.dim * DTYPE_BYTES[request.dtype]  # embedding, and head
-        self._norm = whole - self._weights[-1] - 2 * self._table
+        self._embedding = self._num_bytes(embedding_tensor(args))
+        self._head = self._num_bytes(*head_tensors(args))
 
     def weights(self, span: range) -> int:
         own = self._weights[span.stop] - self._weights[span.start]
         first, last = span.start == 0, span.stop == self._args.n_layers
-        return own + first * self._table + last * (self._norm + self._table)
+        return own + first * self._embedding + last * self._head
 
     def one_sequence(self, span: range) -> int:
         """The cache of one sequence of full length."""
@@ -120,9 +120,8 @@ class _Need:
         """Without which the stage is of no use."""
         return self.weights(span) + max(self.one_sequence(span), self._request.kv_cache_memory or 0)
 
-
-def _num_bytes(specs: Iterable[TensorSpec], dtype: str) -> int:
-    return sum(spec.num_elements for spec in specs) * DTYPE_BYTES[dtype]
+    def _num_bytes(self, *specs: TensorSpec) -> int:
+        return sum(spec.num_bytes(self._request.dtype, self._request.quantize) for spec in specs)
 
 
 def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:

@@ -3,11 +3,22 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
 from tramontane.proto.errors import ImpossibleModelError
 
 MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # beyond which a number can only be damage
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Quantization(StrEnum):
+    """How a stage may hold its matrices instead of in the model's dtype."""
+
+    INT8 = "int8"  # whole numbers, and a scale per row
+
+
+# Of a row's scale, by the model's dtype: float16 is too narrow for a small row's, largest / 127.
+SCALE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
 
 
 @dataclass(frozen=True, slots=True)

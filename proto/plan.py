@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 
 
 def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
@@ -50,6 +50,7 @@ class StagePlan:
     first_layer: int
     last_layer: int
     dtype: str
+    quantize: Quantization | None
     cache: CachePlan
     max_num_seqs: int
     weight_bytes: int

@@ -1,10 +1,14 @@
 """Prompts through real stages, chunk by chunk as a test wants them, with the logits of every position."""
 
 from collections.abc import Sequence as Seq
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
@@ -14,6 +18,13 @@ from tramontane.workers.activation import Activation
 from tramontane.workers.stage_worker import StageWorker
 
 SAMPLING = SamplingParams(temperature=0.0)
+
+
+def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantization | None = None) -> Tensor:
+    """Logits [T, V] after every token of a text, by a checkpoint in one stage and one step."""
+    args = read_model_args(folder)
+    plan = make_plan(args, PlanRequest((StageRoom(2**30),), dtype, args.max_seq_len, 1, 16, quantize=quantize))
+    return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([list(ids)], [[len(ids)]])[0]
 
 
 class Driver:

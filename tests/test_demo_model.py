@@ -7,32 +7,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import GIB
+from driver import teacher_forced
 from torch.nn import functional as F
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
-from tramontane.workers.stage_worker import StageWorker
 
 # Sonnet 18: public domain, and not among the plays it was trained on
 SONNET = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"
+ITS_REST = """Rough winds do shake the darling buds of May,
+And summer's lease hath all too short a date:
+Sometime too hot the eye of heaven shines,
+And often is his gold complexion dimm'd;
+And every fair from fair sometime declines,
+By chance or nature's changing course untrimm'd;
+But thy eternal summer shall not fade
+Nor lose possession of that fair thou owest;
+Nor shall Death brag thou wander'st in his shade,
+When in eternal lines to time thou growest:
+So long as men can breathe or eyes can see,
+So long lives this and this gives life to thee.
+"""
 
 
-def _logits(dtype: str, ids: tuple[int, ...]) -> torch.Tensor:
-    args = read_model_args(DEMO_MODEL)
-    plan = make_plan(args, PlanRequest((StageRoom(GIB),), dtype, args.max_seq_len, 1, 16))
-    worker = StageWorker.load(plan.stages[0], DEMO_MODEL)
-    worker.fence(0)
-    pages = (tuple(range(plan.cache.classes[0].pages_for(len(ids), 16))),)
-    batch = MicroBatch(0, 0, (Chunk(0, 0, ids, pages, SamplingParams(), True),))
-    worker.table.update(batch)
-    with torch.inference_mode():
-        hidden, _ = worker._forward(batch, None)
-        return worker.model.head(hidden)
+def _bits_per_byte(logits: torch.Tensor, ids: tuple[int, ...], text: str = SONNET) -> float:
+    nats = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum").item()
+    return nats / math.log(2) / len(text.encode())
 
 
 def test_geometry_and_size() -> None:
@@ -47,15 +49,24 @@ def test_geometry_and_size() -> None:
 def test_it_knows_its_shakespeare(dtype: str) -> None:
     """Bits per byte on two lines it has never seen: far below the 8 of noise, in both dtypes."""
     ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(SONNET)
-    logits = _logits(dtype, ids)
-    nats = F.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum").item()
-    assert nats / math.log(2) / len(SONNET.encode()) < 3.0
+    logits = teacher_forced(DEMO_MODEL, ids, dtype)
+    assert _bits_per_byte(logits, ids) < 3.0
 
 
 def test_bfloat16_stays_close_to_float32() -> None:
     ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(SONNET)
-    exact, rounded = _logits("float32", ids), _logits("bfloat16", ids)
+    exact, rounded = teacher_forced(DEMO_MODEL, ids, "float32"), teacher_forced(DEMO_MODEL, ids, "bfloat16")
     assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_int8_costs_next_to_nothing(dtype: str) -> None:
+    """Measured: 0.9% of the logits' norm, and at most 0.004 bits per byte."""
+    text = SONNET + ITS_REST
+    ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(text)
+    exact, rounded = teacher_forced(DEMO_MODEL, ids, dtype), teacher_forced(DEMO_MODEL, ids, dtype, Quantization.INT8)
+    assert 0.001 < (exact - rounded).norm() / exact.norm() < 0.02
+    assert abs(_bits_per_byte(rounded, ids, text) - _bits_per_byte(exact, ids, text)) < 0.01
 
 
 def test_the_card_is_complete_and_no_expert_is_idle() -> None:
@@ -79,7 +90,7 @@ def test_held_out_bits_per_byte_as_the_card_says() -> None:
     nats = 0.0
     for first in range(0, len(ids), 2047):
         part = (1, *ids[first : first + 2047])
-        nats += F.cross_entropy(_logits("float32", part[:-1]), torch.tensor(part[1:]), reduction="sum").item()
+        nats += F.cross_entropy(teacher_forced(DEMO_MODEL, part[:-1], "float32"), torch.tensor(part[1:]), reduction="sum").item()
     bits = nats / math.log(2) / len(held_out.encode())
     card = (DEMO_MODEL / "MODEL_CARD.md").read_text()
     assert f"{bits:.2f}" == f"{float(re.search(r'([0-9.]+) bits per byte', card)[1]):.2f}"  # type: ignore[index]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import torch
@@ -78,7 +79,7 @@ def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
     return workers
 
 
-def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: int) -> ClusterPlan:
+def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> ClusterPlan:  # noqa: ANN401
     request = PlanRequest(
         rooms=(StageRoom(4 * GIB),) * num_stages,
         dtype="float32",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of
 from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
 from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
@@ -64,25 +64,31 @@ class Checkpoint:
                 )
 
     def load(
-        self, args: ModelArgs, layers: range, dtype: str, device: str, on_tensor: OnTensor = lambda _read, _loaded: None
+        self,
+        args: ModelArgs,
+        layers: range,
+        dtype: str,
+        device: str,
+        quantize: Quantization | None = None,
+        on_tensor: OnTensor = lambda _read, _loaded: None,
     ) -> dict[str, "Tensor"]:
         """Read the tensors of these layers and no others, by parameter name, in the wanted dtype on the wanted device.
 
+        Each is quantised as it is read: beside the quantised stage there is never more than one tensor as it is stored.
         Files are opened for one tensor at a time: a mapping that stays open keeps every page that was read
         through it in this process's memory.
         """
-        import torch  # here, not above: checking a checkpoint must not cost the import of torch
-
+        from tramontane.workers.quantize import held  # here, not above: checking a checkpoint must not cost the import of torch
         from tramontane.workers.rotary import rows_in_halves
 
-        state = {}
+        state: dict[str, Tensor] = {}
         for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(stage_tensors(args, layers, self.layout))]:
             with _opened(path, framework="pt") as file:
                 stored = file.get_tensor(spec.name)
-                owned = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
-                owned.copy_(rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored)
-                on_tensor(stored.nbytes, owned.nbytes)
-            state[spec.parameter] = owned
+                sorted_rows = rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored
+                kept = held(spec, sorted_rows, dtype, device, quantize)
+                on_tensor(stored.nbytes, sum(tensor.nbytes for tensor in kept.values()))
+            state |= kept
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:

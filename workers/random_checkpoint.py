@@ -10,7 +10,7 @@ from torch import Tensor
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.mistral_params import mistral_params_of
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.random_weights import random_parameter
@@ -43,9 +43,12 @@ def write_random_checkpoint(
         name = _file_name(layout, number, len(parts))
         save_file({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name, metadata={"format": "pt"})
         weight_map |= {spec.name: name for spec in specs}
-        on_written(sum(_bytes(spec, args.dtype) for spec in specs))
+        on_written(sum(spec.num_bytes(args.dtype) for spec in specs))
     if len(parts) > 1:
-        index = {"metadata": {"total_size": sum(_bytes(s, args.dtype) for part in parts for s in part)}, "weight_map": weight_map}
+        index = {
+            "metadata": {"total_size": sum(s.num_bytes(args.dtype) for part in parts for s in part)},
+            "weight_map": weight_map,
+        }
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
     (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
@@ -56,7 +59,7 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
     part: list[TensorSpec] = []
     specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
     for spec in specs.values():
-        if part and sum(_bytes(s, args.dtype) for s in (*part, spec)) > part_bytes:
+        if part and sum(s.num_bytes(args.dtype) for s in (*part, spec)) > part_bytes:
             yield part
             part = []
         part.append(spec)
@@ -72,7 +75,3 @@ def _file_name(layout: Layout, number: int, num_parts: int) -> str:
 def _as_stored(spec: TensorSpec, dtype: str) -> Tensor:
     tensor = random_parameter(spec, dtype)
     return rows_in_pairs(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
-
-
-def _bytes(spec: TensorSpec, dtype: str) -> int:
-    return spec.num_elements * DTYPE_BYTES[dtype]

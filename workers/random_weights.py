@@ -5,7 +5,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.workers.quantize import held
 from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
 
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
@@ -26,15 +27,20 @@ def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tenso
 
 
 def random_state(
-    args: ModelArgs, layers: range, dtype: str, device: str, on_tensor: OnTensor = lambda _read, _made: None
+    args: ModelArgs,
+    layers: range,
+    dtype: str,
+    device: str,
+    quantize: Quantization | None = None,
+    on_tensor: OnTensor = lambda _read, _made: None,
 ) -> dict[str, Tensor]:
     """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
 
-    Numbers are drawn in the model's own dtype, in which they would be stored, and then converted.
+    Numbers are drawn in the model's own dtype, in which they would be stored, and then converted or quantised.
     """
-    state = {}
+    state: dict[str, Tensor] = {}
     for spec in largest_first(stage_tensors(args, layers)):
-        made = random_parameter(spec, args.dtype, device).to(getattr(torch, dtype))
-        on_tensor(0, made.nbytes)
-        state[spec.parameter] = made
+        made = held(spec, random_parameter(spec, args.dtype, device), dtype, device, quantize)
+        on_tensor(0, sum(tensor.nbytes for tensor in made.values()))
+        state |= made
     return state

@@ -12,12 +12,13 @@ from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.model import StageModel
+from tramontane.workers.quantize import quantize_linears
 from tramontane.workers.random_weights import random_state
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.sampler import sample
 from tramontane.workers.step_index import StepIndex, build_step_index
-from tramontane.workers.tensor_names import OnTensor
+from tramontane.workers.tensor_names import OnTensor, stage_tensors
 
 NOT_FENCED = -1
 
@@ -47,8 +48,11 @@ class StageWorker:
         """Read or make this stage's tensors, and only those, straight to their dtype and device."""
         with torch.device("meta"):
             model = StageModel(plan.args, plan.layers)
+            if plan.quantize:
+                quantize_linears(model, stage_tensors(plan.args, plan.layers), plan.dtype)
         source = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
-        model.load_state_dict(source(plan.args, plan.layers, plan.dtype, device, on_tensor), assign=True)
+        state = source(plan.args, plan.layers, plan.dtype, device, plan.quantize, on_tensor)
+        model.load_state_dict(state, assign=True)
         return cls(plan, model.eval(), device)
 
     def fence(self, epoch: int) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, SCALE_DTYPES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
 
 # Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
@@ -64,16 +64,30 @@ class TensorSpec:
 
     ``interleaved_heads``: the rows of that many heads are stored as rotary pairs side
     by side, and have to be sorted into halves; 0 where they are in the order they are used in.
+    ``quantizable``: a matrix that hidden states are multiplied by. Not the gate's: choosing experts is a
+    yes or no, and the gate is small.
     """
 
     name: str
     parameter: str
     shape: tuple[int, ...]
     interleaved_heads: int = 0
+    quantizable: bool = False
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def scale_parameter(self) -> str:
+        """Where the scales of its rows are, if it is quantised."""
+        return self.parameter.removesuffix("weight") + "scale"
+
+    def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
+        """In a stage's memory: a byte per element and a scale per row, or everything in ``dtype``."""
+        if quantize and self.quantizable:
+            return self.num_elements + self.shape[0] * DTYPE_BYTES[SCALE_DTYPES[dtype]]
+        return self.num_elements * DTYPE_BYTES[dtype]
 
 
 def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
@@ -90,7 +104,7 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
         ("wo", (args.dim, q_width), 0),
     ):
         name = names.attention[w].format(layer)
-        yield TensorSpec(name, f"{here}.attention.{w}.weight", shape, rotary_heads if interleaved else 0)
+        yield TensorSpec(name, f"{here}.attention.{w}.weight", shape, rotary_heads if interleaved else 0, quantizable=True)
     if args.moe is None:
         dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
         yield from _swiglu(args, dense, f"{here}.feed_forward")
@@ -106,19 +120,28 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
 def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
     up, down = (args.hidden_dim, args.dim), (args.dim, args.hidden_dim)
     for w, shape in (("w1", up), ("w2", down), ("w3", up)):
-        yield TensorSpec(names[w], f"{parameter}.{w}.weight", shape)
+        yield TensorSpec(names[w], f"{parameter}.{w}.weight", shape, quantizable=True)
 
 
 def stage_tensors(args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
     """Everything the stage with these global layers reads."""
-    names, table = NAMES[layout], (args.vocab_size, args.dim)
     if layers.start == 0:
-        yield TensorSpec(names.embedding, "tok_embeddings.weight", table)
+        yield embedding_tensor(args, layout)
     for layer in layers:
         yield from layer_tensors(args, layer, layout)
     if layers.stop == args.n_layers:
-        yield TensorSpec(names.norm, "norm.weight", (args.dim,))
-        yield TensorSpec(names.embedding if args.tied_embeddings else names.head, "output.weight", table)
+        yield from head_tensors(args, layout)
+
+
+def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:
+    return TensorSpec(NAMES[layout].embedding, "tok_embeddings.weight", (args.vocab_size, args.dim))
+
+
+def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    names = NAMES[layout]
+    yield TensorSpec(names.norm, "norm.weight", (args.dim,))
+    head = names.embedding if args.tied_embeddings else names.head
+    yield TensorSpec(head, "output.weight", (args.vocab_size, args.dim), quantizable=True)
 
 
 def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:

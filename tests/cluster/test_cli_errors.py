@@ -66,6 +66,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
         (["--load-format", "pickle"], ["--load-format", "pickle", "dummy"]),
+        (["--quantize", "int4"], ["--quantize", "int4", "int8"]),
         (["--link", "direct"], ["--link", "direct", "object-store"]),
         (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
         (["--nonsense"], ["--nonsense"]),

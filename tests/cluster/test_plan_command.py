@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from tiny import random_model, tiny_args, write_checkpoint
 
@@ -15,6 +16,7 @@ from tramontane.cluster.cli import app
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
+from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.workers.random_checkpoint import write_random_checkpoint
@@ -116,16 +118,51 @@ def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
         plan("llama", "24GiB")
 
 
+def test_quantised_weights_are_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    half, int8 = (_planned(capsys, "mistral-7b-v0.1", "24GiB", quantize=quantize) for quantize in (None, Quantization.INT8))
+    assert (half["quantize"], int8["quantize"]) == (None, "int8")
+    assert 0.5 < int8["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
+    assert int8["stages"][0]["sequences"][-1]["num_seqs"] > half["stages"][0]["sequences"][-1]["num_seqs"]
+    plan("mistral-7b-v0.1", "24GiB", quantize=Quantization.INT8)
+    assert "in bfloat16, weights in int8, contexts of 32768" in " ".join(capsys.readouterr().out.split())
+
+
+def test_quantising_is_a_way_out_where_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match=r"or --quantize int8$"):
+        plan("mixtral-8x7b", "24GiB", gpus=3)
+    assert len(_planned(capsys, "mixtral-8x7b", "24GiB", gpus=3, quantize=Quantization.INT8)["stages"]) == 3
+    for quantize in (None, Quantization.INT8):
+        with pytest.raises(PlanError) as refused:
+            plan("mixtral-8x7b", "24GiB", gpus=2, quantize=quantize)
+        assert "--quantize" not in str(refused.value)
+
+
+def test_a_quantisation_that_does_not_exist_is_named() -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", "--quantize", "int4"], standalone_mode=False)
+    message = refused.value.format_message()
+    assert all(part in message for part in ("--quantize", "int4", "int8"))
+    assert "\n" not in message
+
+
 @pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_loaded_stage_allocates_what_the_plan_says(name: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [("float32", None), ("bfloat16", None), ("bfloat16", Quantization.INT8), ("float16", Quantization.INT8)],
+)
+def test_a_loaded_stage_allocates_what_the_plan_says(
+    name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
+) -> None:
     """Within 2 percent: tables of sequences and buffers are not counted."""
     args = scaled_down(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
     rooms = (StageRoom(GIB),) * 2
-    for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16)).stages:
+    for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
         worker = StageWorker.load(stage, tmp_path / "model")
         held = [*worker.model.parameters(), *worker.model.buffers()]
+        if quantize:
+            assert {t.dtype for t in held} >= {torch.int8}
+            assert sum(t.nbytes for t in held) == stage.weight_bytes
         for layer in worker.cache.layers.values():
             held += [layer.k_NGd, layer.v_NGd]
         allocated = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values())

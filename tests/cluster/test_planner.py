@@ -21,9 +21,12 @@ from tramontane.cluster.launch import plan_for
 from tramontane.cluster.layer_split import split_layers
 from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.presets import PRESETS
 from tramontane.workers.model import StageModel
+from tramontane.workers.quantize import quantize_linears
+from tramontane.workers.tensor_names import stage_tensors
 
 repeatable = settings(derandomize=True, deadline=None)
 
@@ -101,16 +104,29 @@ def test_only_the_experts_that_a_token_uses_weigh() -> None:
     assert [m - d for m, d in zip(layer_costs(mixture), layer_costs(dense), strict=True)] == [gap] * 8
 
 
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True), (True, True)])
-def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype: str) -> None:
+def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype: str, quantize: Quantization | None) -> None:
     args = tiny_args(n_layers=5, moe=moe, tied=tied)
     for num_stages in (1, 2, 3, 5):
-        plan = make_plan(args, _request(args, num_stages, dtype=dtype))
+        plan = make_plan(args, _request(args, num_stages, dtype=dtype, quantize=quantize))
         for stage in plan.stages:
             with torch.device("meta"):
-                parameters = list(StageModel(args, stage.layers).to(getattr(torch, dtype)).parameters())
-            assert stage.weight_bytes == sum(p.numel() * p.element_size() for p in parameters)
+                model = StageModel(args, stage.layers).to(getattr(torch, dtype))
+                if quantize:
+                    quantize_linears(model, stage_tensors(args, stage.layers), dtype)
+            assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def test_a_quantised_plan_has_the_bytes_that_its_weights_leave() -> None:
+    """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale per row."""
+    args, wanted = PRESETS["mistral-7b-v0.1"], (None, Quantization.INT8)
+    half, int8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
+    rows = 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 4096 + 14336) + 32_000
+    kept = 32_000 * 4096 + 65 * 4096
+    assert half.stages[0].weight_bytes == 2 * 7_241_732_096
+    assert int8.stages[0].weight_bytes == 7_241_732_096 + kept + 2 * rows
 
 
 def test_a_plan_says_who_holds_what() -> None:
@@ -320,6 +336,8 @@ def test_stages_follow_the_hardware_unless_told() -> None:
     with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):
         plan_for(EngineConfig(stages=4), args, gpus)
     assert len(plan_for(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
+    assert plan_for(config, args, cpu).stages[0].quantize is None
+    assert plan_for(EngineConfig.build(None, {"quantize": "int8"}), args, cpu).stages[0].quantize == "int8"
 
 
 def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
@@ -348,6 +366,7 @@ DEFAULTS = {
     "json": False,
     "address": None,
     "dtype": "auto",
+    "quantize": None,
     "max_model_len": None,
     "max_num_seqs": 64,
     "max_num_batched_tokens": 512,
@@ -403,6 +422,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("stages", "3", 3),
     ("address", "10.0.0.1:6379", "10.0.0.1:6379"),
     ("dtype", "float16", "float16"),
+    ("quantize", "int8", "int8"),
     ("max-model-len", "77", 77),
     ("max-num-seqs", "5", 5),
     ("max-num-batched-tokens", "33", 33),

@@ -117,6 +117,7 @@ def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
 
     same = prefix()
     assert prefix(port=9000, replicas=5, max_queued_requests=3, served_model_name="x") == same
-    assert len({same, prefix(stages=3), prefix(dtype="float32"), prefix(max_model_len=64), prefix(model=Path("/elsewhere"))}) == 5
+    others = [prefix(stages=3), prefix(dtype="float32"), prefix(quantize="int8"), prefix(max_model_len=64)]
+    assert len({same, *others, prefix(model=Path("/elsewhere"))}) == 6
     other_files = pipeline_prefix("app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),))
     assert other_files != same

@@ -1,0 +1,231 @@
+"""Weight-only int8: how far the numbers may be off, the product for every shape, and the same tokens in every split."""
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Driver
+from harness import PROMPTS, random_ids, run_in_process
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny import SINGLE_NAME, random_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.workers import quantize
+from tramontane.workers.quantize import Int8Linear, held, quantized
+from tramontane.workers.random_weights import random_parameter
+from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.tensor_names import TensorSpec, stage_tensors
+
+INT8, CPU = Quantization.INT8, torch.device("cpu")
+SCALES = {torch.float32: torch.float32, torch.bfloat16: torch.bfloat16, torch.float16: torch.float32}
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@settings(derandomize=True, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 9), width=st.integers(1, 40), size=st.integers(-30, 30))
+def test_a_weight_is_off_by_half_a_scale_at_most(scale_dtype: torch.dtype, seed: int, rows: int, width: int, size: int) -> None:
+    weight_NK = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)) * 2.0**size
+    numbers_NK, scale_N = quantized(weight_NK, scale_dtype, CPU)
+    assert numbers_NK.dtype == torch.int8
+    assert scale_N.dtype == scale_dtype
+    assert numbers_NK.abs().amax() <= 127
+    off = (weight_NK.double() - numbers_NK.double() * scale_N.double()[:, None]).abs()
+    assert (off <= scale_N.double()[:, None] / 2 * (1 + 1e-6)).all()
+    assert (scale_N.double() <= weight_NK.double().abs().amax(1) / 127 * (1 + 2**-8)).all()  # and no scale is too large
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+def test_every_scale_that_rounds_down_keeps_its_largest_number(scale_dtype: torch.dtype) -> None:
+    """65,536 magnitudes between two powers of two: none of them may round to 128, which int8 does not have."""
+    weight_NK = torch.linspace(1, 2, 2**16)[:, None]
+    numbers_NK, _ = quantized(torch.cat((weight_NK, -weight_NK), 1), scale_dtype, CPU)
+    assert numbers_NK.unique().tolist() in ([-127, 127], [-127, -126, 126, 127])
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38])
+def test_rows_of_nothing_stay_nothing(scale_dtype: torch.dtype, size: float) -> None:
+    weight_NK = torch.tensor([[0.0, 0.0], [1.0, -0.5], [size, -size]])
+    numbers_NK, scale_N = quantized(weight_NK, scale_dtype, CPU)
+    back_NK = numbers_NK.float() * scale_N.float()[:, None]
+    assert (scale_N > 0).all(), "0 / 0 has no whole number"
+    assert back_NK.isfinite().all()
+    assert (back_NK[0] == 0).all()
+    assert (back_NK[2].abs() <= 2 * size).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_tensor_that_no_scale_spans_is_named(bad: float, tmp_path: Path) -> None:
+    args = tiny_args(n_layers=1)
+    folder = write_checkpoint(tmp_path / "model", args)
+    tensors = load_file(folder / SINGLE_NAME)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    tensors[name][3, 5] = bad
+    save_file(tensors, folder / SINGLE_NAME)
+    with pytest.raises(CheckpointError, match=f"tensor {name} holds numbers that are infinite or none"):
+        StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder)
+
+
+# ---- the product
+
+
+def _linear(out_features: int, in_features: int, dtype: torch.dtype, seed: int = 0) -> Int8Linear:
+    linear = Int8Linear(in_features, out_features, SCALES[dtype])
+    weight_NK = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(seed)) * in_features**-0.5
+    linear.weight, linear.scale = quantized(weight_NK, SCALES[dtype], CPU)
+    return linear
+
+
+def _exact(x_TK: torch.Tensor, linear: Int8Linear) -> torch.Tensor:
+    return x_TK.double() @ (linear.weight.double() * linear.scale.double()[:, None]).T
+
+
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+@pytest.mark.parametrize("in_features", [1, 2, 7, 15, 16, 17, 24, 32, 33, 40, 48, 100, 208])
+@pytest.mark.parametrize("out_features", [1, 2, 3, 5, 16, 31])
+def test_it_multiplies(dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Also where torch's kernel would read past the ends of rows: widths that are not multiples of 16."""
+    linear = _linear(out_features, in_features, dtype)
+    for tokens in (0, 1, 2, 3, 4, 5, 9):
+        x_TK = torch.randn(tokens, in_features, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+        out_TN = linear(x_TK)
+        assert out_TN.dtype == dtype
+        assert out_TN.shape == (tokens, out_features)
+        torch.testing.assert_close(out_TN.double(), _exact(x_TK, linear), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", SCALES)
+def test_matrices_of_several_blocks(dtype: torch.dtype) -> None:
+    """5 rows of 2**19: blocks of 2, 2 and 1, for quantising and for multiplying."""
+    linear = _linear(5, 2**19, dtype)
+    whole_NK = torch.randn(5, 2**19, generator=torch.Generator().manual_seed(0)) * 2**-9.5
+    off = (whole_NK - linear.weight.float() * linear.scale.float()[:, None]).abs()
+    assert (off <= linear.scale.float()[:, None] / 2 * (1 + 1e-3)).all()
+    x_TK = torch.randn(2, 2**19, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for out_TN in (linear(x_TK), linear._blockwise(x_TK)):
+        torch.testing.assert_close(out_TN.double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("skipped", [1, 3, 8])
+def test_rows_that_lie_anywhere_in_memory(skipped: int) -> None:
+    """torch's kernel ends the process when a row does not begin on a border of 32 bytes."""
+    linear = _linear(9, 64, torch.bfloat16)
+    numbers = torch.randn(4 * 64 + skipped, generator=torch.Generator().manual_seed(0)).bfloat16()
+    columns_TK = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)).bfloat16()[:, ::2]
+    for x_TK in (numbers[skipped:].view(4, 64), columns_TK):
+        torch.testing.assert_close(linear(x_TK).double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
+
+
+def test_small_rows_keep_their_precision_in_float16() -> None:
+    """Their scales would be lost in float16, and products of whole numbers would overflow it."""
+    x_TK = torch.full((2, 4096), 100.0, dtype=torch.float16)
+    weight_NK = torch.full((1, 4096), 1e-4)
+    linear = Int8Linear(4096, 1, torch.float32)
+    linear.weight, linear.scale = quantized(weight_NK, torch.float32, CPU)
+    torch.testing.assert_close(linear(x_TK).float(), torch.full((2, 1), 40.96), rtol=2e-3, atol=0)
+
+
+# ---- a stage
+
+
+def _loaded(folder: Path, args: ModelArgs, num_stages: int, dtype: str = "float32") -> Driver:
+    plan = tiny_plan(args, num_stages, dtype=dtype, quantize=INT8)
+    return Driver(plan, [StageWorker.load(stage, folder) for stage in plan.stages])
+
+
+@pytest.mark.parametrize("moe", [False, True])
+def test_matrices_are_quantised_and_nothing_else(moe: bool, tmp_path: Path) -> None:
+    args = tiny_args(n_layers=2, moe=moe)
+    folder = write_checkpoint(tmp_path / "model", args)
+    model = StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder).model
+    state = model.state_dict()
+    kept = {name for name, tensor in state.items() if tensor.dtype != torch.int8 and not name.endswith("scale")}
+    norms = {f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")}
+    gates = {f"layers.{i}.gate.scores.weight" for i in range(2)} if moe else set()
+    assert kept == {"tok_embeddings.weight", "norm.weight", *norms, *gates}
+    whole = random_model(args).state_dict()
+    assert all(torch.equal(state[name], whole[name]) for name in kept)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_tokens_at_1_2_and_4_stages(dtype: str, tmp_path: Path) -> None:
+    """In bfloat16 prompts run one by one: what is packed together differs with the number of stages, and rounds differently."""
+    args = tiny_args(n_layers=4)
+    folder = write_checkpoint(tmp_path / "model", args)
+    outputs = []
+    for num_stages in (1, 2, 4):
+        plan = tiny_plan(args, num_stages, dtype=dtype, quantize=INT8)
+        workers = [StageWorker.load(stage, folder) for stage in plan.stages]
+        outputs.append(run_in_process(plan, workers, PROMPTS[:8], together=dtype == "float32"))
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len({tuple(tokens) for tokens in outputs[0]}) == 8
+
+
+def test_logits_do_not_depend_on_how_prompts_are_packed(tmp_path: Path) -> None:
+    args = tiny_args(n_layers=4)
+    folder = write_checkpoint(tmp_path / "model", args)
+    prompts = [random_ids(n, seed=n) for n in (100, 37, 3)]
+    whole = _loaded(folder, args, 1).run(prompts, [[100], [37], [3]])
+    cut = _loaded(folder, args, 2).run(prompts, [[5, 1, 15, 16, 17, 1, 33, 12], [30, *[1] * 7], [3]])
+    for one, other in zip(whole, cut, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_logits_stay_close_to_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """And are not the same: it is the quantised weights that run."""
+    args = tiny_args(n_layers=4, moe=False)
+    folder = write_checkpoint(tmp_path / "model", args)
+    prompt = random_ids(60, seed=1)
+    plan = tiny_plan(args)
+    (exact,) = Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([prompt], [[60]])
+    (rounded,) = _loaded(folder, args, 1).run([prompt], [[60]])
+    assert 1e-4 < (exact - rounded).norm() / exact.norm() < 0.05
+
+
+def test_a_stage_is_quantised_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is quantised, of those before it at most the last is still there as it was stored."""
+    args = tiny_args(n_layers=2)
+    folder = write_checkpoint(tmp_path / "model", args)
+    stored: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def watched(spec: TensorSpec, tensor: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
+        nonlocal most
+        most = max(most, sum(earlier() is not None for earlier in stored))
+        stored.append(weakref.ref(tensor))
+        return held(spec, tensor, *rest)
+
+    monkeypatch.setattr(quantize, "held", watched)
+    StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder)
+    assert len(stored) == len(list(stage_tensors(args, range(2))))
+    assert most <= 1
+
+
+def test_random_weights_can_be_quantised_as_they_are_made() -> None:
+    args = scaled_down(PRESETS["mixtral-8x7b"])
+    specs = list(stage_tensors(args, range(args.n_layers)))
+    assert any(spec.quantizable for spec in specs)
+    for spec in specs:
+        made = random_parameter(spec, "bfloat16")
+        state = held(spec, made, "bfloat16", "cpu", INT8)
+        assert sum(tensor.nbytes for tensor in state.values()) == spec.num_bytes("bfloat16", INT8)
+        assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
+
+
+def test_a_float_tensor_is_copied_into_the_dtype() -> None:
+    spec = TensorSpec("norm", "norm.weight", (3,))
+    stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    for wanted in (None, INT8):
+        state = held(spec, stored, "float32", "cpu", wanted)
+        assert state.keys() == {"norm.weight"}
+        assert state["norm.weight"].dtype == torch.float32
+        assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]

@@ -1,0 +1,102 @@
+"""Weight-only int8: a matrix as whole numbers from -127 to 127, and a scale per row, which is an output channel.
+
+Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time.
+"""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import SCALE_DTYPES, Quantization
+from tramontane.workers.tensor_names import TensorSpec
+
+LARGEST = 127
+# torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte borders. It checks neither.
+KERNEL_STEP, KERNEL_BORDER = 16, 32
+# Elements that are made float at a time: what a core's cache holds, or what keeps a GPU busy.
+BLOCK = {"cpu": 2**20, "cuda": 2**24}
+
+
+def held(
+    spec: TensorSpec, tensor: Tensor, dtype: str, device: str | torch.device, quantize: Quantization | None
+) -> dict[str, Tensor]:
+    """What a stage holds of one tensor, by parameter name: a copy in its dtype on its device, or numbers and scales.
+
+    Raises CheckpointError for a tensor that no scale can span.
+    """
+    if not (quantize and spec.quantizable):
+        return {spec.parameter: torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device).copy_(tensor)}
+    numbers_NK, scale_N = quantized(tensor, getattr(torch, SCALE_DTYPES[dtype]), torch.device(device))
+    if not scale_N.isfinite().all():
+        raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
+    return {spec.parameter: numbers_NK, spec.scale_parameter: scale_N}
+
+
+def quantized(weight_NK: Tensor, scale_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers q and scales s with |w - q * s| <= s / 2, made a block of rows at a time: no second copy of the matrix.
+
+    s = largest / 127, rounded to its dtype before q is made, so that q makes up for the rounding: bfloat16 has 8
+    bits, so that largest / s is at most 127 * (1 + 2**-8) = 127.496, which still rounds to 127.
+    """
+    numbers_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=device)
+    scale_N = torch.empty(weight_NK.shape[0], dtype=scale_dtype, device=device)
+    for rows in _blocks(weight_NK.shape, device):
+        block_BK = weight_NK[rows].to(device, torch.float32)
+        smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
+        scale_N[rows] = (block_BK.abs().amax(dim=1) / LARGEST).clamp(min=smallest)
+        numbers_NK[rows] = (block_BK / scale_N[rows].float()[:, None]).round_()
+    return numbers_NK, scale_N
+
+
+class Int8Linear(nn.Module):
+    """x W^T for a quantised W, in the dtype of x."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, in_features: int, out_features: int, scale_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
+        self.register_buffer("scale", torch.ones(out_features, dtype=scale_dtype))
+
+    def forward(self, x_TK: Tensor) -> Tensor:
+        """By torch's kernel where it is fast (and safe); elsewhere by making a block of rows at a time float again."""
+        if x_TK.device.type == "cpu" and x_TK.dtype == torch.bfloat16 and x_TK.shape[1] % KERNEL_STEP == 0:
+            out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(_on_border(x_TK), self.weight, self.scale)
+            return out_TN
+        return self._blockwise(x_TK)
+
+    def _blockwise(self, x_TK: Tensor) -> Tensor:
+        blocks = list(_blocks(self.weight.shape, self.weight.device))
+        floats_BK = torch.empty(self.weight[blocks[0]].shape, dtype=x_TK.dtype, device=x_TK.device)
+        outs = []
+        for rows in blocks:
+            numbers_BK = self.weight[rows]
+            dequantized_BK = floats_BK[: len(numbers_BK)].copy_(numbers_BK).mul_(self.scale[rows, None])
+            outs.append(F.linear(x_TK, dequantized_BK))
+        return torch.cat(outs, dim=1)
+
+
+def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str) -> None:
+    """Put an ``Int8Linear`` in the place of every quantisable matrix; their numbers are loaded after."""
+    for spec in specs:
+        if spec.quantizable:
+            out_features, in_features = spec.shape
+            linear = Int8Linear(in_features, out_features, getattr(torch, SCALE_DTYPES[dtype]))
+            model.set_submodule(spec.parameter.removesuffix(".weight"), linear)
+
+
+def _blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
+    """Ranges of rows. [5, 2**19] on a CPU: rows 0 and 1, 2 and 3, 4."""
+    num_rows, width = shape
+    step = max(BLOCK[device.type] // width, 1)
+    for start in range(0, num_rows, step):
+        yield slice(start, start + step)
+
+
+def _on_border(x_TK: Tensor) -> Tensor:
+    fits = x_TK.is_contiguous() and x_TK.data_ptr() % KERNEL_BORDER == 0
+    return x_TK if fits else x_TK.clone(memory_format=torch.contiguous_format)
