@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,9 @@ bench-serve: $(STAMP)  ## what HTTP costs: first token, and 64 streaming clients
 
 bench-load: $(STAMP)  ## what stages read and how much memory they take while they load 2 GiB
 	$(BIN)/python tests/bench/loading.py
+
+bench-int8: $(STAMP)  ## what int8 weights cost in quality, and save in memory and time
+	$(BIN)/python tests/bench/quantization.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
