@@ -36,14 +36,19 @@ def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
+    tmp_path: Path, dtype: str, quantize: Quantization | None
+) -> None:
     args = scaled_down(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    read = Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu")
+    read = Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu", quantize)
     heard: list[tuple[int, int]] = []
-    made = random_state(args, range(2), dtype, "cpu", lambda *sizes: heard.append(sizes))
+    made = random_state(args, range(2), dtype, "cpu", quantize, lambda *sizes: heard.append(sizes))
+    assert made.keys() == read.keys()
     assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
-    assert heard == [(0, tensor.nbytes) for tensor in made.values()]
+    assert all(num_read == 0 for num_read, _ in heard)
+    assert sum(num_made for _, num_made in heard) == sum(tensor.nbytes for tensor in made.values())
 
 
 def test_the_layouts_differ_in_their_rows(tmp_path: Path) -> None:
