@@ -10,7 +10,7 @@ from tiny import INDEX_NAME, tiny_args
 
 from tramontane.cluster.model_commands import LayoutName, Scale, make_random
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of, read_model_args
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.workers.checkpoint import Checkpoint
