@@ -67,7 +67,7 @@ class StageActor:
             with _loading_once(self._plan.label):
                 self._worker = self._load(weights, device)
         except Exception as error:  # told to whoever waits for the weights
-            self._failure = error
+            self._failure = error.with_traceback(None)  # whose frames would keep what was loaded so far
 
     def _load(self, weights: Weights, device: str) -> "StageWorker":
         import warnings

@@ -43,7 +43,7 @@ def ways_out(args: ModelArgs, request: PlanRequest) -> list[str]:
         ways.append(f"{enough} GPUs of {smallest.memory / GIB:.3g} GiB")
     memory = _least(lambda gib: _is_possible(args, replace(request, rooms=(StageRoom(gib * GIB),) * request.num_stages)), 2**14)
     if memory is not None:
-        ways.append(f"{request.num_stages} GPUs of {memory} GiB")
+        ways.append(f"{request.num_stages} GPU{'s' * (request.num_stages > 1)} of {memory} GiB")
     pages = _least(lambda n: not _is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
     if pages is not None and pages > 1:
         ways.append(f"--max-model-len {(pages - 1) * request.page_size}")

@@ -2,13 +2,15 @@
 
 import asyncio
 import json
+import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import CancelledError
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from io import UnsupportedOperation
+from typing import IO, Any
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.display import Display, for_terminal
@@ -157,6 +159,14 @@ class Terminal:
         return line
 
 
+def _own_stdin() -> IO[bytes]:
+    """Not Python's own object, which it locks when it ends, while our thread may still be reading."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except UnsupportedOperation:  # it is no file
+        return sys.stdin.buffer
+
+
 async def lines_of_stdin() -> AsyncIterator[str]:
     """Each when it is asked for, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
     loop = asyncio.get_running_loop()
@@ -164,7 +174,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
 
     def read() -> None:
         with suppress(OSError, RuntimeError, CancelledError):  # it cannot be read; nobody listens any more
-            for line in sys.stdin.buffer if sys.stdin else ():
+            for line in _own_stdin() if sys.stdin else ():
                 asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
         with suppress(RuntimeError, CancelledError):
             asyncio.run_coroutine_threadsafe(lines.put(b""), loop).result()

@@ -1,6 +1,7 @@
 """Wires everything: configuration -> plan -> stages -> chain -> router."""
 
 import asyncio
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -8,12 +9,12 @@ from dataclasses import dataclass
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
-from tramontane.cluster.loading import ShowLoading
+from tramontane.cluster.loading import Loading, ShowLoading
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.places import Place, stage_places
 from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
-from tramontane.proto.errors import PlanError
+from tramontane.proto.errors import PipelineError, PlanError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.proto.plan import ClusterPlan
@@ -136,7 +137,18 @@ async def _local_pipeline(
 
     torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
     devices = [f"cuda:{i}" for i in range(len(hardware.gpus))] or ["cpu"]
-    chain = LocalStageChain.load(plan, config.weights, devices, show_loading)
+    stopped = threading.Event()
+
+    def show_unless_stopped(loading: Sequence[Loading]) -> None:
+        if stopped.is_set():
+            raise PipelineError("loading was interrupted")
+        if show_loading is not None:
+            show_loading(loading)
+
+    try:  # beside the event loop, which hears Ctrl-C meanwhile
+        chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped)
+    finally:
+        stopped.set()
     try:
         yield plan, chain
     finally:

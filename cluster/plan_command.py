@@ -37,6 +37,8 @@ def plan(
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
     rooms = _rooms(gpus, gpu_memory, gpu_speed)
+    if len(rooms) > args.n_layers:
+        raise PlanError(f"{len(rooms)} GPUs are too many: the model has {args.n_layers} layers, and no stage may be empty")
     chosen = args.dtype if dtype == "auto" else dtype
     request = PlanRequest(rooms, chosen, max_model_len or args.max_seq_len, max_num_seqs, page_size, quantize=quantize)
     try:

@@ -74,7 +74,8 @@ def _architecture(args: ModelArgs) -> str:
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
     """No defaults: transformers' differ by class, and a wrong guess would be a wrong model."""
-    architecture = (config.get("architectures") or ["nothing"])[0]
+    architectures = config.get("architectures") or ["nothing"]
+    architecture = architectures if isinstance(architectures, str) else architectures[0]
     _check_supported(config, architecture, source)
     heads, scaling = config["num_attention_heads"], _rope_scaling(config, source)
     return ModelArgs(

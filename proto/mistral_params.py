@@ -113,8 +113,11 @@ def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
     """
     n_layers: int = params["n_layers"]
     check_num_layers(n_layers)
-    given = params.get("sliding_window") or params.get("_sliding_window")
+    given = params.get("sliding_window")
+    given = params.get("_sliding_window") if given is None else given
     pattern = given if isinstance(given, list) else [given]
+    if not pattern:
+        raise ValueError("sliding_window has no entries")
     if n_layers % len(pattern):
         raise ValueError(f"sliding_window has {len(pattern)} entries for {n_layers} layers")
     return tuple(pattern) * (n_layers // len(pattern))

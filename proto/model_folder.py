@@ -38,7 +38,7 @@ def layout_of(folder: Path) -> Layout:
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
-        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and not _has_hf_weights(folder)):
+        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and _needs_mistrals(folder)):
             return Layout.HUGGING_FACE
         if has_mistral:
             return Layout.MISTRAL
@@ -79,6 +79,13 @@ def is_preset(model: Path) -> bool:
 def find_model_args(model: Path) -> ModelArgs:
     """Of a folder, of which only the configuration is read, or of a published geometry. Raises CheckpointError."""
     return PRESETS[str(model)] if is_preset(model) else read_model_args(model)
+
+
+def _needs_mistrals(folder: Path) -> bool:
+    """Where the weights are only there; and for a pattern of windows, which Ministral 8B's config.json does not tell."""
+    params = _json_object(folder / Layout.MISTRAL.value)
+    has_pattern = isinstance(params.get("sliding_window") or params.get("_sliding_window"), list)
+    return has_pattern or not _has_hf_weights(folder)
 
 
 def _has_hf_weights(folder: Path) -> bool:

@@ -129,8 +129,7 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
         names = _index(index)
-        held = {path: _names_in(path) for path in sorted({folder / file for file in names.values()})}
-        return {name: folder / file for name, file in names.items() if name in held[folder / file]}
+        return _indexed_files(folder, index, names, PARTS[layout])
     if single.is_file():
         return dict.fromkeys(_names_in(single), single)
     parts = sorted(folder.glob(PARTS[layout]))
@@ -151,6 +150,22 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     return files
 
 
+def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str) -> dict[str, Path]:
+    """What the index says and the files bear out. Anything more is of another checkpoint, half of which may be here."""
+    paths = sorted({folder / file for file in names.values()})
+    if strays := sorted(path.name for path in folder.glob(parts) if path not in paths):
+        raise CheckpointError(f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong here")
+    held = {path: _names_in(path) for path in paths}
+    for path in paths:
+        for name in sorted(held[path]):
+            if (file := names.get(name)) != path.name:
+                where = f"says it is in {file}" if file else "does not name it"
+                raise CheckpointError(
+                    f"{path} holds the tensor {name}, but {index.name} {where}; one of them does not belong here"
+                )
+    return {name: folder / file for name, file in names.items() if name in held[folder / file]}
+
+
 def _index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -160,6 +175,8 @@ def _index(path: Path) -> dict[str, str]:
     for file in names.values():
         if Path(file).name != file:
             raise CheckpointError(f"{path} names the file {file!r:.100}, which is not in its folder")
+        if not file.endswith(".safetensors") or not file.isprintable():
+            raise CheckpointError(f"{path} names the file {file!r:.100}; only safetensors is ever opened")
     return names
 
 

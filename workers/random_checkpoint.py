@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +42,7 @@ def write_random_checkpoint(
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):
         name = _file_name(layout, number, len(parts))
-        save_file({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name, metadata={"format": "pt"})
+        _save({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name)
         weight_map |= {spec.name: name for spec in specs}
         on_written(sum(spec.num_bytes(args.dtype) for spec in specs))
     if len(parts) > 1:
@@ -52,6 +53,14 @@ def write_random_checkpoint(
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
     (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes files that only their owner may read
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}; remove {path.parent}, which is not complete") from error
 
 
 def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:

@@ -15,14 +15,15 @@ EMBEDDINGS = {names.embedding for names in NAMES.values()}
 def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
     """The same numbers for a parameter however the model is split, in every layout, on one kind of device.
 
-    Norms are one; every other matrix keeps the size of what it multiplies, embeddings have a size of one.
+    Norms are near one, and no two alike, or taking one for another would not show; every other matrix keeps the
+    size of what it multiplies, embeddings have a size of one.
     """
-    if len(spec.shape) == 1:
-        return torch.ones(spec.shape, dtype=getattr(torch, dtype), device=device)
     is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
     seed = crc32(b"tok_embeddings.weight" if is_embedding else spec.parameter.encode())
     generator = torch.Generator(device).manual_seed(seed)
     numbers = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+    if len(spec.shape) == 1:
+        return numbers.mul_(0.1).add_(1)
     return numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
 
 

@@ -264,6 +264,26 @@ HUGGING_FACE = {
         "model-00002-of-00002.safetensors",
         "model-00002-of-00002.safetensors is damaged or truncated: Error while deserializing header: invalid header",
     ),
+    "an index that names a pickle": Way(
+        _index('{"weight_map": {"a": "pytorch_model.bin"}}'),
+        "model.safetensors.index.json",
+        "'pytorch_model.bin'; only safetensors is ever opened",
+    ),
+    "a shard that the index does not name": Way(
+        _in_two(lambda folder: save_file({"x": torch.ones(1)}, folder / "model-00099-of-00099.safetensors")),
+        "model-00099-of-00099.safetensors",
+        "is not named by model.safetensors.index.json",
+    ),
+    "a tensor that the index does not name": Way(
+        _in_two(_tensors("model-00002-of-00002.safetensors", lambda t: t.update({"x": torch.ones(1)}))),
+        "model-00002-of-00002.safetensors",
+        "holds the tensor x, but model.safetensors.index.json does not name it",
+    ),
+    "a tensor in two shards of an index": Way(
+        _in_two(_tensors("model-00002-of-00002.safetensors", lambda t: t.update({K_PROJ: torch.ones(16, 32)}))),
+        "model-00002-of-00002.safetensors",
+        "but model.safetensors.index.json says it is in model-00001-of-00002.safetensors",
+    ),
     "a tensor in two shards": Way(
         _in_two(_tensors("model-00002-of-00002.safetensors", lambda t: t.update({K_PROJ: torch.ones(16, 32)})), index=False),
         "model-00001-of-00002.safetensors",

@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -135,6 +136,26 @@ def test_where_nothing_can_be_read_nothing_is_said(model: Path, redirection: str
     run = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_ctrl_c_ends_a_conversation_by_pipe_in_one_line(model: Path) -> None:
+    """Also while the thread that reads standard input waits for more."""
+    command = [sys.executable, "-c", SLOW, "chat", "--model", str(model), "--local", "--max-tokens", "100"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, preexec_fn=_heed_ctrl_c) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdin.write(b"hello\n")
+        process.stdin.flush()
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read() if process.stderr else b""
+    assert (process.returncode, errors.splitlines()[-1]) == (130, b"error: interrupted")
+
+
+def _heed_ctrl_c() -> None:
+    """Where tests run in the background it is ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def test_a_terminal_gets_no_orders_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Where weights come from, and what a person sees while they come; without Ray."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from tiny import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.hardware import Hardware
-from tramontane.cluster.launch import checked_model, fingerprint_for, pipeline_spec
+from tramontane.cluster.launch import checked_model, fingerprint_for, open_engine, pipeline_spec
 from tramontane.cluster.loading import Loading, loading_of
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.cluster.router_replica import pipeline_prefix
@@ -155,3 +156,31 @@ def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: p
     for part in ("Stage 1", "1.5/2.0 GiB", "Stage 2", "0.5/2.0 GiB"):
         assert part in err
     assert err.index("removing the stages") > err.index("1.5/2.0 GiB")
+
+
+def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
+    """Between two tensors, and beside the event loop, which would not hear Ctrl-C otherwise."""
+    write_checkpoint(tmp_path / "model", ARGS)
+    config = _config(tmp_path / "model", "dummy", local=True)
+    seen: list[int] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        assert task is not None
+
+        def interrupt(_loading: object) -> None:
+            seen.append(1)
+            asyncio.run_coroutine_threadsafe(_cancel(task), loop).result()
+
+        async with open_engine(config, show_loading=interrupt):
+            raise AssertionError("it was loaded all the same")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert len(seen) == 1
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait({task})
