@@ -1,16 +1,16 @@
-"""An ingress's side of the routers: which one gets a request, and the streams by which they answer."""
+"""An ingress's side of the routers: the calls that hand requests over, and the streams by which they answer."""
 
 import asyncio
 import contextvars
 import itertools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Collection, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from tramontane.cluster.least_loaded import ANY, ONLY, any_but
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
@@ -24,25 +24,7 @@ LAST_TOKENS_S = 10.0
 READY_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 5
 
-# What a call wishes of the routing. It travels in the call's session id, which nothing else uses here.
-ANY, ONLY, EXCEPT = "", "=", "!"
-
 logger = logging.getLogger(__name__)
-
-
-class LeastLoaded(RequestRouter):
-    """Ray Serve's routing for routers: the fewest requests among those that the call's wish leaves.
-
-    ``=a`` leaves replica a; ``!a,b`` leaves all but a and b. If that is none at all, any will do.
-    """
-
-    async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
-    ) -> list[list[RunningReplica]]:
-        wish = pending_request.metadata.session_id if pending_request else ANY
-        kind, names = wish[:1], wish[1:].split(",")
-        left = [r for r in candidate_replicas if kind == ANY or (r.replica_id.unique_id in names) == (kind == ONLY)]
-        return [left or candidate_replicas]
 
 
 class RemoteRouters:
@@ -101,7 +83,7 @@ class RemoteRouters:
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while True:
-                    ready, replica = await _cancellable(self._method("is_ready", _any_but(asked)).remote())
+                    ready, replica = await _cancellable(self._method("is_ready", any_but(asked)).remote())
                     if ready or replica in asked:
                         return bool(ready)
                     asked.add(replica)
@@ -142,7 +124,7 @@ class RemoteRouters:
                     wish = ONLY + replica
                 case NotRunningError() | OverloadedError() if replica not in refused:
                     refused[replica] = refusal
-                    wish = _any_but(refused)
+                    wish = any_but(refused)
                 case NotRunningError() | OverloadedError():  # there is no other; one that is only full says when to come back
                     return next((each for each in refused.values() if isinstance(each, OverloadedError)), refusal)
                 case _:
@@ -193,11 +175,6 @@ class RemoteRouters:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def _any_but(replicas: Collection[str]) -> str:
-    """{} gives "", {"b", "a"} gives "!a,b"."""
-    return EXCEPT + ",".join(sorted(replicas)) if replicas else ANY
 
 
 async def _cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types do not say that

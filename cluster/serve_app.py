@@ -15,7 +15,8 @@ from tramontane.cluster.actors import naming_the_node
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.launch import fingerprint_for
-from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
+from tramontane.cluster.least_loaded import LeastLoaded
+from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.proto.errors import ConfigError

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +15,8 @@ from ray.serve.config import RequestRouterConfig
 from scripted import ScriptedChain, no_gate
 
 from tramontane.cluster import remote_routers
-from tramontane.cluster.remote_routers import LeastLoaded, RemoteRouters
+from tramontane.cluster.least_loaded import LeastLoaded
+from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -74,12 +76,29 @@ class Response:
         self._task.cancel()
 
 
+def policy() -> LeastLoaded:
+    """Without the parts of Ray Serve's routing that need a cluster."""
+    made = LeastLoaded.__new__(LeastLoaded)
+    made.initialize_state()
+    return made
+
+
+def replicas_named(*names: str) -> Any:  # noqa: ANN401 - of Ray Serve's class as far as the policy looks at it
+    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+
+
+def pending(wish: str = "") -> Any:  # noqa: ANN401 - likewise
+    metadata = SimpleNamespace(session_id=wish, internal_request_id=uuid.uuid4().hex)
+    return SimpleNamespace(metadata=metadata, future=asyncio.get_running_loop().create_future())
+
+
 @dataclass(frozen=True)
 class Handle:
-    """Routes with the real policy; of the replicas that it leaves, the first has the fewest requests."""
+    """Routes with the real policy."""
 
     replicas: list[Replica]
     wish: dict[str, Any] = field(default_factory=dict)
+    policy: LeastLoaded = field(default_factory=policy)
 
     def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
         return replace(self, wish=wish)
@@ -90,23 +109,27 @@ class Handle:
         return Response(asyncio.ensure_future(self._call(*args)))
 
     async def _call(self, *args: Any) -> Any:  # noqa: ANN401
-        return await getattr(await self._chosen(), self.wish["method_name"])(*args)
+        async with self._chosen() as replica:
+            return await getattr(replica, self.wish["method_name"])(*args)
 
-    async def _stream(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        async for message in (await self._chosen()).through_the_network(ingress, replica):
-            yield message
+    async def _stream(self, ingress: str, asked: str) -> AsyncIterator[bytes]:
+        async with self._chosen() as replica:
+            async for message in replica.through_the_network(ingress, asked):
+                yield message
 
-    async def _chosen(self) -> Replica:
-        candidates: Any = [SimpleNamespace(replica_id=SimpleNamespace(unique_id=each.name)) for each in self.replicas]
-        pending: Any = SimpleNamespace(metadata=SimpleNamespace(session_id=self.wish["session_id"]))
-        if not candidates:
+    @asynccontextmanager
+    async def _chosen(self) -> AsyncIterator[Replica]:
+        if not self.replicas:
             await asyncio.Event().wait()
-        policy: Any = None  # it needs nothing of its own
-        ((first, *_),) = await LeastLoaded.choose_replicas(policy, candidates, pending)
-        replica = next(each for each in self.replicas if each.name == first.replica_id.unique_id)
+        request = pending(self.wish["session_id"])
+        ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
+        replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
         replica.asked[self.wish["method_name"]] += 1
         replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
-        return replica
+        try:
+            yield replica
+        finally:
+            self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
 
 
 @asynccontextmanager
@@ -258,7 +281,7 @@ def test_what_can_never_run_is_refused_by_the_first_router_that_hears_of_it() ->
         async with _house(replicas, running="ab") as routers:
             with pytest.raises(RequestError):
                 await _ask(routers, prompt=(1,) * 300)
-            assert not replicas[1].asked
+            assert sum(each.asked.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
 
     asyncio.run(scenario())
 
@@ -280,3 +303,38 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pyt
 
 def test_the_policy_is_one_that_ray_serve_takes() -> None:
     assert RequestRouterConfig(request_router_class=LeastLoaded).get_request_router_class() is LeastLoaded
+
+
+def test_requests_that_come_together_are_spread() -> None:
+    """Nothing has been sent when they are routed, and each replica would say that it has none."""
+
+    async def scenario() -> None:
+        routing, three = policy(), replicas_named("a", "b", "c")
+        requests = [pending() for _ in range(12)]
+        chosen = [(await routing.choose_replicas(three, request))[0][0].replica_id for request in requests]
+        assert Counter(each.unique_id for each in chosen) == {"a": 4, "b": 4, "c": 4}
+        for request, replica in zip(requests, chosen, strict=True):
+            if replica.unique_id == "b":
+                routing.on_request_completed(replica, request.metadata.internal_request_id)
+        ((freed,),) = await routing.choose_replicas(three, pending())
+        assert freed.replica_id.unique_id == "b"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_was_never_sent_does_not_count() -> None:
+    async def scenario() -> None:
+        routing, two = policy(), replicas_named("a", "b")
+        for _ in range(5):
+            left = pending("=a")
+            await routing.choose_replicas(two, left)
+            left.future.cancel()
+        unanswered = pending("=a")
+        for _ in range(5):  # once more where the replica did not answer
+            await routing.choose_replicas(two, unanswered)
+        await asyncio.sleep(0)
+        ((other,),) = await routing.choose_replicas(two, pending())
+        assert other.replica_id.unique_id == "b"
+        assert routing._num_given == {"a": 1, "b": 1}
+
+    asyncio.run(scenario())
