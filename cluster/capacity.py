@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
-from tramontane.proto.errors import UserError
+from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, is_possible
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
 
@@ -33,35 +32,39 @@ def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
     return [Held(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
 
 
-def ways_out(args: ModelArgs, request: PlanRequest) -> list[str]:
-    """Each alone would make the request possible."""
+def ways_out(args: ModelArgs, request: PlanRequest, *, of_gpus: bool = True) -> str:
+    """To be said of a request that is impossible: each alone would make it possible. Without ``of_gpus`` the
+    memory is a machine's, which more stages would only cut into smaller pieces.
+    """
+    ways = (_other_gpus(args, request) if of_gpus else []) + _smaller_needs(args, request)
+    return f"possible: {', or '.join(ways)}" if ways else "nothing of this kind is possible with so little memory"
+
+
+def _other_gpus(args: ModelArgs, request: PlanRequest) -> list[str]:
     ways = []
     smallest = min(request.rooms, key=lambda room: room.memory)
     more = range(request.num_stages + 1, args.n_layers + 1)
-    enough = next((n for n in more if _is_possible(args, replace(request, rooms=(smallest,) * n))), None)
+    enough = next((n for n in more if is_possible(args, replace(request, rooms=(smallest,) * n))), None)
     if enough is not None:
         ways.append(f"{enough} GPUs of {smallest.memory / GIB:.3g} GiB")
-    memory = _least(lambda gib: _is_possible(args, replace(request, rooms=(StageRoom(gib * GIB),) * request.num_stages)), 2**14)
+    memory = _least(lambda gib: is_possible(args, replace(request, rooms=(StageRoom(gib * GIB),) * request.num_stages)), 2**14)
     if memory is not None:
         ways.append(f"{request.num_stages} GPU{'s' * (request.num_stages > 1)} of {memory} GiB")
-    pages = _least(lambda n: not _is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
+    return ways
+
+
+def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
+    ways = []
+    pages = _least(lambda n: not is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
     if pages is not None and pages > 1:
         ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
-    if request.quantize is None and _is_possible(args, replace(request, quantize=Quantization.INT8)):
+    if request.quantize is None and is_possible(args, replace(request, quantize=Quantization.INT8)):
         ways.append("--quantize int8")
     return ways
 
 
 def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
     return replace(request, max_model_len=num_pages * request.page_size)
-
-
-def _is_possible(args: ModelArgs, request: PlanRequest) -> bool:
-    try:
-        make_plan(args, request)
-    except UserError:
-        return False
-    return True
 
 
 def _least(holds: Callable[[int], bool], most: int) -> int | None:

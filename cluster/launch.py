@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
+from tramontane.cluster.capacity import ways_out
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.loading import Loading, ShowLoading
@@ -89,10 +90,10 @@ def fingerprint_for(config: EngineConfig) -> Fingerprint:
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
     """The plan of one of ``config.replicas`` pipelines that share the hardware."""
-    return _planned(config, args, stage_places(config, args.n_layers, hardware))
+    return _planned(config, args, hardware, stage_places(config, args.n_layers, hardware))
 
 
-def _planned(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> ClusterPlan:
+def _planned(config: EngineConfig, args: ModelArgs, hardware: Hardware, places: Sequence[Place]) -> ClusterPlan:
     request = PlanRequest(
         rooms=tuple(place.room for place in places),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
@@ -105,7 +106,7 @@ def _planned(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> 
     try:
         return make_plan(args, request)
     except TooLittleMemoryError as error:
-        raise PlanError(f"{error}; use more --stages, or lower --max-model-len or --kv-cache-memory") from error
+        raise PlanError(f"{error}; {ways_out(args, request, of_gpus=bool(hardware.gpus))}") from error
 
 
 def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:
@@ -181,7 +182,7 @@ def pipeline_spec(
     Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
     """
     places = stage_places(config, args.n_layers, hardware)
-    plan = _planned(config, args, places)
+    plan = _planned(config, args, hardware, places)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,

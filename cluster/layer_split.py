@@ -27,6 +27,24 @@ def split_layers(costs: Sequence[int], speeds: Sequence[int], fits: Fits = lambd
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
+def can_be_split(num_layers: int, num_stages: int, fits: Fits) -> bool:
+    """Whether there is any way to fit them, without looking for the best.
+
+    Every stage takes as many layers as fit, leaving one for each that follows: what is left to the others is then
+    part of what any other split would leave them.
+    """
+    start = 0
+    for stage in range(num_stages):
+        last = num_layers - (num_stages - 1 - stage)
+        end = start
+        while end < last and fits(stage, range(start, end + 1)):
+            end += 1
+        if end == start:
+            return False
+        start = end
+    return start == num_layers
+
+
 def _split(costs: Sequence[int], times: Sequence[int], fits: Fits, floor: int) -> Split | None:
     """The split with the least (slowest stage, sum of squared times), where any slowest stage up to ``floor`` counts alike."""
     until = [0, *accumulate(costs)]

@@ -44,7 +44,7 @@ def plan(
     try:
         made = make_plan(args, request)
     except TooLittleMemoryError as error:
-        raise PlanError(f"{error}; possible: {', or '.join(ways_out(args, request)) or 'nothing of this kind'}") from error
+        raise PlanError(f"{error}; {ways_out(args, request)}") from error
     if as_json:
         print(json.dumps(plan_as_data(made, rooms)))
     else:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
 
-from tramontane.cluster.layer_split import split_layers
+from tramontane.cluster.layer_split import Fits, can_be_split, split_layers
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
@@ -46,6 +46,21 @@ class PlanRequest:
     @property
     def num_stages(self) -> int:
         return len(self.rooms)
+
+
+def is_possible(args: ModelArgs, request: PlanRequest) -> bool:
+    """Whether ``make_plan`` would make a plan. Far less work, unless ``kv_cache_memory`` is given, which depends on the split."""
+    if request.num_stages > args.n_layers or request.max_model_len > args.max_seq_len:
+        return False
+    if not can_be_split(args.n_layers, request.num_stages, _fits(request, _Need(args, request))):
+        return False
+    if request.kv_cache_memory is None:
+        return True
+    try:
+        make_plan(args, request)
+    except PlanError:
+        return False
+    return True
 
 
 def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
@@ -126,10 +141,14 @@ class _Need:
 
 def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:
     costs, speeds = layer_costs(args), [room.speed for room in request.rooms]
-    spans = split_layers(costs, speeds, lambda stage, span: need.least(span) <= request.rooms[stage].usable)
+    spans = split_layers(costs, speeds, _fits(request, need))
     if spans is None:
         raise TooLittleMemoryError(_too_little(split_layers(costs, speeds) or [], request, need))
     return spans
+
+
+def _fits(request: PlanRequest, need: _Need) -> Fits:
+    return lambda stage, span: need.least(span) <= request.rooms[stage].usable
 
 
 def _too_little(spans: list[range], request: PlanRequest, need: _Need) -> str:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny import tiny_args
 
-from tramontane.cluster.layer_split import split_layers
+from tramontane.cluster.layer_split import can_be_split, split_layers
 from tramontane.cluster.planner import PlanRequest, StageRoom, layer_costs, make_plan
 from tramontane.proto.errors import PlanError
 
@@ -20,6 +20,22 @@ def _every_split(num_layers: int, num_stages: int) -> Iterator[list[range]]:
     for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
         ends = (*cuts, num_layers)
         yield [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+@repeatable
+@given(st.data())
+def test_it_is_known_without_the_best_split_whether_there_is_any(data: st.DataObject) -> None:
+    """Room for weights of layers, with more on the first and on the last, as embedding and head are."""
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
+    ends = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
+    rooms = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(weights)))
+
+    def fits(stage: int, span: range) -> bool:
+        own = sum(weights[i] for i in span) + ends[0] * (span.start == 0) + ends[1] * (span.stop == len(weights))
+        return own <= rooms[stage]
+
+    any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(rooms)))
+    assert can_be_split(len(weights), len(rooms), fits) == any_split
 
 
 @st.composite

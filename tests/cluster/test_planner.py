@@ -283,8 +283,14 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
         f"{int(memory * MEMORY_SHARE) / GIB:.3g} GiB"
     )
     hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
-    with pytest.raises(PlanError, match="; use more --stages, or lower --max-model-len or --kv-cache-memory"):
+    with pytest.raises(PlanError) as refusal:
         plan_for(EngineConfig(stages=2), args, hardware)
+    words = str(refusal.value).split("possible: ")[1].split()
+    assert words[0] == "--max-model-len", "not more stages, which would share the same memory"
+    plan_for(EngineConfig(stages=2, max_model_len=int(words[1].strip(","))), args, hardware)
+    on_gpus = Hardware((8,), (GIB,), gpus=(Gpu("H200", memory),) * 2)
+    with pytest.raises(PlanError, match=r"; possible: 4 GPUs of"):
+        plan_for(EngineConfig(stages=2), args, on_gpus)
 
 
 def test_the_last_stage_may_be_the_one_that_does_not_fit() -> None:
