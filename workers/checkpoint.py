@@ -74,20 +74,16 @@ class Checkpoint:
     ) -> dict[str, "Tensor"]:
         """Read the tensors of these layers and no others, by parameter name, in the wanted dtype on the wanted device.
 
-        Each is quantised as it is read: beside the quantised stage there is never more than one tensor as it is stored.
-        Files are opened for one tensor at a time: a mapping that stays open keeps every page that was read
-        through it in this process's memory.
+        Each is quantised as it is read, so that beside the quantised stage there is never more than a piece of a tensor
+        as it is stored.
         """
         from tramontane.workers.quantize import held  # here, not above: checking a checkpoint must not cost the import of torch
-        from tramontane.workers.rotary import rows_in_halves
 
         state: dict[str, Tensor] = {}
         for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(stage_tensors(args, layers, self.layout))]:
-            with _opened(path, framework="pt") as file:
-                stored = file.get_tensor(spec.name)
-                sorted_rows = rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored
-                kept = held(spec, sorted_rows, dtype, device, quantize)
-                on_tensor(stored.nbytes, sum(tensor.nbytes for tensor in kept.values()))
+            stored = _StoredRows(path, spec)
+            kept = held(spec, stored, dtype, device, quantize)
+            on_tensor(stored.num_read, sum(tensor.nbytes for tensor in kept.values()))
             state |= kept
         return state
 
@@ -110,6 +106,27 @@ def fingerprint_without_weights(folder: Path) -> Fingerprint:
 
 def _beside_weights(folder: Path, layout: Layout) -> Iterator[Path]:
     return (path for name in (layout.value, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
+
+
+class _StoredRows:
+    """A tensor as it is stored, a piece of its rows at a time; ``num_read`` counts bytes.
+
+    The file is opened for one piece at a time: a mapping that stays open keeps every page that was read
+    through it in this process's memory.
+    """
+
+    def __init__(self, path: Path, spec: TensorSpec) -> None:
+        self._path, self._spec = path, spec
+        self.num_read = 0
+
+    def __iter__(self) -> "Iterator[Tensor]":
+        from tramontane.workers.rotary import rows_in_halves
+
+        for rows in self._spec.pieces:
+            with _opened(self._path, framework="pt") as file:
+                stored = file.get_slice(self._spec.name)[rows.start : rows.stop]
+                self.num_read += stored.nbytes
+                yield rows_in_halves(stored, self._spec.interleaved_heads) if self._spec.interleaved_heads else stored
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type

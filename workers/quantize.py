@@ -21,18 +21,34 @@ BLOCK = {"cpu": 2**20, "cuda": 2**24}
 
 
 def held(
-    spec: TensorSpec, tensor: Tensor, dtype: str, device: str | torch.device, quantize: Quantization | None
+    spec: TensorSpec, pieces: Iterable[Tensor], dtype: str, device: str | torch.device, quantize: Quantization | None
 ) -> dict[str, Tensor]:
     """What a stage holds of one tensor, by parameter name: a copy in its dtype on its device, or numbers and scales.
 
+    ``pieces`` are its rows, in order; they need not be in memory together.
     Raises CheckpointError for a tensor that no scale can span.
     """
     if not (quantize and spec.quantizable):
-        return {spec.parameter: torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device).copy_(tensor)}
-    numbers_NK, scale_N = quantized(tensor, getattr(torch, SCALE_DTYPES[dtype]), torch.device(device))
+        whole = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
+        for rows, piece in _placed(pieces):
+            whole[rows] = piece
+        return {spec.parameter: whole}
+    scale_dtype, device = getattr(torch, SCALE_DTYPES[dtype]), torch.device(device)
+    numbers_NK = torch.empty(spec.shape, dtype=torch.int8, device=device)
+    scale_N = torch.empty(spec.shape[0], dtype=scale_dtype, device=device)
+    for rows, piece in _placed(pieces):
+        numbers_NK[rows], scale_N[rows] = quantized(piece, scale_dtype, device)
     if not scale_N.isfinite().all():
         raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
     return {spec.parameter: numbers_NK, spec.scale_parameter: scale_N}
+
+
+def _placed(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows each piece is: lengths [3, 2] are rows 0 to 2 and 3 to 4."""
+    start = 0
+    for piece in pieces:
+        yield slice(start, start + len(piece)), piece
+        start += len(piece)
 
 
 def quantized(weight_NK: Tensor, scale_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:

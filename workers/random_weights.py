@@ -1,5 +1,7 @@
 """Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from zlib import crc32
 
 import torch
@@ -13,18 +15,26 @@ EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
 
 def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
+    """All of ``random_pieces`` together."""
+    return torch.cat(list(random_pieces(spec, dtype, device)))
+
+
+def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
     """The same numbers for a parameter however the model is split, in every layout, on one kind of device.
 
     Norms are near one, and no two alike, or taking one for another would not show; every other matrix keeps the
     size of what it multiplies, embeddings have a size of one.
     """
     is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
-    seed = crc32(b"tok_embeddings.weight" if is_embedding else spec.parameter.encode())
-    generator = torch.Generator(device).manual_seed(seed)
-    numbers = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
-    if len(spec.shape) == 1:
-        return numbers.mul_(0.1).add_(1)
-    return numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
+    name = "tok_embeddings.weight" if is_embedding else spec.parameter
+    for rows in replace(spec, interleaved_heads=0).pieces:
+        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + rows.start)
+        shape = (len(rows), *spec.shape[1:])
+        numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+        if len(shape) == 1:
+            yield numbers.mul_(0.1).add_(1)
+        else:
+            yield numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
 
 
 def random_state(
@@ -41,7 +51,7 @@ def random_state(
     """
     state: dict[str, Tensor] = {}
     for spec in largest_first(stage_tensors(args, layers)):
-        made = held(spec, random_parameter(spec, args.dtype, device), dtype, device, quantize)
+        made = held(spec, random_pieces(spec, args.dtype, device), dtype, device, quantize)
         on_tensor(0, sum(tensor.nbytes for tensor in made.values()))
         state |= made
     return state

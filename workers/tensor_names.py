@@ -15,6 +15,9 @@ from tramontane.proto.model_folder import Layout
 OnTensor = Callable[[int, int], None]
 
 
+PIECE = 2**26  # elements that are in memory as they are stored, beside what a stage holds
+
+
 @dataclass(frozen=True, slots=True)
 class Names:
     """One layout's spelling; ``{}`` stands for the layer, and for the expert in ``expert``."""
@@ -77,6 +80,16 @@ class TensorSpec:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def pieces(self) -> list[range]:
+        """Its rows, so many at a time that a piece is small beside a stage; all of them where heads have to be sorted.
+
+        [131072, 5120], 2**26 elements at the most: rows 0 to 13106, 13107 to 26213, ...
+        """
+        num_rows = self.shape[0]
+        step = num_rows if self.interleaved_heads else max(PIECE * num_rows // self.num_elements, 1)
+        return [range(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     @property
     def scale_parameter(self) -> str:

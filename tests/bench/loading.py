@@ -30,12 +30,13 @@ from tramontane.cluster.actors import StageActor, as_stage_actor
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
 from tramontane.cluster.supervisor import wait_until_ready
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs
+from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights, read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import preset
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.tensor_names import stage_tensors
 
 READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
 SAMPLE_EVERY_S = 0.002
@@ -72,7 +73,7 @@ class MeasuredStage(StageActor):
         read = _read_from_disk() - read_before
         own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
         size = self._plan.weight_bytes
-        stored = size * DTYPE_BYTES[self._plan.args.dtype] // DTYPE_BYTES[self._plan.dtype]
+        stored = sum(spec.num_bytes(self._plan.args.dtype) for spec in stage_tensors(self._plan.args, self._plan.layers))
         self._figures = Figures(size, stored, self._bytes_read, read, own, with_files)
         return worker
 
@@ -117,9 +118,9 @@ def _forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plan_for(args: ModelArgs, num_stages: int, dtype: str) -> ClusterPlan:
+def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> ClusterPlan:
     """With caches for one short sequence only: they are not what is measured."""
-    return make_plan(args, PlanRequest((StageRoom(64 * GIB),) * num_stages, dtype, 64, 1, 16))
+    return make_plan(args, PlanRequest((StageRoom(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
 
 
 def measure(plan: ClusterPlan, weights: Weights) -> list[Figures]:
@@ -141,14 +142,16 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
         small = replace(whole, n_layers=num_layers, windows=whole.windows[:num_layers])
         write_random_checkpoint(folder, small, Layout.HUGGING_FACE)
         args = read_model_args(folder)
-        ways: dict[str, tuple[str, Weights]] = {
-            "as stored": (args.dtype, folder),
-            "to float32": ("float32", folder),
-            "dummy": (args.dtype, RandomWeights()),
+        ways: dict[str, tuple[str, Quantization | None, Weights]] = {
+            "as stored": (args.dtype, None, folder),
+            "to float32": ("float32", None, folder),
+            "to int8": (args.dtype, Quantization.INT8, folder),
+            "dummy": (args.dtype, None, RandomWeights()),
+            "dummy in int8": (args.dtype, Quantization.INT8, RandomWeights()),
         }
         console.print("loading it ...")
         with own_ray(num_cpus=num_stages):
-            return {name: measure(plan_for(args, num_stages, dtype), weights) for name, (dtype, weights) in ways.items()}
+            return {name: measure(plan_for(args, num_stages, *how), weights) for name, (*how, weights) in ways.items()}
 
 
 def main() -> None:

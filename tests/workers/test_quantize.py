@@ -15,8 +15,9 @@ from tiny import SINGLE_NAME, random_model, tiny_args, tiny_plan, write_checkpoi
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, scaled_down
-from tramontane.workers import quantize
+from tramontane.workers import quantize, tensor_names
 from tramontane.workers.quantize import Int8Linear, held, quantized
 from tramontane.workers.random_weights import random_parameter
 from tramontane.workers.stage_worker import StageWorker
@@ -191,23 +192,26 @@ def test_logits_stay_close_to_those_of_the_checkpoint(tmp_path: Path) -> None:
     assert 1e-4 < (exact - rounded).norm() / exact.norm() < 0.05
 
 
-def test_a_stage_is_quantised_tensor_by_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one is quantised, of those before it at most the last is still there as it was stored."""
+def test_a_stage_is_quantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one piece is quantised nothing else is there as it was stored, and the outcome is that of the whole."""
     args = tiny_args(n_layers=2)
     folder = write_checkpoint(tmp_path / "model", args)
-    stored: list[weakref.ref[torch.Tensor]] = []
-    most = 0
+    plan = tiny_plan(args, quantize=INT8).stages[0]
+    whole = StageWorker.load(plan, folder).model.state_dict()
+    made = StageWorker.load(plan, RandomWeights()).model.state_dict()
+    pieces: list[weakref.ref[torch.Tensor]] = []
 
-    def watched(spec: TensorSpec, tensor: torch.Tensor, *rest: Any) -> dict[str, torch.Tensor]:  # noqa: ANN401
-        nonlocal most
-        most = max(most, sum(earlier() is not None for earlier in stored))
-        stored.append(weakref.ref(tensor))
-        return held(spec, tensor, *rest)
+    def watched(piece: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
+        assert not any(earlier() is not None for earlier in pieces)
+        pieces.append(weakref.ref(piece))
+        return quantized(piece, *rest)
 
-    monkeypatch.setattr(quantize, "held", watched)
-    StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder)
-    assert len(stored) == len(list(stage_tensors(args, range(2))))
-    assert most <= 1
+    monkeypatch.setattr(quantize, "quantized", watched)
+    monkeypatch.setattr(tensor_names, "PIECE", 500)
+    cut = StageWorker.load(plan, folder).model.state_dict()
+    assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
+    assert all(torch.equal(cut[name], whole[name]) for name in whole)
+    assert StageWorker.load(plan, RandomWeights()).model.state_dict().keys() == made.keys()
 
 
 def test_random_weights_can_be_quantised_as_they_are_made() -> None:
@@ -216,7 +220,7 @@ def test_random_weights_can_be_quantised_as_they_are_made() -> None:
     assert any(spec.quantizable for spec in specs)
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
-        state = held(spec, made, "bfloat16", "cpu", INT8)
+        state = held(spec, [made], "bfloat16", "cpu", INT8)
         assert sum(tensor.nbytes for tensor in state.values()) == spec.num_bytes("bfloat16", INT8)
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
 
@@ -225,7 +229,7 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     spec = TensorSpec("norm", "norm.weight", (3,))
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, INT8):
-        state = held(spec, stored, "float32", "cpu", wanted)
+        state = held(spec, [stored], "float32", "cpu", wanted)
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]
