@@ -32,6 +32,16 @@ def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
     return [Held(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
 
 
+def held_together(plan: ClusterPlan) -> dict[int, int]:
+    """How many sequences of the usual lengths the planned pages hold, by length: the scarcest kind of page decides.
+
+    Less than any stage alone could hold: pages are divided between the windows for sequences of full length.
+    """
+    cache = plan.cache
+    lengths = [length for length in LENGTHS if length <= plan.max_model_len]
+    return {n: min(c.num_pages // c.pages_for(n, cache.page_size) for c in cache.classes) for n in lengths}
+
+
 def ways_out(args: ModelArgs, request: PlanRequest, *, of_gpus: bool = True) -> str:
     """To be said of a request that is impossible: each alone would make it possible. Without ``of_gpus`` the
     memory is a machine's, which more stages would only cut into smaller pieces.
@@ -87,6 +97,7 @@ def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...]) -> dict[str, o
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,
         "memory_share": MEMORY_SHARE,
+        "sequences": [{"tokens": length, "num_seqs": number} for length, number in held_together(plan).items()],
         "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
         "stages": [
             {

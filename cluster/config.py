@@ -19,6 +19,9 @@ PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the ro
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
+SMALLEST_GPU = 2**10  # bytes; 24 without a unit is a slip
+
+
 def gpu_sizes(given: object) -> tuple[int, ...] | None:
     """Bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
     return None if given is None else tuple(_size(part) for part in _parts(given))
@@ -38,7 +41,7 @@ def _size(text: str) -> int:
         size = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
-    if size < 1:
+    if size < SMALLEST_GPU:
         raise ConfigError(f"--gpu-memory has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
     return size
 

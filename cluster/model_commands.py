@@ -1,5 +1,6 @@
 """Commands about models rather than pipelines."""
 
+import signal
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -42,7 +43,9 @@ def make_random(
     num_bytes = sum(spec.num_bytes(args.dtype) for spec in names.values())
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
-    with Progress(*columns, console=console, transient=True) as progress:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console.print(f"writing {num_bytes / 2**30:.3g} GiB to {out} ...", soft_wrap=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(str(out), total=num_bytes)
         write_random_checkpoint(out, args, LAYOUTS[layout], lambda written: progress.advance(task, written))
     console.print(f"{out}: {args.n_layers} layers, {num_bytes / 2**30:.3g} GiB, random", soft_wrap=True)

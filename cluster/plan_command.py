@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.capacity import held_by, plan_as_data, ways_out
+from tramontane.cluster.capacity import held_by, held_together, plan_as_data, ways_out
 from tramontane.cluster.config import gpu_sizes, gpu_speeds
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
@@ -70,10 +70,18 @@ def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom
         counts = (f"{h.num_seqs} ({h.num_seqs_without_windows})" if windowed else str(h.num_seqs) for h in row)
         sizes = (f"{size / GIB:.2f}" for size in (room.memory, stage.weight_bytes, stage.cache_bytes))
         table.add_row(f"{stage.stage_id + 1}/{len(rooms)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
+    together = held_together(made)
+    totals = (sum(sizes) / GIB for sizes in zip(*((s.weight_bytes, s.cache_bytes) for s in made.stages), strict=True))
+    memory = sum(room.memory for room in rooms) / GIB
+    counts = (str(together.get(each.length, "")) for each in held[0])
+    table.add_row("all", f"0-{args.n_layers - 1}", f"{memory:.2f}", *(f"{total:.2f}" for total in totals), *counts)
     console = Console(highlight=False)
     console.print(table)
-    console.print("under 1k, 8k, 32k: how many sequences of so many tokens fit beside the weights", end="")
-    console.print(" (in brackets: if every layer kept all positions)" if windowed else "")
+    if held[0]:
+        lengths = ", ".join(f"{each.length // 1024}k" for each in held[0])
+        console.print(f"under {lengths}: how many sequences of so many tokens fit beside a stage's weights", end="")
+        console.print(" (in brackets: if every layer kept all positions)" if windowed else "", end="")
+        console.print("; of all, into the pages that are planned")
     pages = ", ".join(f"{c.num_pages} pages for window {c.window or 'none'}" for c in made.cache.classes)
     weights = f"{made.stages[0].dtype}, weights in int8" if made.stages[0].quantize else made.stages[0].dtype
     console.print(

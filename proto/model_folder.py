@@ -78,7 +78,11 @@ def is_preset(model: Path) -> bool:
 
 def find_model_args(model: Path) -> ModelArgs:
     """Of a folder, of which only the configuration is read, or of a published geometry. Raises CheckpointError."""
-    return PRESETS[str(model)] if is_preset(model) else read_model_args(model)
+    if is_preset(model):
+        return PRESETS[str(model)]
+    if not model.exists() and len(model.parts) == 1:
+        raise CheckpointError(f"{model} is neither a folder nor a published geometry; there are {', '.join(PRESETS)}")
+    return read_model_args(model)
 
 
 def _needs_mistrals(folder: Path) -> bool:

@@ -1,6 +1,7 @@
 """A whole checkpoint of random weights on disk, in either layout, written with little memory."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tramontane.workers.random_weights import random_parameter
 from tramontane.workers.rotary import rows_in_pairs
 from tramontane.workers.tensor_names import TensorSpec, stage_tensors
 
+GIB = 2**30
 PART_BYTES = 2**28  # of one file; what is in memory at once
 
 
@@ -30,15 +32,33 @@ def write_random_checkpoint(
 ) -> None:
     """Configuration and weights, both layouts with the same model. ``on_written`` hears the bytes of each file's tensors.
 
-    Raises ConfigError if something is there already.
+    Raises ConfigError if something is there already, or there is not enough room; nothing is left then.
     """
+    made = not folder.exists()
     try:
-        if folder.exists() and any(folder.iterdir()):
+        if not made and any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
         folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
     except OSError as error:
         raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
     parts = list(_parts(args, layout, part_bytes))
+    needed = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
+    try:
+        if needed > free:
+            raise ConfigError(f"--out {folder} needs {needed / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free there")
+        _write(folder, args, layout, parts, on_written)
+    except BaseException:  # also Ctrl-C: half a checkpoint is of no use, and in the way of the next
+        for path in folder.iterdir():
+            path.unlink()
+        if made:
+            folder.rmdir()
+        raise
+
+
+def _write(
+    folder: Path, args: ModelArgs, layout: Layout, parts: Sequence[Sequence[TensorSpec]], on_written: Callable[[int], None]
+) -> None:
     weight_map: dict[str, str] = {}
     for number, specs in enumerate(parts, start=1):
         name = _file_name(layout, number, len(parts))
@@ -46,10 +66,8 @@ def write_random_checkpoint(
         weight_map |= {spec.name: name for spec in specs}
         on_written(sum(spec.num_bytes(args.dtype) for spec in specs))
     if len(parts) > 1:
-        index = {
-            "metadata": {"total_size": sum(s.num_bytes(args.dtype) for part in parts for s in part)},
-            "weight_map": weight_map,
-        }
+        total_size = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
     (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
@@ -60,7 +78,7 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
         path.chmod(0o644)  # the library makes files that only their owner may read
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path} cannot be written: {error}; remove {path.parent}, which is not complete") from error
+        raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:

@@ -18,7 +18,11 @@ from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
+from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.request import SamplingParams
+from tramontane.router.pages import PageLedger
+from tramontane.router.sequence import Sequence
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
@@ -114,7 +118,7 @@ def test_numbers_that_can_only_be_slips_are_named(option: str, value: str) -> No
 
 
 def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
-    with pytest.raises(CheckpointError, match="model folder llama does not exist"):
+    with pytest.raises(CheckpointError, match="llama is neither a folder nor a published geometry; there are mistral-7b"):
         plan("llama", "24GiB")
 
 
@@ -177,3 +181,18 @@ def test_planning_needs_neither_ray_nor_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])
+def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promised one after the other, as the router does it."""
+    plan(model, "40GiB", gpus=3, max_num_seqs=512, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in told["pages"]))
+    assert told["sequences"]
+    for each in told["sequences"]:
+        ledger = PageLedger(cache)
+        alike = [Sequence(i, (1,), SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
+        assert ledger.how_many_fit(alike) == each["num_seqs"]
+        alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
+        assert each["num_seqs"] <= min(alone)

@@ -1,6 +1,7 @@
 """Random checkpoints: the same model in both layouts, in files of bounded size, and never over somebody's own."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of, read_model_args
 from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.workers import random_checkpoint
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.random_weights import random_state
@@ -97,3 +99,34 @@ def test_a_half_written_folder_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(Full):
         write_random_checkpoint(tmp_path, MODELS["mistral"], Layout.HUGGING_FACE, full)
     assert not (tmp_path / "config.json").exists()
+
+
+def test_nothing_is_left_of_a_checkpoint_that_could_not_be_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = MODELS["mistral"]
+
+    def interrupt(_written: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE, interrupt, part_bytes=1)
+    assert not (tmp_path / "model").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        write_random_checkpoint(tmp_path / "empty", args, Layout.HUGGING_FACE, interrupt)
+    assert list((tmp_path / "empty").iterdir()) == [], "it was there before"
+    monkeypatch.setattr(random_checkpoint, "save_file", _full_disk)
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be written: .*No space left"):
+        write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    assert not (tmp_path / "model").exists()
+
+
+def _full_disk(*_given: object, **_named: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=1000))
+    with pytest.raises(ConfigError, match=r"needs .* GiB, and .* GiB are free there"):
+        write_random_checkpoint(tmp_path / "model", MODELS["mistral"], Layout.MISTRAL)
+    assert not (tmp_path / "model").exists()
