@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tramontane.cluster.capacity import ways_out
+from tramontane.cluster.best_plan import best_plan, plan_for
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.loading import Loading, ShowLoading
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.places import Place, stage_places
-from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, make_plan
 from tramontane.cluster.supervisor import PipelineSpec
-from tramontane.proto.errors import PipelineError, PlanError
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.proto.plan import ClusterPlan
@@ -86,27 +84,6 @@ def fingerprint_for(config: EngineConfig) -> Fingerprint:
     if config.load_format == "dummy":
         return fingerprint_without_weights(config.model)
     return Checkpoint(config.model).fingerprint()
-
-
-def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
-    """The plan of one of ``config.replicas`` pipelines that share the hardware."""
-    return _planned(config, args, hardware, stage_places(config, args.n_layers, hardware))
-
-
-def _planned(config: EngineConfig, args: ModelArgs, hardware: Hardware, places: Sequence[Place]) -> ClusterPlan:
-    request = PlanRequest(
-        rooms=tuple(place.room for place in places),
-        dtype=args.dtype if config.dtype == "auto" else config.dtype,
-        max_model_len=config.max_model_len or args.max_seq_len,
-        max_num_seqs=config.max_num_seqs,
-        page_size=config.page_size,
-        kv_cache_memory=config.kv_cache_memory,
-        quantize=config.quantize,
-    )
-    try:
-        return make_plan(args, request)
-    except TooLittleMemoryError as error:
-        raise PlanError(f"{error}; {ways_out(args, request, of_gpus=bool(hardware.gpus))}") from error
 
 
 def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:
@@ -181,8 +158,7 @@ def pipeline_spec(
 
     Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
     """
-    places = stage_places(config, args.n_layers, hardware)
-    plan = _planned(config, args, hardware, places)
+    plan, places = best_plan(config, args, hardware)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,

@@ -1,6 +1,5 @@
 """How far stages are with their weights: asked, and shown, while somebody waits for them."""
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names
+from tramontane.cluster.background import repeated
 from tramontane.cluster.supervisor import STAGE
 from tramontane.proto.plan import ClusterPlan
 
@@ -57,21 +57,14 @@ def shown_loading(pipelines: str, plan: ClusterPlan, show: ShowLoading | None, n
     if show is None:
         yield
         return
-    stopped = threading.Event()
+    stages = _Asked(rf"{pipelines}{STAGE}\d+")
 
     def follow() -> None:
-        stages = _Asked(rf"{pipelines}{STAGE}\d+")
-        while not stopped.wait(POLL_S):
-            with suppress(Exception):  # of Ray, which may be ending: whoever waits learns why, this is only for the eye
-                show(loading_of(plan, stages.ask(), num_pipelines))
+        with suppress(Exception):  # of Ray, which may be ending: whoever waits learns why, this is only for the eye
+            show(loading_of(plan, stages.ask(), num_pipelines))
 
-    thread = threading.Thread(target=follow, name="loading", daemon=True)
-    thread.start()
-    try:
+    with repeated(POLL_S, follow):
         yield
-    finally:
-        stopped.set()
-        thread.join()
 
 
 class _Asked:

@@ -180,9 +180,13 @@ def _on_loopback() -> Iterator[None]:
 def _own_sigterm() -> Iterator[None]:
     """ray.init takes SIGTERM for itself and would end the process before anything is removed."""
     handler = signal.getsignal(signal.SIGTERM)
-    yield
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    except SystemExit as stopped:  # how Ray's own handler answers SIGTERM
+        raise KeyboardInterrupt from stopped
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def end_pipeline(name: str) -> None:

@@ -5,7 +5,7 @@ the kind it gets is Ray's to say, which packs stage after stage; and so is which
 of unlike GPUs each counts as the smallest and slowest of them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tramontane.cluster.config import EngineConfig
@@ -22,32 +22,45 @@ class Place:
     nodes: tuple[str, ...] = ()
 
 
-def stage_places(config: EngineConfig, n_layers: int, hardware: Hardware) -> tuple[Place, ...]:
-    """One per stage, in order, for each of ``config.replicas`` pipelines that share the hardware."""
+def place_choices(config: EngineConfig, n_layers: int, hardware: Hardware) -> list[tuple[Place, ...]]:
+    """What the stages may get, a place for each in order; ``config.replicas`` pipelines share the hardware."""
     hardware.check_threads(config.threads_per_stage)
     num_stages = _num_stages(config, n_layers, hardware)
     num_all = num_stages * config.replicas
     if not hardware.gpus or config.local:
-        places: tuple[Place, ...] = (Place(StageRoom(hardware.stage_memory(num_all))),) * num_stages
+        choices: list[tuple[Place, ...]] = [(Place(StageRoom(hardware.stage_memory(num_all))),) * num_stages]
     elif num_all > len(hardware.gpus):
         raise PlanError(f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas")
     else:
-        places = gpu_places(hardware.gpus, num_stages, config.replicas)
-    return _as_given(places, config.gpu_memory, config.gpu_speed)
+        choices = gpu_choices(hardware.gpus, num_stages, config.replicas)
+    return [_as_given(places, config.gpu_memory, config.gpu_speed) for places in choices]
 
 
-def gpu_places(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> tuple[Place, ...]:
-    """Stages in order over the roomiest kind first, of equally roomy ones the fastest.
+def gpu_choices(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> list[tuple[Place, ...]]:
+    """Every way to take GPUs of the kinds; stages in order over the roomiest kind first, of equally roomy ones the fastest.
 
     Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two pipelines of two
     stages get [80, 24] each. Where that is too few (three stages each), or all are of one kind, each counts as
-    the poorest, and stages go where there is room.
+    the poorest, and stages go where there is room. One stage and both kinds: [80] or [24].
     """
     kinds = sorted(_kinds(gpus), key=lambda kind: (-kind[0].room.memory, -kind[0].room.speed))
-    dealt = [place for place, count in kinds for _ in range(count // num_pipelines)]
-    if len(kinds) == 1 or len(dealt) < num_stages:
-        return (Place(StageRoom(min(gpu.memory for gpu in gpus))),) * num_stages
-    return tuple(dealt[:num_stages])
+    shares = [(place, count // num_pipelines) for place, count in kinds]
+    if len(kinds) == 1 or sum(share for _, share in shares) < num_stages:
+        return [(Place(StageRoom(min(gpu.memory for gpu in gpus))),) * num_stages]
+    return list(_dealt(shares, num_stages))
+
+
+def _dealt(shares: Sequence[tuple[Place, int]], num_stages: int) -> Iterator[tuple[Place, ...]]:
+    """Most of the first kind first: shares a: 2, b: 1 and two stages give (a, a), (a, b)."""
+    if not num_stages:
+        yield ()
+        return
+    if not shares:
+        return
+    (place, share), *others = shares
+    for number in range(min(share, num_stages), -1, -1):
+        for rest in _dealt(others, num_stages - number):
+            yield (place,) * number + rest
 
 
 def _kinds(gpus: Iterable[Gpu]) -> list[tuple[Place, int]]:

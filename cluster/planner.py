@@ -93,11 +93,9 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
 
 
 def layer_costs(args: ModelArgs) -> list[int]:
-    """Parameters that one token uses, per layer; the embedding weighs on the first layer, the head on the last."""
-    embedding = args.vocab_size * args.dim
+    """Parameters that one token uses, per layer; the head weighs on the last one. Of the embedding a token uses one row."""
     costs = [_active_parameters(args, layer) for layer in range(args.n_layers)]
-    costs[0] += embedding
-    costs[-1] += embedding
+    costs[-1] += args.vocab_size * args.dim
     return costs
 
 

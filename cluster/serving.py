@@ -4,13 +4,10 @@ import json
 import logging
 import re
 import signal
-import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 import psutil
@@ -19,9 +16,9 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
-from ray.serve.context import _get_global_client
 
 from tramontane.cluster.actors import NAMESPACE, actor_names
+from tramontane.cluster.background import repeated
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
@@ -29,9 +26,10 @@ from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
 from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.cluster.serve_checks import check_doors, check_port, check_room
 from tramontane.cluster.supervisor import RENEW_EVERY_S, SUPERVISOR, PipelineSpec
 from tramontane.proto import errors
-from tramontane.proto.errors import ConfigError, PipelineError, PlanError
+from tramontane.proto.errors import ConfigError, PipelineError
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +38,6 @@ Report = Callable[[str], None]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
-ROOM_TIMEOUT_S = 5.0
 OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``router_replica.any_pipeline``
 
 
@@ -91,7 +88,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
     """In a cluster of our own, which ends with this process whatever happens to it."""
     report("checking the checkpoint")
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
-    _check_port(config)
+    check_port(config)
     report("starting Ray")
     with own_ray(num_cpus=config.replicas * len(spec.plan.stages) * spec.threads_per_stage):
         report("starting Ray Serve")
@@ -114,7 +111,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
     assert config.address is not None
     with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
         spec = _spec(config, hardware)
-        _check_room(spec, config.replicas)
+        check_room(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
@@ -122,15 +119,15 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
                 f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
             )
         if owns_serve:
-            _check_port(config)
+            check_port(config)
         else:
-            _check_doors(config)
+            check_doors(config)
         try:
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
             report(f"loading {config.replicas * len(spec.plan.stages)} stages")
-            with _kept_alive():
+            with repeated(RENEW_EVERY_S, _keep_alive):
                 with _shown_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield
@@ -142,20 +139,6 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
 
 def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
     return pipeline_spec(config, checked_model(config), hardware)
-
-
-def _check_room(spec: PipelineSpec, num_pipelines: int) -> None:
-    """Before Ray Serve waits for it: it would try again and again, and say nothing."""
-    for name, of_a_stage in spec.bundles[0].items():
-        needed = of_a_stage * len(spec.bundles) * num_pipelines
-        deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
-        while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
-            time.sleep(READY_POLL_S)
-        if needed > free.get(name, 0):
-            raise PlanError(
-                f"{num_pipelines} x {len(spec.bundles)} stages of {of_a_stage:g} {name} each need {needed:g}, and the cluster "
-                f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
-            )
 
 
 def _num_stages(config: EngineConfig) -> int:
@@ -172,30 +155,6 @@ def _start_serve(config: EngineConfig) -> None:
             f"Ray Serve cannot listen at --host {config.host} --port {config.port}: {last_line(error)}; "
             "choose another --port or --host"
         ) from error
-
-
-def _check_port(config: EngineConfig) -> None:
-    """Ray Serve would try to bind it again and again, and say so in its own logs only."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((config.host, config.port))
-        except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                f"--host {config.host} --port {config.port} cannot be had: {error}; choose another --port or --host"
-            ) from error
-
-
-def _check_doors(config: EngineConfig) -> None:
-    """Ray Serve's address is the cluster's: the first who starts it decides."""
-    client: Any = _get_global_client()
-    host, port = client.http_config.host, client.http_config.port
-    if (host, port) != (config.host, config.port):
-        raise ConfigError(
-            f"Ray Serve runs on this cluster already, at {host}:{port}; "
-            f"give --host {host} --port {port}, or shut it down first with: serve shutdown"
-        )
 
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
@@ -229,27 +188,14 @@ def _wait_for_a_signal() -> None:
             signal.pause()
 
 
-@contextmanager
-def _kept_alive() -> Iterator[None]:
-    """While this process lives its supervisors hear of it; afterwards they remove the application."""
-    stopped = threading.Event()
-
-    def keep() -> None:
-        while not stopped.wait(RENEW_EVERY_S):
-            try:
-                for name in _supervisors():
-                    with suppress(ValueError):  # it has just gone, and the others must hear of us all the same
-                        ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
-            except Exception:  # Ray may be slow; without the next sign of life all would go
-                logger.warning("a sign of life could not be sent", exc_info=True)
-
-    thread = threading.Thread(target=keep, daemon=True)
-    thread.start()
+def _keep_alive() -> None:
+    """A sign of life of this process for its supervisors, which otherwise remove the application."""
     try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
+        for name in _supervisors():
+            with suppress(ValueError):  # it has just gone, and the others must hear of us all the same
+                ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
+    except Exception:  # Ray may be slow; without the next sign of life all would go
+        logger.warning("a sign of life could not be sent", exc_info=True)
 
 
 def _remove(owns_serve: bool) -> None:

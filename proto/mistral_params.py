@@ -15,7 +15,7 @@ SHORTEST_CONTEXT = 32_768  # of the models published in this layout
 # What changes the arithmetic and is not here. A key that is there but empty changes nothing.
 UNSUPPORTED = (
     *("quantization", "lora", "vision_encoder", "multimodal", "q_lora_rank", "qk_nope_head_dim", "use_biases"),
-    *("rope_scaling", "use_scaled_rope", "attention_sinks", "llama_4_scaling", "causal_conv", "mamba"),
+    *("rope_scaling", "use_scaled_rope", "attention_sinks", "causal_conv", "mamba"),
 )
 UNSUPPORTED_MOE = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tiny import GIB, tiny_args, tiny_plan
 
 from tramontane.cluster import cli
+from tramontane.cluster.best_plan import plan_for
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.hardware import Gpu, Hardware
-from tramontane.cluster.launch import plan_for
 from tramontane.cluster.layer_split import split_layers
 from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
@@ -86,14 +86,14 @@ def test_equal_layers_are_spread_evenly() -> None:
         assert max(sizes) - min(sizes) <= 1
 
 
-def test_embedding_and_head_weigh_on_the_ends() -> None:
+def test_the_head_weighs_on_the_last_layer_and_the_embedding_on_none() -> None:
+    """A token uses all of the head, and one row of the embedding."""
     small = tiny_args(n_layers=6, moe=False)
     costs = layer_costs(small)
-    embedding = small.vocab_size * small.dim
-    assert costs[1:-1] == [costs[1]] * 4
-    assert costs[0] - costs[1] == costs[-1] - costs[1] == embedding
+    assert costs[:-1] == [costs[0]] * 5
+    assert costs[-1] - costs[0] == small.vocab_size * small.dim
     large = ModelArgs(**{name: getattr(small, name) for name in small.__slots__} | {"vocab_size": 4 * costs[1] // small.dim})
-    assert [len(span) for span in split_layers(layer_costs(large), [1] * 3)] == [1, 4, 1]
+    assert [len(span) for span in split_layers(layer_costs(large), [1] * 3)] == [2, 3, 1]
 
 
 def test_only_the_experts_that_a_token_uses_weigh() -> None:

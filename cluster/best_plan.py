@@ -1,0 +1,69 @@
+"""From configuration and hardware to a plan: of the GPUs that the stages may get, those that make it fastest. Pure arithmetic."""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from tramontane.cluster.capacity import ways_out
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.hardware import Hardware
+from tramontane.cluster.places import Place, place_choices
+from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
+from tramontane.proto.errors import PlanError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import ClusterPlan
+
+
+def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
+    """The plan of one of ``config.replicas`` pipelines that share the hardware."""
+    return best_plan(config, args, hardware)[0]
+
+
+def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
+    """The fastest plan that fits, and what its stages run on; of equally fast ones that on the roomiest GPUs.
+
+    No plan is faster than the sum of its stages' speeds, which is why most choices need no planning:
+    once one takes 10, choices with speeds 2 and 2 are of no use to a model of cost 40.
+    """
+    choices = place_choices(config, args.n_layers, hardware)
+    costs = layer_costs(args)
+    best: tuple[Fraction, ClusterPlan, tuple[Place, ...]] | None = None
+    for places in sorted(choices, key=lambda places: -_total_speed(places)):  # stable: the roomiest of equals first
+        if best is not None and Fraction(sum(costs), _total_speed(places)) >= best[0]:
+            break
+        try:
+            plan = make_plan(args, _request(config, args, places))
+        except TooLittleMemoryError:
+            continue
+        time = max(
+            Fraction(sum(costs[layer] for layer in stage.layers), place.room.speed)
+            for stage, place in zip(plan.stages, places, strict=True)
+        )
+        if best is None or time < best[0]:
+            best = time, plan, places
+    if best is None:
+        raise _impossible(args, _request(config, args, choices[0]), of_gpus=bool(hardware.gpus))
+    return best[1:]
+
+
+def _total_speed(places: Sequence[Place]) -> int:
+    return sum(place.room.speed for place in places)
+
+
+def _request(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> PlanRequest:
+    return PlanRequest(
+        rooms=tuple(place.room for place in places),
+        dtype=args.dtype if config.dtype == "auto" else config.dtype,
+        max_model_len=config.max_model_len or args.max_seq_len,
+        max_num_seqs=config.max_num_seqs,
+        page_size=config.page_size,
+        kv_cache_memory=config.kv_cache_memory,
+        quantize=config.quantize,
+    )
+
+
+def _impossible(args: ModelArgs, request: PlanRequest, *, of_gpus: bool) -> PlanError:
+    try:
+        make_plan(args, request)
+    except TooLittleMemoryError as error:
+        return PlanError(f"{error}; {ways_out(args, request, of_gpus=of_gpus)}")
+    raise AssertionError("it was impossible before")

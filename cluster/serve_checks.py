@@ -1,0 +1,53 @@
+"""What must be free before the application is started: Ray Serve would try again and again, and say so in its own logs only."""
+
+import socket
+import time
+from typing import Any
+
+import ray
+from ray.serve.context import _get_global_client
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.proto.errors import ConfigError, PlanError
+
+FREE_POLL_S = 0.1
+ROOM_TIMEOUT_S = 5.0
+
+
+def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
+    """Raises PlanError unless the cluster has free what the pipelines' stages need."""
+    for name, of_a_stage in spec.bundles[0].items():
+        needed = of_a_stage * len(spec.bundles) * num_pipelines
+        deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
+        while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
+            time.sleep(FREE_POLL_S)
+        if needed > free.get(name, 0):
+            raise PlanError(
+                f"{num_pipelines} x {len(spec.bundles)} stages of {of_a_stage:g} {name} each need {needed:g}, and the cluster "
+                f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
+            )
+
+
+def check_port(config: EngineConfig) -> None:
+    """Raises ConfigError unless the address can be bound here."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(
+                f"--host {config.host} --port {config.port} cannot be had: {error}; choose another --port or --host"
+            ) from error
+
+
+def check_doors(config: EngineConfig) -> None:
+    """Ray Serve's address is the cluster's: the first who starts it decides."""
+    client: Any = _get_global_client()
+    host, port = client.http_config.host, client.http_config.port
+    if (host, port) != (config.host, config.port):
+        raise ConfigError(
+            f"Ray Serve runs on this cluster already, at {host}:{port}; "
+            f"give --host {host} --port {port}, or shut it down first with: serve shutdown"
+        )
