@@ -15,7 +15,7 @@ from tramontane.proto.model_folder import Layout
 OnTensor = Callable[[int, int], None]
 
 
-PIECE = 2**26  # elements that are in memory as they are stored, beside what a stage holds
+PIECE = 2**24  # elements that are in memory as they are stored, beside what a stage holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TensorSpec:
     def pieces(self) -> list[range]:
         """Its rows, so many at a time that a piece is small beside a stage; all of them where heads have to be sorted.
 
-        [131072, 5120], 2**26 elements at the most: rows 0 to 13106, 13107 to 26213, ...
+        [131072, 5120], 2**24 elements at the most: rows 0 to 3275, 3276 to 6551, ...
         """
         num_rows = self.shape[0]
         step = num_rows if self.interleaved_heads else max(PIECE * num_rows // self.num_elements, 1)

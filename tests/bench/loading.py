@@ -39,6 +39,7 @@ from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
 
 READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
+ALWAYS_ALLOWED = 128 * 2**20  # pieces on their way weigh more in a stage of half a GiB, as with int8 here, than in one of seven
 SAMPLE_EVERY_S = 0.002
 console = Console(stderr=True)
 
@@ -57,7 +58,8 @@ class Figures:
     @property
     def is_within_limits(self) -> bool:
         read = max(self.asked_for, self.from_disk)
-        return read <= READ_LIMIT * self.stored and max(self.peak_own, self.peak_with_files) <= MEMORY_LIMIT * self.weights
+        allowed = max(MEMORY_LIMIT * self.weights, self.weights + ALWAYS_ALLOWED)
+        return read <= READ_LIMIT * self.stored and max(self.peak_own, self.peak_with_files) <= allowed
 
 
 class MeasuredStage(StageActor):
@@ -166,7 +168,9 @@ def main() -> None:
     else:
         Console().print(_table(figures))
     if not all(f.is_within_limits for stages in figures.values() for f in stages):
-        sys.exit(f"a stage reads more than {READ_LIMIT} of its weights, or takes more than {MEMORY_LIMIT} of them in memory")
+        sys.exit(
+            f"a stage reads more than {READ_LIMIT} of its weights, or takes more than {MEMORY_LIMIT} of them (or 128 MiB more) in memory"
+        )
 
 
 def _table(figures: dict[str, list[Figures]]) -> Table:
