@@ -169,7 +169,7 @@ def main() -> None:
         Console().print(_table(figures))
     if not all(f.is_within_limits for stages in figures.values() for f in stages):
         sys.exit(
-            f"a stage reads more than {READ_LIMIT} of its weights, or takes more than {MEMORY_LIMIT} of them (or 128 MiB more) in memory"
+            f"a stage reads over {READ_LIMIT} of its weights, or takes over {MEMORY_LIMIT} of them (or 128 MiB more) in memory"
         )
 
 
