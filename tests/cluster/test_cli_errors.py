@@ -308,7 +308,7 @@ def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
     ("arguments", "stdin", "expected"),
     [
         (["--max-tokens", "0", "The"], b"", "max_tokens is 0; it must be at least 1"),
-        (["--model", "nowhere", "The"], b"", "model folder nowhere does not exist"),
+        (["--model", "nowhere", "The"], b"", "nowhere is neither a folder nor a published geometry"),
         ([], b"", "there is no prompt"),
     ],
 )
