@@ -21,6 +21,7 @@ from tramontane.cluster.options import (
     Dtype,
     GpuMemory,
     GpuSpeed,
+    ItlTargetMs,
     Json,
     KvCacheMemory,
     Link,
@@ -43,6 +44,7 @@ from tramontane.cluster.options import (
 )
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
+from tramontane.cluster.simulate_command import simulate
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 
@@ -84,6 +86,7 @@ def generate(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
+    itl_target_ms: ItlTargetMs = None,
     page_size: PageSize = None,
     kv_cache_memory: KvCacheMemory = None,
     threads_per_stage: ThreadsPerStage = None,
@@ -130,6 +133,7 @@ def serve(
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxNumBatchedTokens = None,
+    itl_target_ms: ItlTargetMs = None,
     max_queued_requests: Annotated[
         int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
     ] = None,
@@ -161,6 +165,7 @@ def serve(
 app.command()(chat)
 app.command()(plan)
 app.command()(make_random)
+app.command()(simulate)
 
 
 def _announce(display: Display, line: str) -> None:

@@ -72,7 +72,8 @@ class EngineConfig(BaseModel):
     max_model_len: Count | None = None
     max_num_seqs: Few = 64
     max_num_batched_tokens: Count = 512
-    max_in_flight: Few | None = Field(None, description="micro-batches in flight; stages + 1 if not given")
+    max_in_flight: Few | None = Field(None, description="micro-batches in flight; measured if not given")
+    itl_target_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between a sequence's tokens")
     page_size: Count = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
     threads_per_stage: Few | None = None

@@ -19,6 +19,8 @@ from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import StepResult
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.usage import UsageMeter
@@ -92,14 +94,21 @@ def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = Fa
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
-        # In one process one micro-batch runs at a time; splitting decodes would only cost.
-        max_in_flight=config.max_in_flight or (1 if config.local else len(plan.stages) + 1),
         vocab_size=plan.args.vocab_size,
         eos_token_ids=plan.args.eos_token_ids,
         max_queued_seqs=config.max_queued_requests if bounded else None,
         max_queued_tokens=config.max_queued_tokens if bounded else None,
     )
-    return Scheduler(plan.cache, limits)
+    return Scheduler(plan.cache, limits, _policy_for(config, len(plan.stages)))
+
+
+def _policy_for(config: EngineConfig, num_stages: int) -> Policy:
+    """In one process one micro-batch runs at a time; splitting decodes would only cost."""
+    max_in_flight = config.max_in_flight or (1 if config.local else None)
+    if max_in_flight is not None:
+        return EvenPolicy(max_in_flight, config.max_num_batched_tokens)
+    itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    return BalancedPolicy(num_stages, config.max_num_batched_tokens, itl_target_s)
 
 
 @asynccontextmanager

@@ -28,6 +28,9 @@ Quantize = Annotated[str | None, option("--quantize", help="int8: half the memor
 MaxModelLen = Annotated[int | None, option("--max-model-len", help="Positions per sequence.")]
 MaxNumSeqs = Annotated[int | None, option("--max-num-seqs", help="Sequences admitted at once. Default 64.")]
 MaxNumBatchedTokens = Annotated[int | None, option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")]
+ItlTargetMs = Annotated[
+    float | None, option("--itl-target-ms", help="Time between a sequence's tokens that prompts may not break. Default: none.")
+]
 PageSize = Annotated[int | None, option("--page-size", help="Positions per cache page. Default 16.")]
 KvCacheMemory = Annotated[str | None, option("--kv-cache-memory", help="Page pool per stage, such as 512MiB.")]
 ThreadsPerStage = Annotated[int | None, option("--threads-per-stage", help="CPU threads of a stage. Default: cores / stages.")]

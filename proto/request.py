@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from tramontane.proto.errors import RequestError
 
@@ -51,8 +52,7 @@ class SequenceSpec:
     sampling: SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One token of one sequence, and the reason if it was the last.
 
     ``seq_id`` is the router's number inside the router, and the index within its

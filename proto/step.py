@@ -2,15 +2,17 @@
 
 Stages keep what they were told: a chunk carries only the pages that its sequence
 gained since its last chunk, and the sampling parameters only the first time.
+
+What a busy router makes hundreds of at every step are named tuples: made in half the time that a frozen dataclass takes.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tramontane.proto.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A run of consecutive tokens of one sequence: a piece of a prompt, or one decode token.
 
     ``start`` is the absolute position of the first token; a chunk at position 0
@@ -50,14 +52,12 @@ class MicroBatch:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     seq_id: int
     token_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageTiming:
+class StageTiming(NamedTuple):
     """When one stage worked on one micro-batch, by that stage's own clock (seconds since 1970)."""
 
     stage_id: int

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterable
 
-from tramontane.proto.plan import CachePlan
+from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.router.sequence import Sequence
+
+UNBOUNDED = 2**62  # positions: a full ring suffices for any number
 
 
 class PageLedger:
     """Free and promised pages of every window class.
 
-    A sequence is promised the pages of its full length when it is admitted, so it can
-    always grow; it takes them only as it fills them.
+    Of a class with a window a sequence is promised the pages of its full length when it is admitted: they are few, and
+    then it can always grow. Of a class without one it is promised those of the tokens that are known, and more as it
+    grows (``reserve``), which may fail: most sequences end long before they might. Pages are taken only as they fill.
     """
 
     def __init__(self, cache: CachePlan) -> None:
         self.cache = cache
         self._free = [list(range(c.num_pages))[::-1] for c in cache.classes]
         self._promised = [0] * len(cache.classes)
+        self._nothing: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
 
     @property
     def num_free(self) -> list[int]:
@@ -24,25 +28,37 @@ class PageLedger:
 
     def fits_ever(self, sequence: Sequence) -> bool:
         """Could this sequence be admitted if nothing else ran?"""
-        return all(n <= c.num_pages for n, c in zip(self._needs(sequence), self.cache.classes, strict=True))
+        return self._is_possible(self._pages(sequence.max_cached))
 
     def how_many_fit(self, sequences: Iterable[Sequence]) -> int:
         """Of these, one after the other, so many could be promised their pages now."""
         promised, fitting = self._promised, 0
         for sequence in sequences:
             promised = [p + n for p, n in zip(promised, self._needs(sequence), strict=True)]
-            if any(p > c.num_pages for p, c in zip(promised, self.cache.classes, strict=True)):
+            if not self._is_possible(promised):
                 break
             fitting += 1
         return fitting
 
-    def promise(self, sequence: Sequence) -> bool:
-        """Reserve the pages of the sequence's full length, if they are there."""
+    def promise(self, sequence: Sequence, num_spare: int = 0) -> bool:
+        """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each class without a window."""
         needs = self._needs(sequence)
-        if any(p + n > c.num_pages for p, n, c in zip(self._promised, needs, self.cache.classes, strict=True)):
+        promised = [p + n for p, n in zip(self._promised, needs, strict=True)]
+        if not self._is_possible(promised, num_spare):
             return False
-        self._promised = [p + n for p, n in zip(self._promised, needs, strict=True)]
-        sequence.pages = [[] for _ in needs]
+        self._promised = promised
+        sequence.promised, sequence.pages, sequence.num_covered = needs, [[] for _ in needs], 0
+        return True
+
+    def reserve(self, sequence: Sequence, num_positions: int) -> bool:
+        """See to it that ``grow`` to so many positions is possible."""
+        if num_positions <= sequence.num_covered:
+            return True
+        needs = [max(old, n) for old, n in zip(sequence.promised, self._pages(num_positions), strict=True)]
+        promised = [p + n - old for p, n, old in zip(self._promised, needs, sequence.promised, strict=True)]
+        if not self._is_possible(promised):
+            return False
+        self._promised, sequence.promised = promised, needs
         return True
 
     def grow(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
@@ -51,12 +67,16 @@ class PageLedger:
         P = 16, R = 5, 3 pages held (48 positions): for 70 positions ceil(70/16) = 5, so two
         more; for 700 positions min(44, 5) = 5, two more again.
         """
+        if num_positions <= sequence.num_covered:
+            return self._nothing
+        has_room = self.reserve(sequence, num_positions)
+        assert has_room
         gained = []
-        for window_class, free, held in zip(self.cache.classes, self._free, sequence.pages, strict=True):
-            wanted = window_class.pages_for(num_positions, self.cache.page_size) - len(held)
-            new = [free.pop() for _ in range(wanted)]
+        for free, held, wanted in zip(self._free, sequence.pages, self._pages(num_positions), strict=True):
+            new = [free.pop() for _ in range(wanted - len(held))]
             held += new
             gained.append(tuple(new))
+        sequence.num_covered = min(map(self._covered, self.cache.classes, sequence.pages))
         return tuple(gained)
 
     def release(self, sequence: Sequence) -> None:
@@ -64,8 +84,8 @@ class PageLedger:
         assert sequence.num_in_flight == 0
         for free, held in zip(self._free, sequence.pages, strict=True):
             free += held
-        self._promised = [p - n for p, n in zip(self._promised, self._needs(sequence), strict=True)]
-        sequence.pages = []
+        self._promised = [p - n for p, n in zip(self._promised, sequence.promised, strict=True)]
+        sequence.pages, sequence.promised, sequence.num_covered = [], [], 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Recount: free and held pages are all pages, each exactly once, and promises add up."""
@@ -73,8 +93,24 @@ class PageLedger:
         for index, window_class in enumerate(self.cache.classes):
             held = [page for sequence in holders for page in sequence.pages[index]]
             assert sorted(self._free[index] + held) == list(range(window_class.num_pages))
-            assert self._promised[index] == sum(self._needs(s)[index] for s in holders)
-            assert all(len(s.pages[index]) <= self._needs(s)[index] for s in holders)
+            assert self._promised[index] == sum(s.promised[index] for s in holders) <= window_class.num_pages
+            assert all(len(s.pages[index]) <= s.promised[index] for s in holders)
 
     def _needs(self, sequence: Sequence) -> list[int]:
-        return [c.pages_for(sequence.max_cached, self.cache.page_size) for c in self.cache.classes]
+        """To begin: with a window all that it can ever need, without one what is known and one token more."""
+        at_first = min(sequence.num_known + 1, sequence.max_cached)
+        return [
+            c.pages_for(at_first if c.window is None else sequence.max_cached, self.cache.page_size) for c in self.cache.classes
+        ]
+
+    def _pages(self, num_positions: int) -> list[int]:
+        return [c.pages_for(num_positions, self.cache.page_size) for c in self.cache.classes]
+
+    def _is_possible(self, promised: list[int], num_spare: int = 0) -> bool:
+        """Two pages to spare of 10: 8 may be promised where there is no window, all 10 where there is one."""
+        return all(
+            p + (num_spare if c.window is None else 0) <= c.num_pages for p, c in zip(promised, self.cache.classes, strict=True)
+        )
+
+    def _covered(self, window_class: WindowClass, held: list[int]) -> int:
+        return UNBOUNDED if len(held) == window_class.ring_pages else len(held) * self.cache.page_size

@@ -145,10 +145,7 @@ class Router:
         return LiveSequence(next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len)
 
     def _submit(self) -> None:
-        while len(self._in_flight) < self.scheduler.limits.max_in_flight:
-            batch = self.scheduler.schedule()
-            if batch is None:
-                return
+        while (batch := self.scheduler.schedule()) is not None:
             self._note_starts(batch)
             future = asyncio.ensure_future(self.chain.submit(batch))
             future.add_done_callback(lambda _: self._wake.set())

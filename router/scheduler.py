@@ -9,20 +9,17 @@ from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.router.pages import PageLedger
+from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.sequence import Sequence, SequenceStatus
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_in_flight`` is M: over how many micro-batches running decodes are spread.
-
-    ``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission.
-    """
+    """``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    max_in_flight: int
     vocab_size: int
     eos_token_ids: tuple[int, ...] = ()
     max_queued_seqs: int | None = None
@@ -32,26 +29,35 @@ class Limits:
 class Scheduler:
     """Chunked prefill and decode in one micro-batch, several micro-batches in flight.
 
-    Decodes come first, at most ceil(decoding / M) of them, so that M micro-batches can
-    work at once; prompts fill what is left of the token budget (never nothing), first
-    come first served. A decode token waits for its predecessor; a prompt's next chunk does not.
+    How much of either is the policy's to say; prompts go first come first served. A decode token waits for its
+    predecessor; a prompt's next chunk need not. Where pages run out, which happens only in layers without a window, the
+    sequence that came last gives its own back, waits, and is computed again: prompt and answer so far, as one prompt.
     """
 
-    def __init__(self, cache: CachePlan, limits: Limits, epoch: int = 0) -> None:
+    def __init__(self, cache: CachePlan, limits: Limits, policy: Policy, epoch: int = 0) -> None:
         self.limits = limits
+        self.policy = policy
         self.epoch = epoch
         self.ledger = PageLedger(cache)
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()  # admitted, prompt tokens not all submitted
+        self._prefilling: deque[Sequence] = deque()  # admitted, known tokens not all submitted
         self._ready: deque[Sequence] = deque()  # one decode token to submit
         self._admitted: dict[int, Sequence] = {}  # running, or finished and still in flight
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
+        self._decided: deque[tuple[Share, Work]] = deque()  # of the micro-batches in flight
+        self._waiting_tokens = 0
+        self._num_decoding = self._decoding_keys = 0  # sequences past their prompts, and the keys that they see
+        self.num_preempted = 0  # times that a sequence gave its pages back
+        self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
+        self._windows = [limits.max_model_len if c.window is None else c.window for c in cache.classes]
+        self._shortest_window = min(self._windows)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
         self.check(sequence)
         self._waiting.append(sequence)
+        self._waiting_tokens += sequence.num_known
         self._admit()
 
     def check(self, sequence: Sequence) -> None:
@@ -90,41 +96,48 @@ class Scheduler:
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
-        for queue in (self._waiting, self._prefilling, self._ready):
-            for sequence in [s for s in queue if s.seq_id == seq_id]:
-                queue.remove(sequence)
-                sequence.status = SequenceStatus.FINISHED
         if (admitted := self._admitted.get(seq_id)) is not None:
-            admitted.status = SequenceStatus.FINISHED
+            self._stop(admitted, SequenceStatus.FINISHED)
             self._release_if_drained(admitted)
+        for sequence in [s for s in self._waiting if s.seq_id == seq_id]:
+            self._waiting.remove(sequence)
+            self._waiting_tokens -= sequence.num_known
+            sequence.status = SequenceStatus.FINISHED
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
         self._admit()
-        kept_for_prefill = 1 if self._prefilling and self.limits.max_num_batched_tokens > 1 else 0
-        chunks = self._decode_chunks(self.limits.max_num_batched_tokens - kept_for_prefill)
-        chunks += self._prefill_chunks(self.limits.max_num_batched_tokens - len(chunks))
-        if not chunks:
+        share = self.policy.share(self._load())
+        if share is None:
             return None
-        chunks.sort(key=lambda chunk: chunk.num_tokens == 1)  # stable: single tokens last
+        decodes = self._decode_chunks(share.decodes)
+        prefills = self._prefill_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes)))
+        if not decodes and not prefills:
+            return None
+        chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1] + decodes
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released))
         self._released.clear()
         self._next_step += 1
+        self._decided.append((share, self.work_of(batch)))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
-        """Take in a result; returns one event per token of a sequence that still runs."""
+        """Take in a result; returns one event per token of a sequence that has not ended."""
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
-        sampled = {token.seq_id: token.token_id for token in result.tokens}
-        events = []
+        self.policy.observe(*self._decided.popleft(), result.timings)
+        tokens, events = iter(result.tokens), []
         for chunk in batch.chunks:
             sequence = self._admitted[chunk.seq_id]
             sequence.num_in_flight -= 1
-            if chunk.wants_token and sequence.status is SequenceStatus.RUNNING:
-                events.append(self._accept(sequence, sampled[chunk.seq_id]))
-            self._release_if_drained(sequence)
+            if chunk.wants_token:
+                token = next(tokens)
+                assert token.seq_id == chunk.seq_id
+                if sequence.status is not SequenceStatus.FINISHED:
+                    events.append(self._accept(sequence, token.token_id))
+            if sequence.status is not SequenceStatus.RUNNING:
+                self._release_if_drained(sequence)
         return events
 
     @property
@@ -151,31 +164,108 @@ class Scheduler:
         for sequence in self._admitted.values():
             assert sequence.num_dispatched <= sequence.num_known
             assert sequence.status is SequenceStatus.RUNNING or sequence.num_in_flight > 0
+        assert self._waiting_tokens == sum(s.num_known for s in self._waiting)
+        decoding = [s for s in self._admitted.values() if s.is_decoding]
+        assert all(s.status is SequenceStatus.RUNNING for s in decoding)
+        assert self._num_decoding == len(decoding)
+        assert self._decoding_keys == sum(self._visible(s.num_known) for s in decoding)
         if self.is_idle:
             assert self.ledger.num_free == [c.num_pages for c in self.ledger.cache.classes]
 
     def _admit(self) -> None:
+        """In the order of arrival. Beside others only where each of them has room for one page more."""
         while self._waiting and len(self._admitted) < self.limits.max_num_seqs:
-            if not self.ledger.promise(self._waiting[0]):
+            sequence = self._waiting[0]
+            if not self.ledger.promise(sequence, num_spare=len(self._admitted)):
                 return
-            sequence = self._waiting.popleft()
+            self._waiting.popleft()
+            self._waiting_tokens -= sequence.num_known
             sequence.status = SequenceStatus.RUNNING
             self._admitted[sequence.seq_id] = sequence
             self._prefilling.append(sequence)
 
-    def _decode_chunks(self, budget: int) -> list[Chunk]:
-        decoding = sum(not s.is_prefilling for s in self._admitted.values() if s.status is SequenceStatus.RUNNING)
-        share = -(-decoding // self.limits.max_in_flight)
-        return [self._chunk(self._ready.popleft(), 1) for _ in range(min(share, budget, len(self._ready)))]
+    def _load(self) -> Load:
+        able = self._prefilling
+        if not self.policy.overlaps_chunks:
+            able = deque(s for s in able if not s.num_in_flight)
+        return Load(
+            num_in_flight=len(self._decided),
+            num_decoding=self._num_decoding,
+            decoding_keys=self._decoding_keys,
+            num_ready=len(self._ready),
+            ready_keys=(self._visible(s.num_known) for s in self._ready),
+            pending_tokens=sum(s.num_pending for s in able),
+            prefill_start=self._visible(able[0].num_dispatched) if able else 0,
+            waiting_tokens=self._waiting_tokens,
+            free_share=min(n / c.num_pages for n, c in zip(self.ledger.num_free, self.ledger.cache.classes, strict=True)),
+        )
+
+    def _visible(self, num_positions: int) -> int:
+        """Keys that the last of so many positions attends to, on average over the kinds of windows."""
+        if num_positions <= self._shortest_window:
+            return num_positions
+        return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
+
+    def work_of(self, batch: MicroBatch) -> Work:
+        """A prompt's chunk sees its earlier positions with each token, and on average half of itself."""
+        tokens = keys = 0
+        single = []
+        for chunk in batch.chunks:
+            if (length := len(chunk.token_ids)) == 1:
+                single.append(chunk.start + 1)
+            else:
+                tokens += length
+                keys += length * self._visible(chunk.start) + length * (length + 1) // 2
+        if single and max(single) > self._shortest_window:
+            single = [self._visible(num_positions) for num_positions in single]
+        return Work(tokens, keys, len(single), sum(single))
+
+    def _decode_chunks(self, most: int) -> list[Chunk]:
+        """One token each, whoever was ready first; fewer where a page is needed that is not free yet."""
+        chunks: list[Chunk] = []
+        while self._ready and len(chunks) < most:
+            sequence = self._ready[0]
+            num_known = sequence.num_known
+            if num_known <= sequence.num_covered:
+                new_pages = self._no_pages
+            elif self.ledger.reserve(sequence, num_known):
+                new_pages = self.ledger.grow(sequence, num_known)
+            elif self._preempt():
+                continue
+            else:
+                break
+            self._ready.popleft()
+            chunks.append(Chunk(sequence.seq_id, num_known - 1, (sequence.output_ids[-1],), new_pages, None, True))
+            sequence.num_dispatched = num_known
+            sequence.num_in_flight += 1
+        return chunks
+
+    def _preempt(self) -> bool:
+        """Make the sequence that came last give its pages back; returns whether any are free now.
+
+        One at a time: the oldest sequence is never the last one unless it is alone, and alone it has room.
+        """
+        running = [s for s in self._admitted.values() if s.status is SequenceStatus.RUNNING]
+        if len(running) < len(self._admitted):  # somebody's pages are coming back
+            return False
+        youngest = max(running, key=lambda sequence: sequence.seq_id)
+        self._stop(youngest, SequenceStatus.PREEMPTED)
+        self.num_preempted += 1
+        self._release_if_drained(youngest)
+        return not youngest.num_in_flight
 
     def _prefill_chunks(self, budget: int) -> list[Chunk]:
+        """In the order of arrival; where chunks may not overlap, prompts that wait for their last one are passed over."""
         chunks = []
-        while budget and self._prefilling:
-            sequence = self._prefilling[0]
+        for sequence in list(self._prefilling):
+            if budget <= 0:
+                break
+            if sequence.num_in_flight and not self.policy.overlaps_chunks:
+                continue
             chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
             budget -= chunks[-1].num_tokens
-            if not sequence.is_prefilling:
-                self._prefilling.popleft()
+            if not sequence.num_pending:
+                self._prefilling.remove(sequence)
         return chunks
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -192,21 +282,45 @@ class Scheduler:
         )
 
     def _accept(self, sequence: Sequence, token_id: int) -> TokenEvent:
-        sequence.output_ids.append(token_id)
+        num_known = sequence.accept(token_id)
+        if sequence.is_decoding:  # it sees one key more, up to the window
+            self._decoding_keys += (
+                1 if num_known <= self._shortest_window else self._visible(num_known) - self._visible(num_known - 1)
+            )
         finish = None
         if token_id in self.limits.eos_token_ids and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
-        elif sequence.num_known >= sequence.max_len:
+        elif num_known >= sequence.max_len:
             finish = FinishReason.LENGTH
-        if finish is None:
+        if finish is not None:
+            self._stop(sequence, SequenceStatus.FINISHED)
+        elif sequence.status is SequenceStatus.RUNNING:
             self._ready.append(sequence)
-        else:
-            sequence.status = SequenceStatus.FINISHED
+            if not sequence.is_decoding:
+                sequence.is_decoding = True
+                self._num_decoding += 1
+                self._decoding_keys += self._visible(num_known)
         return TokenEvent(sequence.seq_id, token_id, finish)
 
+    def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+        """It is not scheduled any more; what is in flight comes back."""
+        for queue in (self._prefilling, self._ready):
+            if sequence in queue:
+                queue.remove(sequence)
+        if sequence.is_decoding:
+            sequence.is_decoding = False
+            self._num_decoding -= 1
+            self._decoding_keys -= self._visible(sequence.num_known)
+        sequence.status = status
+
     def _release_if_drained(self, sequence: Sequence) -> None:
-        if sequence.status is SequenceStatus.FINISHED and sequence.num_in_flight == 0:
-            self.ledger.release(sequence)
-            del self._admitted[sequence.seq_id]
-            if sequence.num_dispatched:
-                self._released.append(sequence.seq_id)
+        if sequence.num_in_flight:
+            return
+        self.ledger.release(sequence)
+        del self._admitted[sequence.seq_id]
+        if sequence.num_dispatched:
+            self._released.append(sequence.seq_id)
+        if sequence.status is SequenceStatus.PREEMPTED:
+            sequence.status, sequence.num_dispatched = SequenceStatus.WAITING, 0
+            self._waiting.appendleft(sequence)
+            self._waiting_tokens += sequence.num_known

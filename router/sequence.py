@@ -8,7 +8,8 @@ from tramontane.proto.request import SamplingParams
 
 class SequenceStatus(Enum):
     WAITING = auto()  # not admitted: holds nothing
-    RUNNING = auto()  # admitted: pages for its full length are promised
+    RUNNING = auto()  # admitted: pages for all that is known of it are promised
+    PREEMPTED = auto()  # gives its pages back as soon as nothing in flight can touch them, and then waits again
     FINISHED = auto()  # ended or aborted; holds pages until nothing in flight can touch them
 
 
@@ -20,23 +21,27 @@ class Sequence:
     max_len: int  # positions at the most: prompt and output, within the context
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
+    num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
     num_dispatched: int = 0  # tokens submitted to the pipeline so far
     num_in_flight: int = 0  # micro-batches submitted and not yet back
+    is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
+    promised: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
+    num_covered: int = 0  # positions for which its pages suffice
 
-    @property
-    def num_known(self) -> int:
-        """Tokens whose ids are known: the prompt and what has been sampled."""
-        return len(self.prompt_ids) + len(self.output_ids)
+    def __post_init__(self) -> None:
+        self.num_known = len(self.prompt_ids)
+
+    def accept(self, token_id: int) -> int:
+        """A token was sampled; returns how many are known now."""
+        self.output_ids.append(token_id)
+        self.num_known += 1
+        return self.num_known
 
     @property
     def num_pending(self) -> int:
         """Known tokens not yet submitted; 0 while a decode token waits for its predecessor."""
         return self.num_known - self.num_dispatched
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_dispatched < len(self.prompt_ids)
 
     @property
     def max_cached(self) -> int:

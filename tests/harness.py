@@ -13,6 +13,8 @@ from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import StepResult
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.workers.stage_worker import StageWorker
@@ -36,9 +38,9 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def scheduler_for(plan: ClusterPlan, budget: int = 512, max_in_flight: int | None = None) -> Scheduler:
-    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, max_in_flight or len(plan.stages) + 1, plan.args.vocab_size)
-    return Scheduler(plan.cache, limits)
+def scheduler_for(plan: ClusterPlan, budget: int = 512, policy: Policy | None = None) -> Scheduler:
+    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size)
+    return Scheduler(plan.cache, limits, policy or BalancedPolicy(len(plan.stages), budget))
 
 
 async def run_prompts(
@@ -91,7 +93,7 @@ def run_in_process(
 ) -> list[list[int]]:
     chain = LocalStageChain(workers)
     try:
-        scheduler = scheduler_for(plan, budget, max_in_flight)
+        scheduler = scheduler_for(plan, budget, EvenPolicy(max_in_flight, budget) if max_in_flight else None)
         return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
     finally:
         chain.close()

@@ -1,17 +1,21 @@
 """However the work is cut - stages, chunks, pages, company - the tokens are those of the plain loop."""
 
+import asyncio
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from harness import GREEDY, PROMPTS, random_ids, run_in_process
+from harness import GREEDY, PROMPTS, random_ids, run_in_process, run_prompts, scheduler_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CLOSE_CALL, Expected, assert_same_tokens, greedy, reference_logits
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
+from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
@@ -64,6 +68,27 @@ def test_same_tokens(kind: str, stages: int, budget: int, page_size: int, togeth
     outputs = run_in_process(plan, workers, [PROMPTS[i] for i in chosen], budget=budget, together=together)
     for i, output in zip(chosen, outputs, strict=True):
         assert_same_tokens(f"{kind}, prompt of {len(PROMPTS[i])}", output, _expected(kind)[i])
+
+
+@pytest.mark.parametrize("kind", ["full", "interleaved"])
+@pytest.mark.parametrize("sampling", [GREEDY, SamplingParams(max_tokens=8, temperature=1.0, seed=5)])
+def test_same_tokens_where_sequences_are_preempted(kind: str, sampling: SamplingParams) -> None:
+    """Short prompts with pages for their prompts, but not for their answers: some give theirs back and are computed again."""
+    args = KINDS[kind]
+    prompts = [random_ids(12, seed) for seed in range(12)]
+    longer = SamplingParams(40, sampling.temperature, seed=sampling.seed)
+    roomy = tiny_plan(args, 2, 4)
+    classes = tuple(replace(c, num_pages=c.num_pages if c.window else 150) for c in roomy.cache.classes)
+    scarce = ClusterPlan(tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages), roomy.max_model_len)
+    model = random_model(args)
+    outputs = []
+    for plan in (roomy, scarce):
+        scheduler = scheduler_for(plan, 64)
+        chain = LocalStageChain(split_model(model, plan))
+        outputs.append(asyncio.run(run_prompts(chain, scheduler, prompts, longer)))
+        chain.close()
+    assert scheduler.num_preempted > 0
+    assert outputs[0] == outputs[1]
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

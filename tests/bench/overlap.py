@@ -4,8 +4,9 @@
 
 The demo model over Ray stage actors, one thread each. Two kinds of traffic: long prompts
 in chunks of 128 tokens with few new tokens, and short prompts with many. Each runs with
-1, stages and stages + 1 micro-batches in flight (M), in turns, so that a slow moment of
-the machine hits all of them. Figures are medians over the rounds; speed is relative to M = 1.
+1, stages and stages + 1 micro-batches in flight (M), and with as many as the router's policy decides from what it has
+measured, in turns, so that a slow moment of the machine hits all of them. Figures are medians over the rounds; speed is
+relative to M = 1.
 """
 
 import argparse
@@ -33,9 +34,12 @@ from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 from tramontane.router.usage import UsageMeter, overlap_share
 
+BUDGET = 128
 TEXT = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds "
 console = Console(stderr=True)
 
@@ -57,7 +61,7 @@ class Figures:
     overlap: float
 
 
-def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, m: int) -> Figures:
+def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, policy: Policy) -> Figures:
     usage, timings = UsageMeter(len(spec.plan.stages)), list[StageTiming]()
 
     def observe(result: StepResult) -> None:
@@ -66,24 +70,26 @@ def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequence
 
     prompt_ids = list(SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(TEXT * 20))[: traffic.prompt_tokens]
     sampling = SamplingParams(max_tokens=traffic.new_tokens, temperature=0.0, ignore_eos=True)
-    scheduler = scheduler_for(spec.plan, budget=128, max_in_flight=m)
+    scheduler = scheduler_for(spec.plan, BUDGET, policy)
     asyncio.run(run_prompts(chain, scheduler, [prompt_ids] * sequences, sampling, observe=observe))
     return Figures(usage.stages[0].num_tokens / usage.span_s, usage.bubble, overlap_share(timings))
 
 
-def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, int], Figures]:
+def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, str], Figures]:
     """Median figures by traffic and M."""
     args = read_model_args(DEMO_MODEL)
     memory = this_machine().stage_memory(stages)
     plan = make_plan(args, PlanRequest((StageRoom(memory),) * stages, args.dtype, args.max_seq_len, sequences, 16))
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
-    ways = [(traffic, m) for traffic in TRAFFIC for m in sorted({1, stages, stages + 1})]
-    seen: dict[tuple[str, int], list[Figures]] = defaultdict(list)
+    policies: dict[str, Policy] = {str(m): EvenPolicy(m, BUDGET) for m in sorted({1, stages, stages + 1})}
+    policies["measured"] = BalancedPolicy(stages, BUDGET)  # learns on
+    ways = [(traffic, m) for traffic in TRAFFIC for m in policies]
+    seen: dict[tuple[str, str], list[Figures]] = defaultdict(list)
     with own_ray(num_cpus=stages), placed(spec, console.print) as chain, Progress(console=console) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
         for turn in range((rounds + 1) * len(ways)):
             traffic, m = ways[turn % len(ways)]
-            figures = measure(chain, spec, traffic, sequences, m)
+            figures = measure(chain, spec, traffic, sequences, policies[m])
             if turn >= len(ways):  # the first round warms up
                 seen[traffic.name, m].append(figures)
             progress.advance(task)
@@ -110,10 +116,10 @@ def main() -> None:
     for name in ("traffic", "in flight (M)", "tokens/s in+out", "against M = 1", "bubble", "overlap"):
         table.add_column(name, justify="right")
     for (name, m), f in figures.items():
-        relative = f"{f.tokens_per_s / figures[name, 1].tokens_per_s:.2f} x"
-        table.add_row(name, str(m), f"{f.tokens_per_s:.0f}", relative, f"{f.bubble:.0%}", f"{f.overlap:.0%}")
+        relative = f"{f.tokens_per_s / figures[name, '1'].tokens_per_s:.2f} x"
+        table.add_row(name, m, f"{f.tokens_per_s:.0f}", relative, f"{f.bubble:.0%}", f"{f.overlap:.0%}")
     Console().print(table)
-    if figures["long prompts", options.stages].tokens_per_s <= figures["long prompts", 1].tokens_per_s:
+    if figures["long prompts", "measured"].tokens_per_s <= figures["long prompts", "1"].tokens_per_s:
         sys.exit("overlapping the stages gained nothing on long prompts: something is wrong")
 
 

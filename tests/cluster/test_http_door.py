@@ -24,6 +24,7 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.completions import ServedModel
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.tokenizer import Tokenizer
@@ -97,9 +98,9 @@ async def _house(
     max_queued_tokens: int = 1000,
 ) -> AsyncIterator[House]:
     limits = Limits(
-        max_num_seqs, 32, CONTEXT, 2, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
+        max_num_seqs, 32, CONTEXT, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
     )
-    router = Router(Scheduler(PLAN.cache, limits), GatedChain(chain, gate))
+    router = Router(Scheduler(PLAN.cache, limits, EvenPolicy(2, 32)), GatedChain(chain, gate))
     running = asyncio.create_task(router.run())
 
     async def is_ready() -> bool:

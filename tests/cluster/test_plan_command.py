@@ -192,7 +192,7 @@ def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[st
     assert told["sequences"]
     for each in told["sequences"]:
         ledger = PageLedger(cache)
-        alike = [Sequence(i, (1,), SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
+        alike = [Sequence(i, (1,) * each["tokens"], SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
         assert ledger.how_many_fit(alike) == each["num_seqs"]
         alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
         assert each["num_seqs"] <= min(alone)

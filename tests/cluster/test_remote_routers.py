@@ -22,11 +22,12 @@ from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-LIMITS = Limits(8, 64, 256, 3, 1000, max_queued_seqs=4)
+LIMITS = Limits(8, 64, 256, 1000, max_queued_seqs=4)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
@@ -37,7 +38,7 @@ class Replica:
     def __init__(self, name: str, gate: Gate = no_gate) -> None:
         self.name, self.asked = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
-        self.router = Router(Scheduler(CACHE, LIMITS), ScriptedChain(gate))
+        self.router = Router(Scheduler(CACHE, LIMITS, EvenPolicy(3, 64)), ScriptedChain(gate))
         self._channels = TokenChannels(name)
         self.num_messages = math.inf
         self._kept: list[AsyncIterator[bytes]] = []

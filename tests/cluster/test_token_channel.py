@@ -16,6 +16,7 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
@@ -79,7 +80,7 @@ class StepByStep(ScriptedChain):
 @asynccontextmanager
 async def _remote(chain: StepByStep, max_num_seqs: int = 8) -> AsyncIterator[tuple[RemoteRouters, Router, Handle]]:
     """With micro-batches so small that not all sequences can be in flight."""
-    router = Router(Scheduler(CACHE, Limits(max_num_seqs, 2, 256, 3, 1000)), chain)
+    router = Router(Scheduler(CACHE, Limits(max_num_seqs, 2, 256, 1000), EvenPolicy(3, 2)), chain)
     running = asyncio.create_task(router.run())
     handle = Handle(TokenChannels("replica"), router)
     routers = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100)

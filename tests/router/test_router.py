@@ -11,6 +11,7 @@ from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec, TokenEvent
 from tramontane.proto.step import MicroBatch
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
@@ -19,7 +20,7 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 @asynccontextmanager
 async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3) -> AsyncIterator[Router]:
-    router = Router(Scheduler(CACHE, Limits(8, budget, 256, in_flight, 1000)), chain)
+    router = Router(Scheduler(CACHE, Limits(8, budget, 256, 1000), EvenPolicy(in_flight, budget)), chain)
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()

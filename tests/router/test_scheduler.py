@@ -12,6 +12,7 @@ from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StepResult
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.sequence import Sequence
 
@@ -54,7 +55,7 @@ class ImaginedPipeline:
 
     def drain(self) -> None:
         while self.in_flight or self.submit():
-            while len(self.in_flight) < self.scheduler.limits.max_in_flight and self.submit():
+            while self.submit():
                 pass
             self.answer()
 
@@ -85,7 +86,7 @@ class ImaginedPipeline:
 
 
 def _pipeline(cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3) -> ImaginedPipeline:
-    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, in_flight, 1000, (EOS,))))
+    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, 1000, (EOS,)), EvenPolicy(in_flight, budget)))
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
@@ -177,6 +178,58 @@ def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
     assert {c.seq_id for c in batch.chunks} == {0}
     pipe.drain()
     assert [len(pipe.tokens_of(i)) for i in range(3)] == [4, 4, 4]
+
+
+def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> None:
+    """Each may become 116 tokens long, 8 pages; there are 12. All run at once while they are short."""
+    pipe = _pipeline(CachePlan(16, (WindowClass(None, 16, 12),)))
+    for seq_id in range(4):
+        pipe.scheduler.add(_sequence(seq_id, 16, 100))
+    batch = pipe.submit()
+    assert batch is not None
+    assert {c.seq_id for c in batch.chunks} == {0, 1, 2, 3}
+
+
+def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
+    """12 pages, three sequences that will hold 5 each: the last one gives back what it has, and still gets all its tokens."""
+    pipe = _pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), budget=200)
+    for seq_id in range(3):
+        pipe.scheduler.add(_sequence(seq_id, 20, 60))
+    again = []
+    while batch := pipe.submit():
+        again += [c for c in batch.chunks if c.start == 0 and len(pipe.tokens_of(c.seq_id)) > 0]
+        pipe.answer()
+    assert [c.seq_id for c in again] == [2]
+    known = len(again[0].token_ids)
+    assert known > 20
+    assert again[0].token_ids == (*range(10, 30), *[50] * (known - 20)), "its prompt and its answer so far"
+    assert again[0].wants_token
+    assert pipe.scheduler.num_preempted == 1
+    assert [len(pipe.tokens_of(i)) for i in range(3)] == [60, 60, 60]
+    assert pipe.scheduler.is_idle
+
+
+def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_them() -> None:
+    """Four pages of four positions, two for each. Sequence 0 needs a third while sequence 1 is in the pipeline."""
+    pipe = _pipeline(CachePlan(4, (WindowClass(None, 4, 4),)), in_flight=2)
+    pipe.scheduler.add(_sequence(0, 4, 10))
+    pipe.scheduler.add(_sequence(1, 3, 10))
+    while not pipe.scheduler.num_preempted:
+        while pipe.submit():
+            pass
+        assert not pipe.scheduler.num_preempted or [c.seq_id for batch in pipe.in_flight for c in batch.chunks] == [1]
+        if not pipe.scheduler.num_preempted:
+            pipe.answer()
+    tokens = len(pipe.tokens_of(1))
+    assert pipe.scheduler.ledger.num_free == [0]
+    assert pipe.submit() is None
+    pipe.answer()
+    assert len(pipe.tokens_of(1)) == tokens + 1, "what was in flight counts"
+    batch = pipe.submit()
+    assert batch is not None
+    assert (batch.released, [c.seq_id for c in batch.chunks]) == ((1,), [0])
+    pipe.drain()
+    assert [len(pipe.tokens_of(i)) for i in range(2)] == [10, 10]
 
 
 def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:

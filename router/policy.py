@@ -1,0 +1,86 @@
+"""How much of what could run goes into the next micro-batch: the part of scheduling that can be argued about."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tramontane.proto.step import StageTiming
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a micro-batch gives a stage to do, counted so that time is about linear in it.
+
+    ``prefill_keys``: keys that all prompt tokens together attend to, ``decode_keys`` likewise.
+    """
+
+    prefill_tokens: int = 0
+    prefill_keys: int = 0
+    decodes: int = 0
+    decode_keys: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What there is to do at this moment.
+
+    ``num_decoding`` sequences are past their prompts, with ``decoding_keys`` visible keys in all; the next token of
+    ``num_ready`` of them can go now (``ready_keys``: visible keys of each, in the order in which they would go). Of prompts,
+    ``pending_tokens`` are admitted and not yet submitted, the first of them after ``prefill_start`` earlier positions;
+    ``waiting_tokens`` are not admitted. ``free_share`` of the scarcest pages is free.
+    """
+
+    num_in_flight: int
+    num_decoding: int
+    decoding_keys: int
+    num_ready: int
+    ready_keys: Iterable[int]
+    pending_tokens: int
+    prefill_start: int
+    waiting_tokens: int
+    free_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """At most so many decode tokens and so many prompt tokens in the next micro-batch.
+
+    ``spread`` is for the policy itself: of a micro-batch without prompts, over how many decodes are spread, and how
+    long it expects a round of them to take.
+    """
+
+    decodes: int
+    prefill_tokens: int
+    spread: int = 0
+    round_s: float = 0.0
+
+
+class Policy(Protocol):
+    """``overlaps_chunks``: whether a prompt's next chunk may go while its last one is in flight."""
+
+    overlaps_chunks: bool
+
+    def share(self, load: Load) -> Share | None:
+        """For the next micro-batch; None if nothing should be submitted before a result comes back."""
+
+    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+        """How long each stage took for a micro-batch, and what had been decided for it. In the order of submission."""
+
+
+class EvenPolicy:
+    """A fixed number M of micro-batches in flight, with as many decodes each as even shares of them have."""
+
+    overlaps_chunks = True
+
+    def __init__(self, max_in_flight: int, max_tokens: int) -> None:
+        self._max_in_flight, self._max_tokens = max_in_flight, max_tokens
+
+    def share(self, load: Load) -> Share | None:
+        if load.num_in_flight >= self._max_in_flight:
+            return None
+        kept_for_prefill = 1 if load.pending_tokens and self._max_tokens > 1 else 0
+        decodes = min(-(-load.num_decoding // self._max_in_flight), self._max_tokens - kept_for_prefill, load.num_ready)
+        return Share(decodes, self._max_tokens - decodes)
+
+    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+        """Nothing is learned."""
