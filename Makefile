@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -42,6 +42,9 @@ bench-load: $(STAMP)  ## what stages read and how much memory they take while th
 
 bench-int8: $(STAMP)  ## what int8 weights cost in quality, and save in memory and time
 	$(BIN)/python tests/bench/quantization.py
+
+bench-scheduler: $(STAMP)  ## what the scheduler takes per micro-batch
+	$(BIN)/python tests/bench/scheduling.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -117,6 +117,7 @@ class RouterReplica:
             "waiting": scheduler.num_waiting,
             "pages_held": sum(pages) - sum(scheduler.ledger.num_free),
             "steps": scheduler.num_steps,
+            "preempted": scheduler.num_preempted,
             "streams": self._channels.num_open,
             "tasks": len(asyncio.all_tasks()),
             "rss": psutil.Process().memory_info().rss,
