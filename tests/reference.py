@@ -26,7 +26,7 @@ def _turn(x: Tensor, theta: float) -> Tensor:
 
 
 def _swiglu(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
-    gate, up = x @ w[f"{prefix}.w1.weight"].T, x @ w[f"{prefix}.w3.weight"].T
+    gate, up = (x @ w[f"{prefix}.w13.weight"].T).chunk(2, dim=-1)
     return (gate * torch.sigmoid(gate) * up) @ w[f"{prefix}.w2.weight"].T
 
 
@@ -48,7 +48,8 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
     for layer in range(args.n_layers):
         p = f"layers.{layer}"
         x = _norm(h, w[f"{p}.attention_norm.weight"], args.norm_eps)
-        q, k, v = ((x @ w[f"{p}.attention.{name}.weight"].T).view(tokens, -1, args.head_dim) for name in ("wq", "wk", "wv"))
+        heads = (x @ w[f"{p}.attention.wqkv.weight"].T).view(tokens, -1, args.head_dim)
+        q, k, v = heads.split((args.n_heads, args.n_kv_heads, args.n_kv_heads), dim=1)
         q, k = _turn(q, args.rope_theta), _turn(k, args.rope_theta)
         k, v = (t.repeat_interleave(args.n_heads // args.n_kv_heads, dim=1) for t in (k, v))
         window = args.windows[layer] or tokens

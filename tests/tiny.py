@@ -93,7 +93,7 @@ def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num
 def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
     """A checkpoint in the Hugging Face layout (without a tokenizer); random weights if no model is given."""
     state = (model or random_model(args)).state_dict()
-    tensors = {s.name: state[s.parameter].clone().contiguous() for s in stage_tensors(args, range(args.n_layers))}
+    tensors = {s.name: state[s.parameter][s.rows].clone() for s in stage_tensors(args, range(args.n_layers))}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(hf_config_of(args)))

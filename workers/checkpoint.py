@@ -77,14 +77,13 @@ class Checkpoint:
         Each is quantised as it is read, so that beside the quantised stage there is never more than a piece of a tensor
         as it is stored.
         """
-        from tramontane.workers.quantize import held  # here, not above: checking a checkpoint must not cost the import of torch
+        from tramontane.workers.quantize import hold  # here, not above: checking a checkpoint must not cost the import of torch
 
         state: dict[str, Tensor] = {}
         for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(stage_tensors(args, layers, self.layout))]:
             stored = _StoredRows(path, spec)
-            kept = held(spec, stored, dtype, device, quantize)
-            on_tensor(stored.num_read, sum(tensor.nbytes for tensor in kept.values()))
-            state |= kept
+            hold(state, spec, stored, dtype, device, quantize)
+            on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:

@@ -36,38 +36,35 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: H query heads share G key/value heads."""
+    """Grouped-query attention: H query heads share G key/value heads. Queries, keys and values are one product."""
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = args.head_dim
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
-        self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
-        self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
+        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)
+        self.wqkv = nn.Linear(args.dim, sum(self.num_heads) * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
 
     def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
-        q_THd = rotary.turn_queries(self.wq(x_TD).view(tokens, -1, self.head_dim))
-        k_TGd = rotary.turn(self.wk(x_TD).view(tokens, -1, self.head_dim))
-        v_TGd = self.wv(x_TD).view(tokens, -1, self.head_dim)
-        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        q_THd, k_TGd, v_TGd = self.wqkv(x_TD).view(tokens, -1, self.head_dim).split(self.num_heads, dim=1)
+        out_THd = attend(self.layer, rotary.turn_queries(q_THd), rotary.turn(k_TGd), v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))
         return out_TD
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x). Also the shape of one expert."""
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), of which w1 and w3 are one product. Also the shape of one expert."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.w1 = nn.Linear(args.dim, args.hidden_dim, bias=False)
+        self.w13 = nn.Linear(args.dim, 2 * args.hidden_dim, bias=False)
         self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
-        self.w3 = nn.Linear(args.dim, args.hidden_dim, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))
+        gate_TF, up_TF = self.w13(x_TD).chunk(2, dim=-1)
+        out_TD: Tensor = self.w2(F.silu(gate_TF) * up_TF)
         return out_TD
 
 

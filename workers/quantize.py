@@ -20,27 +20,38 @@ KERNEL_STEP, KERNEL_BORDER = 16, 32
 BLOCK = {"cpu": 2**20, "cuda": 2**24}
 
 
-def held(
-    spec: TensorSpec, pieces: Iterable[Tensor], dtype: str, device: str | torch.device, quantize: Quantization | None
-) -> dict[str, Tensor]:
-    """What a stage holds of one tensor, by parameter name: a copy in its dtype on its device, or numbers and scales.
+def hold(
+    state: dict[str, Tensor],
+    spec: TensorSpec,
+    pieces: Iterable[Tensor],
+    dtype: str,
+    device: str | torch.device,
+    quantize: Quantization | None,
+) -> None:
+    """Put one tensor into its rows of its parameter: in the stage's dtype on its device, or as numbers and scales.
 
     ``pieces`` are its rows, in order; they need not be in memory together.
     Raises CheckpointError for a tensor that no scale can span.
     """
+
+    def place(parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Made by whichever of the tensors in it comes first; no memory is used before it is written to."""
+        if parameter not in state:
+            state[parameter] = torch.empty(shape, dtype=dtype, device=device)
+        return state[parameter][spec.rows]
+
     if not (quantize and spec.quantizable):
-        whole = torch.empty(spec.shape, dtype=getattr(torch, dtype), device=device)
+        whole = place(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
         for rows, piece in _placed(pieces):
             whole[rows] = piece
-        return {spec.parameter: whole}
+        return
     scale_dtype, device = getattr(torch, SCALE_DTYPES[dtype]), torch.device(device)
-    numbers_NK = torch.empty(spec.shape, dtype=torch.int8, device=device)
-    scale_N = torch.empty(spec.shape[0], dtype=scale_dtype, device=device)
+    numbers_NK = place(spec.parameter, spec.parameter_shape, torch.int8)
+    scale_N = place(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
     for rows, piece in _placed(pieces):
         numbers_NK[rows], scale_N[rows] = quantized(piece, scale_dtype, device)
     if not scale_N.isfinite().all():
         raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
-    return {spec.parameter: numbers_NK, spec.scale_parameter: scale_N}
 
 
 def _placed(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -100,7 +111,7 @@ def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str) 
     """Put an ``Int8Linear`` in the place of every quantisable matrix; their numbers are loaded after."""
     for spec in specs:
         if spec.quantizable:
-            out_features, in_features = spec.shape
+            out_features, in_features = spec.parameter_shape
             linear = Int8Linear(in_features, out_features, getattr(torch, SCALE_DTYPES[dtype]))
             model.set_submodule(spec.parameter.removesuffix(".weight"), linear)
 

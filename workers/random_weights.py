@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.workers.quantize import held
+from tramontane.workers.quantize import hold
 from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
 
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
@@ -28,7 +28,7 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
     is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
     name = "tok_embeddings.weight" if is_embedding else spec.parameter
     for rows in replace(spec, interleaved_heads=0).pieces:
-        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + rows.start)
+        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
         shape = (len(rows), *spec.shape[1:])
         numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
         if len(shape) == 1:
@@ -51,7 +51,6 @@ def random_state(
     """
     state: dict[str, Tensor] = {}
     for spec in largest_first(stage_tensors(args, layers)):
-        made = held(spec, random_pieces(spec, args.dtype, device), dtype, device, quantize)
-        on_tensor(0, sum(tensor.nbytes for tensor in made.values()))
-        state |= made
+        hold(state, spec, random_pieces(spec, args.dtype, device), dtype, device, quantize)
+        on_tensor(0, spec.num_bytes(dtype, quantize))
     return state

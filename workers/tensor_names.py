@@ -63,8 +63,10 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """``name`` in the checkpoint, ``parameter`` in ``StageModel``, and the shape of both.
+    """``name`` and ``shape`` in the checkpoint; ``parameter`` in ``StageModel``, and from which of its rows on.
 
+    Matrices that multiply the same hidden states are one parameter: ``parameter_rows`` of it, where that is more than the
+    tensor has. 0..1023 of wqkv are wq, 1024..1279 wk, 1280..1535 wv: wk begins at ``first_row`` 1024 of 1536.
     ``interleaved_heads``: the rows of that many heads are stored as rotary pairs side
     by side, and have to be sorted into halves; 0 where they are in the order they are used in.
     ``quantizable``: a matrix that hidden states are multiplied by. Not the gate's: choosing experts is a
@@ -76,6 +78,17 @@ class TensorSpec:
     shape: tuple[int, ...]
     interleaved_heads: int = 0
     quantizable: bool = False
+    first_row: int = 0
+    parameter_rows: int = 0
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        return (self.parameter_rows or self.shape[0], *self.shape[1:])
+
+    @property
+    def rows(self) -> slice:
+        """Where it is in its parameter."""
+        return slice(self.first_row, self.first_row + self.shape[0])
 
     @property
     def num_elements(self) -> int:
@@ -110,14 +123,21 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
     interleaved = layout is Layout.MISTRAL
     yield TensorSpec(names.attention_norm.format(layer), f"{here}.attention_norm.weight", (args.dim,))
     yield TensorSpec(names.ffn_norm.format(layer), f"{here}.ffn_norm.weight", (args.dim,))
-    for w, shape, rotary_heads in (
-        ("wq", (q_width, args.dim), args.n_heads),
-        ("wk", (kv_width, args.dim), args.n_kv_heads),
-        ("wv", (kv_width, args.dim), 0),
-        ("wo", (args.dim, q_width), 0),
+    for w, num_rows, first_row, rotary_heads in (
+        ("wq", q_width, 0, args.n_heads),
+        ("wk", kv_width, q_width, args.n_kv_heads),
+        ("wv", kv_width, q_width + kv_width, 0),
     ):
-        name = names.attention[w].format(layer)
-        yield TensorSpec(name, f"{here}.attention.{w}.weight", shape, rotary_heads if interleaved else 0, quantizable=True)
+        yield TensorSpec(
+            names.attention[w].format(layer),
+            f"{here}.attention.wqkv.weight",
+            (num_rows, args.dim),
+            rotary_heads if interleaved else 0,
+            quantizable=True,
+            first_row=first_row,
+            parameter_rows=q_width + 2 * kv_width,
+        )
+    yield TensorSpec(names.attention["wo"].format(layer), f"{here}.attention.wo.weight", (args.dim, q_width), quantizable=True)
     if args.moe is None:
         dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
         yield from _swiglu(args, dense, f"{here}.feed_forward")
@@ -131,9 +151,16 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
 
 
 def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
-    up, down = (args.hidden_dim, args.dim), (args.dim, args.hidden_dim)
-    for w, shape in (("w1", up), ("w2", down), ("w3", up)):
-        yield TensorSpec(names[w], f"{parameter}.{w}.weight", shape, quantizable=True)
+    for w, first_row in (("w1", 0), ("w3", args.hidden_dim)):
+        yield TensorSpec(
+            names[w],
+            f"{parameter}.w13.weight",
+            (args.hidden_dim, args.dim),
+            quantizable=True,
+            first_row=first_row,
+            parameter_rows=2 * args.hidden_dim,
+        )
+    yield TensorSpec(names["w2"], f"{parameter}.w2.weight", (args.dim, args.hidden_dim), quantizable=True)
 
 
 def stage_tensors(args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:

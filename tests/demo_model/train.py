@@ -217,7 +217,7 @@ def tokens_per_expert(model: StageModel, args: ModelArgs, ids: list[int]) -> lis
 def save(model: StageModel, args: ModelArgs, folder: Path) -> None:
     state = model.state_dict()
     tensors = {
-        spec.name: state[spec.parameter].to(torch.bfloat16).contiguous() for spec in stage_tensors(args, range(args.n_layers))
+        spec.name: state[spec.parameter][spec.rows].to(torch.bfloat16) for spec in stage_tensors(args, range(args.n_layers))
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")

@@ -18,7 +18,7 @@ from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.workers import quantize, tensor_names
-from tramontane.workers.quantize import Int8Linear, held, quantized
+from tramontane.workers.quantize import Int8Linear, hold, quantized
 from tramontane.workers.random_weights import random_parameter
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import TensorSpec, stage_tensors
@@ -220,8 +220,10 @@ def test_random_weights_can_be_quantised_as_they_are_made() -> None:
     assert any(spec.quantizable for spec in specs)
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
-        state = held(spec, [made], "bfloat16", "cpu", INT8)
-        assert sum(tensor.nbytes for tensor in state.values()) == spec.num_bytes("bfloat16", INT8)
+        state: dict[str, torch.Tensor] = {}
+        hold(state, spec, [made], "bfloat16", "cpu", INT8)
+        held = sum(tensor[spec.rows].nbytes for tensor in state.values())
+        assert held == spec.num_bytes("bfloat16", INT8)
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
 
 
@@ -229,7 +231,8 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     spec = TensorSpec("norm", "norm.weight", (3,))
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, INT8):
-        state = held(spec, [stored], "float32", "cpu", wanted)
+        state: dict[str, torch.Tensor] = {}
+        hold(state, spec, [stored], "float32", "cpu", wanted)
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]

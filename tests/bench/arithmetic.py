@@ -1,0 +1,159 @@
+"""How long one stage's arithmetic takes: no Ray, no router, no links.
+
+    python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds 5] [--profile]
+
+A whole model of random weights in one ``StageWorker`` in this process. Phases, in rounds that take turns: a prefill of 512
+tokens, four prompts of 128; decode steps of 1, 16, 32 and 64 sequences that have about 160 tokens behind them. Figures are
+medians. ``--profile`` shows instead where a phase's time goes, by torch's operators and by Python's functions.
+"""
+
+import argparse
+import cProfile
+import itertools
+import json
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
+
+from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.stage_worker import StageWorker
+
+CONTEXT, STEPS = 156, 8  # decode steps run from 156 to 163 tokens behind
+GREEDY = SamplingParams(temperature=0.0)
+MISTRAL_300M = ModelArgs(
+    dim=1024,
+    n_layers=16,
+    head_dim=64,
+    hidden_dim=3584,
+    n_heads=16,
+    n_kv_heads=4,
+    norm_eps=1e-5,
+    vocab_size=32000,
+    rope_theta=1e4,
+    max_seq_len=1024,
+    windows=(512,) * 16,
+)
+MIXTRAL_200M = replace(
+    MISTRAL_300M, dim=512, n_layers=8, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(512,) * 8, moe=MoeArgs(8, 2)
+)
+MODELS = {"mistral-300m": MISTRAL_300M, "mixtral-200m": MIXTRAL_200M}
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    num_seqs: int
+    num_tokens: int  # of each sequence in a step
+    num_behind: int
+    num_steps: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_seqs * self.num_tokens
+
+
+PHASES = (Phase("prefill 4 x 128", 4, 128, 0, 1), *(Phase(f"decode {n}", n, 1, CONTEXT, STEPS) for n in (1, 16, 32, 64)))
+
+
+class Bench:
+    """One model in one stage, and sequences whose cached keys are all zero: they take as long as any."""
+
+    def __init__(self, args: ModelArgs, dtype: str) -> None:
+        self.plan = make_plan(args, PlanRequest((StageRoom(64 * GIB),), dtype, args.max_seq_len, 64, 16))
+        self.worker = StageWorker.load(self.plan.stages[0], RandomWeights())
+        self._epochs = itertools.count()
+
+    def step_s(self, phase: Phase) -> float:
+        """Seconds of a step, the median of the phase's."""
+        batches = self.batches(phase)
+        return statistics.median([self._seconds(batch) for batch in batches])
+
+    def batches(self, phase: Phase) -> list[MicroBatch]:
+        """The phase's steps, after the stage has been told of what is behind them."""
+        epoch, ring = next(self._epochs), self.plan.cache.classes[0].ring_pages
+        self.worker.fence(epoch)
+        pages = [(tuple(range(ring * s, ring * (s + 1))),) for s in range(phase.num_seqs)]
+        if phase.num_behind:
+            behind = (Chunk(s, 0, (0,) * phase.num_behind, pages[s], GREEDY, False) for s in range(phase.num_seqs))
+            self.worker.table.update(MicroBatch(epoch, 0, tuple(behind)))
+        batches = []
+        for step in range(phase.num_steps):
+            start = phase.num_behind + step * phase.num_tokens
+            new = [(((),), None) if start else (pages[s], GREEDY) for s in range(phase.num_seqs)]
+            chunks = (
+                Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], wants_token=True) for s in range(phase.num_seqs)
+            )
+            batches.append(MicroBatch(epoch, step, tuple(chunks)))
+        return batches
+
+    def _seconds(self, batch: MicroBatch) -> float:
+        started = time.perf_counter()
+        self.worker.step(batch, None)
+        return time.perf_counter() - started
+
+
+def measure(bench: Bench, phases: Sequence[Phase], rounds: int) -> dict[str, float]:
+    """Seconds of a step by phase: medians over rounds, the first of which warms up."""
+    turns = [{phase.name: bench.step_s(phase) for phase in phases} for _ in range(rounds + 1)][1:]
+    return {phase.name: statistics.median(turn[phase.name] for turn in turns) for phase in phases}
+
+
+def show_profile(bench: Bench, phase: Phase) -> None:
+    bench.step_s(phase)
+    batches = bench.batches(phase)
+    with profile(activities=[ProfilerActivity.CPU]) as operators:
+        for batch in batches:
+            bench.worker.step(batch, None)
+    print(phase.name)
+    print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+    batches = bench.batches(phase)
+    with cProfile.Profile() as functions:
+        for batch in batches:
+            bench.worker.step(batch, None)
+    pstats.Stats(functions, stream=sys.stdout).sort_stats("tottime").print_stats(25)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--phases", nargs="+", choices=[p.name for p in PHASES], default=[p.name for p in PHASES])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    phases = [phase for phase in PHASES if phase.name in options.phases]
+    table, figures = Table("model", "threads", "phase", "ms per step", "tokens/s"), []
+    for model in options.models:
+        bench = Bench(MODELS[model], options.dtype)
+        for threads in options.threads:
+            torch.set_num_threads(threads)
+            if options.profile:
+                for phase in phases:
+                    show_profile(bench, phase)
+                continue
+            for phase, (name, step_s) in zip(phases, measure(bench, phases, options.rounds).items(), strict=True):
+                speed = phase.tokens_per_step / step_s
+                table.add_row(model, str(threads), name, f"{step_s * 1e3:.1f}", f"{speed:.0f}")
+                figures.append({"model": model, "threads": threads, "phase": name, "step_s": step_s, "tokens_per_s": speed})
+    if options.json:
+        print(json.dumps(figures))
+    elif figures:
+        Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    main()
