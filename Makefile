@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,6 +45,9 @@ bench-int8: $(STAMP)  ## what int8 weights cost in quality, and save in memory a
 
 bench-scheduler: $(STAMP)  ## what the scheduler takes per micro-batch
 	$(BIN)/python tests/bench/scheduling.py
+
+bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
+	$(BIN)/python tests/bench/arithmetic.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

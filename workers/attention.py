@@ -108,8 +108,8 @@ class CachedAttention:
         cached = self.cache.layers[layer]
         k_SGd, v_SGd = k_TGd, v_TGd
         if len(index.cached_rows):
-            k_SGd = torch.cat((cached.k_NGd[index.cached_rows], k_TGd))[index.key_order]
-            v_SGd = torch.cat((cached.v_NGd[index.cached_rows], v_TGd))[index.key_order]
+            k_CGd, v_CGd = cached.read(index.cached_rows)
+            k_SGd, v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order], torch.cat((v_CGd, v_TGd))[index.key_order]
         out_THd = self.kernels.prefill(q_THd, k_SGd, v_SGd, self.prefill_bias[self.cache.class_of[layer]])
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd
@@ -119,8 +119,9 @@ class CachedAttention:
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)
         biases = self.decode_biases[self.cache.class_of[layer]]
+        if len(index.groups) == 1:  # all of them, in their order
+            return self.kernels.decode(q_BHd, *cached.read(index.groups[0].key_rows), biases[0])
         out_BHd = torch.empty_like(q_BHd)
         for group, bias in zip(index.groups, biases, strict=True):
-            k_BLGd, v_BLGd = cached.k_NGd[group.key_rows], cached.v_NGd[group.key_rows]
-            out_BHd[group.tokens] = self.kernels.decode(q_BHd[group.tokens], k_BLGd, v_BLGd, bias)
+            out_BHd[group.tokens] = self.kernels.decode(q_BHd[group.tokens], *cached.read(group.key_rows), bias)
         return out_BHd

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.ports import ExpertBackend
+from tramontane.workers.linear import Linear
 from tramontane.workers.rotary import Rotary
 
 # (layer, q_THd, k_TGd, v_TGd) -> attended values THd
@@ -30,9 +31,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        x = x_TD.float()
-        normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x_TD.dtype)
+        return F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
@@ -42,14 +41,14 @@ class Attention(nn.Module):
         super().__init__()
         self.layer = layer
         self.head_dim = args.head_dim
-        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)
-        self.wqkv = nn.Linear(args.dim, sum(self.num_heads) * args.head_dim, bias=False)
-        self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
+        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
+        self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
+        self.wo = Linear(args.n_heads * args.head_dim, args.dim)
 
     def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
-        q_THd, k_TGd, v_TGd = self.wqkv(x_TD).view(tokens, -1, self.head_dim).split(self.num_heads, dim=1)
-        out_THd = attend(self.layer, rotary.turn_queries(q_THd), rotary.turn(k_TGd), v_TGd)
+        q_THd, k_TGd, v_TGd = rotary.turn(self.wqkv(x_TD).view(tokens, -1, self.head_dim), self.num_heads)
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))
         return out_TD
 
@@ -59,8 +58,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
-        self.w13 = nn.Linear(args.dim, 2 * args.hidden_dim, bias=False)
-        self.w2 = nn.Linear(args.hidden_dim, args.dim, bias=False)
+        self.w13 = Linear(args.dim, 2 * args.hidden_dim)
+        self.w2 = Linear(args.hidden_dim, args.dim)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate_TF, up_TF = self.w13(x_TD).chunk(2, dim=-1)
@@ -74,7 +73,7 @@ class Gate(nn.Module):
     def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
         self.top_k = top_k
-        self.scores = nn.Linear(dim, num_experts, bias=False)
+        self.scores = Linear(dim, num_experts)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] and weights [T, k] that sum to 1 per token."""

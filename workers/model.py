@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.experts import LocalExperts
 from tramontane.workers.layers import Attend, RMSNorm, TransformerBlock
+from tramontane.workers.linear import Linear
 from tramontane.workers.rotary import Rotary
 
 
@@ -28,7 +29,7 @@ class StageModel(nn.Module):
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts = LocalExperts(args, layers)
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
-        self.output = nn.Linear(args.dim, args.vocab_size, bias=False) if self.is_last else None
+        self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         assert self.tok_embeddings is not None

@@ -7,17 +7,15 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import SCALE_DTYPES, Quantization
+from tramontane.workers.linear import has_products, product_in_blocks, row_blocks
 from tramontane.workers.tensor_names import TensorSpec
 
 LARGEST = 127
 # torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte borders. It checks neither.
 KERNEL_STEP, KERNEL_BORDER = 16, 32
-# Elements that are made float at a time: what a core's cache holds, or what keeps a GPU busy.
-BLOCK = {"cpu": 2**20, "cuda": 2**24}
 
 
 def hold(
@@ -70,7 +68,7 @@ def quantized(weight_NK: Tensor, scale_dtype: torch.dtype, device: torch.device)
     """
     numbers_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=device)
     scale_N = torch.empty(weight_NK.shape[0], dtype=scale_dtype, device=device)
-    for rows in _blocks(weight_NK.shape, device):
+    for rows in row_blocks(weight_NK.shape, device):
         block_BK = weight_NK[rows].to(device, torch.float32)
         smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
         scale_N[rows] = (block_BK.abs().amax(dim=1) / LARGEST).clamp(min=smallest)
@@ -97,14 +95,8 @@ class Int8Linear(nn.Module):
         return self._blockwise(x_TK)
 
     def _blockwise(self, x_TK: Tensor) -> Tensor:
-        blocks = list(_blocks(self.weight.shape, self.weight.device))
-        floats_BK = torch.empty(self.weight[blocks[0]].shape, dtype=x_TK.dtype, device=x_TK.device)
-        outs = []
-        for rows in blocks:
-            numbers_BK = self.weight[rows]
-            dequantized_BK = floats_BK[: len(numbers_BK)].copy_(numbers_BK).mul_(self.scale[rows, None])
-            outs.append(F.linear(x_TK, dequantized_BK))
-        return torch.cat(outs, dim=1)
+        dtype = x_TK.dtype if has_products(x_TK.device.type, x_TK.dtype) else torch.float32
+        return product_in_blocks(x_TK, self.weight, dtype, self.scale)
 
 
 def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str) -> None:
@@ -114,14 +106,6 @@ def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str) 
             out_features, in_features = spec.parameter_shape
             linear = Int8Linear(in_features, out_features, getattr(torch, SCALE_DTYPES[dtype]))
             model.set_submodule(spec.parameter.removesuffix(".weight"), linear)
-
-
-def _blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
-    """Ranges of rows. [5, 2**19] on a CPU: rows 0 and 1, 2 and 3, 4."""
-    num_rows, width = shape
-    step = max(BLOCK[device.type] // width, 1)
-    for start in range(0, num_rows, step):
-        yield slice(start, start + step)
 
 
 def _on_border(x_TK: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ position 4, page 5 with position 2: in ring order [3, 4, 2]. After 5..9: [9, 7, 
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
 from tramontane.proto.request import SamplingParams
@@ -86,6 +87,12 @@ class LayerCache:
     def __init__(self, num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.k_NGd = torch.zeros(num_rows, num_kv_heads, head_dim, dtype=dtype, device=device)
         self.v_NGd = torch.zeros(num_rows, num_kv_heads, head_dim, dtype=dtype, device=device)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows of any shape. As rows of an embedding: that copies each in one piece, indexing does not."""
+        k, v = (F.embedding(rows, whole_NGd.flatten(1)) for whole_NGd in (self.k_NGd, self.v_NGd))
+        shape = (*rows.shape, *self.k_NGd.shape[1:])
+        return k.view(shape), v.view(shape)
 
     def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
         self.k_NGd.index_copy_(0, rows, k_TGd)

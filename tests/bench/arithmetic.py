@@ -1,24 +1,27 @@
 """How long one stage's arithmetic takes: no Ray, no router, no links.
 
-    python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds 5] [--profile]
+    python tests/bench/arithmetic.py [--models mistral-300m mixtral-200m] [--threads 1 2] [--rounds 5] [--prompts N] [--profile]
 
 A whole model of random weights in one ``StageWorker`` in this process. Phases, in rounds that take turns: a prefill of 512
 tokens, four prompts of 128; decode steps of 1, 16, 32 and 64 sequences that have about 160 tokens behind them. Figures are
-medians. ``--profile`` shows instead where a phase's time goes, by torch's operators and by Python's functions.
+medians. With ``--prompts`` so many prompts of 128 tokens, 64 new ones each, also go through scheduler and router, once.
+``--profile`` shows instead where a phase's time goes, by torch's operators and by Python's functions.
 """
 
 import argparse
 import cProfile
-import itertools
-import json
 import pstats
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from harness import random_ids, run_in_process
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -31,6 +34,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.stage_worker import StageWorker
 
 CONTEXT, STEPS = 156, 8  # decode steps run from 156 to 163 tokens behind
+PROMPT, NEW_TOKENS = 128, 64
 GREEDY = SamplingParams(temperature=0.0)
 MISTRAL_300M = ModelArgs(
     dim=1024,
@@ -64,7 +68,7 @@ class Phase:
         return self.num_seqs * self.num_tokens
 
 
-PHASES = (Phase("prefill 4 x 128", 4, 128, 0, 1), *(Phase(f"decode {n}", n, 1, CONTEXT, STEPS) for n in (1, 16, 32, 64)))
+PHASES = (Phase("prefill 4 x 128", 4, PROMPT, 0, 1), *(Phase(f"decode {n}", n, 1, CONTEXT, STEPS) for n in (1, 16, 32, 64)))
 
 
 class Bench:
@@ -73,7 +77,6 @@ class Bench:
     def __init__(self, args: ModelArgs, dtype: str) -> None:
         self.plan = make_plan(args, PlanRequest((StageRoom(64 * GIB),), dtype, args.max_seq_len, 64, 16))
         self.worker = StageWorker.load(self.plan.stages[0], RandomWeights())
-        self._epochs = itertools.count()
 
     def step_s(self, phase: Phase) -> float:
         """Seconds of a step, the median of the phase's."""
@@ -82,7 +85,7 @@ class Bench:
 
     def batches(self, phase: Phase) -> list[MicroBatch]:
         """The phase's steps, after the stage has been told of what is behind them."""
-        epoch, ring = next(self._epochs), self.plan.cache.classes[0].ring_pages
+        epoch, ring = self.worker.epoch + 1, self.plan.cache.classes[0].ring_pages
         self.worker.fence(epoch)
         pages = [(tuple(range(ring * s, ring * (s + 1))),) for s in range(phase.num_seqs)]
         if phase.num_behind:
@@ -104,54 +107,62 @@ class Bench:
         return time.perf_counter() - started
 
 
-def measure(bench: Bench, phases: Sequence[Phase], rounds: int) -> dict[str, float]:
+def measure(bench: Bench, phases: Sequence[Phase], rounds: int) -> dict[Phase, float]:
     """Seconds of a step by phase: medians over rounds, the first of which warms up."""
-    turns = [{phase.name: bench.step_s(phase) for phase in phases} for _ in range(rounds + 1)][1:]
-    return {phase.name: statistics.median(turn[phase.name] for turn in turns) for phase in phases}
+    turns = [{phase: bench.step_s(phase) for phase in phases} for _ in range(rounds + 1)][1:]
+    return {phase: statistics.median(turn[phase] for turn in turns) for phase in phases}
 
 
-def show_profile(bench: Bench, phase: Phase) -> None:
-    bench.step_s(phase)
-    batches = bench.batches(phase)
-    with profile(activities=[ProfilerActivity.CPU]) as operators:
-        for batch in batches:
-            bench.worker.step(batch, None)
-    print(phase.name)
-    print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
-    batches = bench.batches(phase)
-    with cProfile.Profile() as functions:
-        for batch in batches:
-            bench.worker.step(batch, None)
-    pstats.Stats(functions, stream=sys.stdout).sort_stats("tottime").print_stats(25)
+def whole_run_s(bench: Bench, num_prompts: int) -> float:
+    """Seconds for prompts that come all at once, with one micro-batch in flight."""
+    prompts = [random_ids(PROMPT, seed, bench.plan.args.vocab_size) for seed in range(num_prompts)]
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    started = time.perf_counter()
+    run_in_process(bench.plan, [bench.worker], prompts, sampling, max_in_flight=1)
+    return time.perf_counter() - started
+
+
+def show_profile(bench: Bench, phases: Sequence[Phase]) -> None:
+    for phase in phases:
+        bench.step_s(phase)
+        batches = bench.batches(phase)
+        with profile(activities=[ProfilerActivity.CPU]) as operators:
+            for batch in batches:
+                bench.worker.step(batch, None)
+        batches = bench.batches(phase)
+        with cProfile.Profile() as functions:
+            for batch in batches:
+                bench.worker.step(batch, None)
+        print(phase.name)
+        print(operators.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+        pstats.Stats(functions, stream=sys.stdout).sort_stats("tottime").print_stats(25)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--phases", nargs="+", choices=[p.name for p in PHASES], default=[p.name for p in PHASES])
+    parser.add_argument("--phases", nargs="*", choices=[p.name for p in PHASES], default=[p.name for p in PHASES])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     phases = [phase for phase in PHASES if phase.name in options.phases]
-    table, figures = Table("model", "threads", "phase", "ms per step", "tokens/s"), []
+    table = Table("model", "threads", "phase", "ms per step", "tokens/s")
     for model in options.models:
         bench = Bench(MODELS[model], options.dtype)
         for threads in options.threads:
             torch.set_num_threads(threads)
             if options.profile:
-                for phase in phases:
-                    show_profile(bench, phase)
+                show_profile(bench, phases)
                 continue
-            for phase, (name, step_s) in zip(phases, measure(bench, phases, options.rounds).items(), strict=True):
-                speed = phase.tokens_per_step / step_s
-                table.add_row(model, str(threads), name, f"{step_s * 1e3:.1f}", f"{speed:.0f}")
-                figures.append({"model": model, "threads": threads, "phase": name, "step_s": step_s, "tokens_per_s": speed})
-    if options.json:
-        print(json.dumps(figures))
-    elif figures:
+            for phase, step_s in measure(bench, phases, options.rounds).items():
+                table.add_row(model, str(threads), phase.name, f"{step_s * 1e3:.1f}", f"{phase.tokens_per_step / step_s:.0f}")
+            if options.prompts:
+                speed = options.prompts * (PROMPT + NEW_TOKENS) / whole_run_s(bench, options.prompts)
+                table.add_row(model, str(threads), f"{options.prompts} x ({PROMPT} in, {NEW_TOKENS} out)", "", f"{speed:.0f}")
+    if not options.profile:
         Console(width=100).print(table)
 
 

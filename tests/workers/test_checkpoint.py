@@ -16,7 +16,7 @@ from tiny import INDEX_NAME, SINGLE_NAME, random_model, tiny_args, tiny_plan, wr
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, hf_config_of
 from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of, read_model_args
 from tramontane.proto.plan import StagePlan
 from tramontane.workers import checkpoint
@@ -171,6 +171,28 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("args", [ARGS, DENSE], ids=["mixtral", "mistral"])
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: ModelArgs, quantize: Quantization | None) -> None:
+    """Every tensor in its rows, every row of every parameter one tensor's."""
+    folder = write_checkpoint(tmp_path / "model", args)
+    stored = load_file(folder / SINGLE_NAME)
+    state = Checkpoint(folder).load(args, range(3), "float32", "cpu", quantize)
+    owned = {name: torch.zeros(len(tensor)) for name, tensor in state.items()}
+    for spec in _specs(args):
+        held, owner = state[spec.parameter][spec.rows].float(), owned[spec.parameter]
+        if quantize and spec.quantizable:
+            scale_N = state[spec.scale_parameter][spec.rows]
+            owned[spec.scale_parameter][spec.rows] += 1
+            assert ((held * scale_N[:, None] - stored[spec.name]).abs() <= scale_N[:, None] * 0.51).all()
+        else:
+            assert torch.equal(held, stored[spec.name])
+        owner[spec.rows] += 1
+    assert all((count == 1).all() for count in owned.values())
+    merged = {spec.parameter.rsplit(".", 2)[1] for spec in _specs(args) if spec.parameter_rows}
+    assert merged == {"wqkv", "w13"}
 
 
 class AskedFor:
