@@ -47,8 +47,8 @@ class Attention(nn.Module):
 
     def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
         tokens = x_TD.shape[0]
-        q_THd, k_TGd, v_TGd = rotary.turn(self.wqkv(x_TD).view(tokens, -1, self.head_dim), self.num_heads)
-        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        q_THd, k_TGd, v_TGd = self.wqkv(x_TD).view(tokens, -1, self.head_dim).split(self.num_heads, dim=1)
+        out_THd = attend(self.layer, rotary.turn_queries(q_THd), rotary.turn(k_TGd), v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))
         return out_TD
 

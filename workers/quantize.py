@@ -16,6 +16,7 @@ from tramontane.workers.tensor_names import TensorSpec
 LARGEST = 127
 # torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte borders. It checks neither.
 KERNEL_STEP, KERNEL_BORDER = 16, 32
+KERNEL_TOKENS = 16  # up to which it is as fast as blocks of float32, without AVX-512
 
 
 def hold(
@@ -89,7 +90,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         """By torch's kernel where it is fast (and safe); elsewhere by making a block of rows at a time float again."""
-        if x_TK.device.type == "cpu" and x_TK.dtype == torch.bfloat16 and x_TK.shape[1] % KERNEL_STEP == 0:
+        is_fast = len(x_TK) <= KERNEL_TOKENS or has_products(x_TK.device.type, x_TK.dtype)
+        if is_fast and x_TK.device.type == "cpu" and x_TK.dtype == torch.bfloat16 and x_TK.shape[1] % KERNEL_STEP == 0:
             out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(_on_border(x_TK), self.weight, self.scale)
             return out_TN
         return self._blockwise(x_TK)

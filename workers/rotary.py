@@ -14,25 +14,20 @@ from tramontane.proto.model_args import ModelArgs, YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What turns the heads of T tokens: all alike, so that there is a 1 in place of their number.
+    """What turns the heads of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
 
-    ``sin_T1d`` is negative in its first half. ``query_scale_T11`` is None where queries are not scaled by position.
-    """
+    cos_Td: Tensor
+    sin_Td: Tensor
+    query_scale_T: Tensor | None = None
 
-    cos_T1d: Tensor
-    sin_T1d: Tensor
-    query_scale_T11: Tensor | None = None
+    def turn(self, x_THd: Tensor) -> Tensor:
+        """Turn every head by its position's angles."""
+        first, second = x_THd.chunk(2, dim=-1)
+        return x_THd * self.cos_Td[:, None, :] + torch.cat((-second, first), dim=-1) * self.sin_Td[:, None, :]
 
-    def turn(self, heads_TAd: Tensor, num_heads: tuple[int, int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, which lie side by side; the first two turned by their position's angles, together.
-
-        first * cos - second * sin, second * cos + first * sin: halves change places for the second term.
-        """
-        queries, keys, values = num_heads
-        x_TAd, v_TGd = torch.split(heads_TAd, [queries + keys, values], dim=1)
-        turned_TAd = torch.addcmul(x_TAd * self.cos_T1d, x_TAd.roll(x_TAd.shape[-1] // 2, dims=-1), self.sin_T1d)
-        q_THd, k_TGd = torch.split(turned_TAd, [queries, keys], dim=1)
-        return q_THd if self.query_scale_T11 is None else q_THd * self.query_scale_T11, k_TGd, v_TGd
+    def turn_queries(self, q_THd: Tensor) -> Tensor:
+        turned_THd = self.turn(q_THd)
+        return turned_THd if self.query_scale_T is None else turned_THd * self.query_scale_T[:, None, None]
 
 
 def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype) -> Rotary:
@@ -43,14 +38,14 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype) -> R
     """
     frequencies = rotary_frequencies(args).to(positions_T.device)
     angles = positions_T.float()[:, None] * frequencies[None, :]
+    angles_Td = torch.cat((angles, angles), dim=-1)
     scaling = args.rope_scaling
     magnitude = scaling.magnitude if scaling else 1.0
-    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-    cos_T1d, sin_T1d = (torch.cat(halves, dim=-1).to(dtype)[:, None, :] for halves in ((cos, cos), (-sin, sin)))
+    cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
     if scaling is None or not scaling.query_beta:
-        return Rotary(cos_T1d, sin_T1d)
+        return Rotary(cos_Td, sin_Td)
     times_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
-    return Rotary(cos_T1d, sin_T1d, (1 + scaling.query_beta * torch.log1p(times_T)).to(dtype)[:, None, None])
+    return Rotary(cos_Td, sin_Td, (1 + scaling.query_beta * torch.log1p(times_T)).to(dtype))
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:

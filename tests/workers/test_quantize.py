@@ -96,7 +96,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 def test_it_multiplies(dtype: torch.dtype, in_features: int, out_features: int) -> None:
     """Also where torch's kernel would read past the ends of rows: widths that are not multiples of 16."""
     linear = _linear(out_features, in_features, dtype)
-    for tokens in (0, 1, 2, 3, 4, 5, 9):
+    for tokens in (0, 1, 2, 3, 4, 5, 9, 17):
         x_TK = torch.randn(tokens, in_features, generator=torch.Generator().manual_seed(tokens)).to(dtype)
         out_TN = linear(x_TK)
         assert out_TN.dtype == dtype
