@@ -8,32 +8,19 @@ import typer
 
 from tramontane.cluster.display import Display
 from tramontane.cluster.options import (
-    Address,
-    Config,
-    Dtype,
-    GpuMemory,
-    GpuSpeed,
-    Json,
-    KvCacheMemory,
-    Link,
-    LoadFormat,
-    Local,
-    MaxModelLen,
-    Model,
-    PageSize,
-    Quantize,
-    Seed,
-    Stages,
+    PIPELINE,
+    RUN,
     Temperature,
-    ThreadsPerStage,
     TopK,
     TopP,
     configured,
     option,
+    takes,
 )
 from tramontane.proto.request import SamplingParams
 
 
+@takes(PIPELINE, RUN)
 def chat(
     context: typer.Context,
     system: Annotated[str | None, option("--system", help="What the model is told before the conversation.")] = None,
@@ -41,23 +28,6 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    model: Model = None,
-    load_format: LoadFormat = None,
-    stages: Stages = None,
-    local: Local = None,
-    address: Address = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    max_model_len: MaxModelLen = None,
-    page_size: PageSize = None,
-    kv_cache_memory: KvCacheMemory = None,
-    threads_per_stage: ThreadsPerStage = None,
-    gpu_memory: GpuMemory = None,
-    gpu_speed: GpuSpeed = None,
-    link: Link = None,
-    seed: Seed = None,
-    config: Config = None,
-    json: Json = None,
 ) -> None:
     """Talk with a model: each line of standard input is what you say, in a terminal with history and editing."""
     from tramontane.cluster.chat import Terminal, lines_of_stdin, run_chat

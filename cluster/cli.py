@@ -10,37 +10,22 @@ from typing import Annotated
 
 import typer
 
+from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.options import (
-    Address,
-    Config,
-    Dtype,
-    GpuMemory,
-    GpuSpeed,
-    ItlTargetMs,
-    Json,
-    KvCacheMemory,
-    Link,
-    LoadFormat,
-    Local,
-    MaxModelLen,
-    MaxNumBatchedTokens,
-    MaxNumSeqs,
-    Model,
-    PageSize,
-    Quantize,
-    Seed,
-    Stages,
+    BATCHING,
+    PIPELINE,
+    RUN,
     Temperature,
-    ThreadsPerStage,
     TopK,
     TopP,
     configured,
     option,
+    takes,
 )
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
@@ -64,6 +49,7 @@ def tramontane(
 
 
 @app.command()
+@takes(PIPELINE, BATCHING, RUN)
 def generate(
     context: typer.Context,
     prompts: Annotated[
@@ -76,26 +62,6 @@ def generate(
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
-    model: Model = None,
-    load_format: LoadFormat = None,
-    stages: Stages = None,
-    local: Local = None,
-    address: Address = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    itl_target_ms: ItlTargetMs = None,
-    page_size: PageSize = None,
-    kv_cache_memory: KvCacheMemory = None,
-    threads_per_stage: ThreadsPerStage = None,
-    gpu_memory: GpuMemory = None,
-    gpu_speed: GpuSpeed = None,
-    link: Link = None,
-    seed: Seed = None,
-    config: Config = None,
-    json: Json = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
     from tramontane.cluster.generate import generate as run_generate  # brings Ray, which other commands do not need
@@ -116,37 +82,21 @@ def generate(
 
 
 @app.command()
+@takes(PIPELINE, BATCHING)
 def serve(
     context: typer.Context,
-    model: Model = None,
-    load_format: LoadFormat = None,
     served_model_name: Annotated[
         str | None, option("--served-model-name", help="What clients call the model. Default: the folder's name.")
     ] = None,
     host: Annotated[str | None, option("--host", help="Address to listen on. Default 127.0.0.1.")] = None,
     port: Annotated[int | None, option("--port", help="HTTP port. Default 8000.")] = None,
-    stages: Stages = None,
     replicas: Annotated[int | None, option("--replicas", help="Pipelines behind the door. Default 1.")] = None,
-    address: Address = None,
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
-    max_num_batched_tokens: MaxNumBatchedTokens = None,
-    itl_target_ms: ItlTargetMs = None,
     max_queued_requests: Annotated[
         int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
     ] = None,
     max_queued_tokens: Annotated[
         int | None, option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
     ] = None,
-    page_size: PageSize = None,
-    kv_cache_memory: KvCacheMemory = None,
-    threads_per_stage: ThreadsPerStage = None,
-    gpu_memory: GpuMemory = None,
-    gpu_speed: GpuSpeed = None,
-    link: Link = None,
-    config: Config = None,
     json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API until interrupted."""
@@ -163,6 +113,7 @@ def serve(
 
 
 app.command()(chat)
+app.command()(bench)
 app.command()(plan)
 app.command()(make_random)
 app.command()(simulate)

@@ -12,7 +12,9 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import FinishReason
+from tramontane.router.usage import UsageMeter
 
 if TYPE_CHECKING:
     from tramontane.cluster.generate import Outcome
@@ -149,16 +151,32 @@ def for_terminal(text: str) -> str:
 
 
 def summary(outcome: "Outcome") -> Group:
-    """Per stage: its layers, how busy it was, what passed through it; below, the pipeline as a whole."""
-    usage = outcome.engine.usage
+    """The stages; below, the pipeline as a whole."""
+    return Group(stage_table(outcome.engine.plan, outcome.engine.usage), _pipeline_line(outcome))
+
+
+def stage_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+    """Per stage: its layers, how busy it was, what passed through it."""
     table = Table()
     for name in ("stage", "layers", "busy", "tokens", "micro-batches"):
         table.add_column(name, justify="right")
-    for stage, used in zip(outcome.engine.plan.stages, usage.stages, strict=True):
+    for stage, used in zip(plan.stages, usage.stages, strict=True):
         layers = f"{stage.first_layer}-{stage.last_layer - 1}"
         busy = f"{usage.busy_share(stage.stage_id):.0%}"
         table.add_row(f"{stage.stage_id + 1}/{stage.num_stages}", layers, busy, str(used.num_tokens), str(used.num_batches))
-    return Group(table, _pipeline_line(outcome))
+    return table
+
+
+def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]:
+    return [
+        {
+            "layers": [stage.first_layer, stage.last_layer - 1],
+            "busy_share": usage.busy_share(stage.stage_id),
+            "tokens": used.num_tokens,
+            "micro_batches": used.num_batches,
+        }
+        for stage, used in zip(plan.stages, usage.stages, strict=True)
+    ]
 
 
 def _pipeline_line(outcome: "Outcome") -> str:
@@ -184,15 +202,6 @@ def cut_short(outcome: "Outcome", max_tokens: int) -> str | None:
 
 def as_json(outcome: "Outcome") -> str:
     usage = outcome.engine.usage
-    stages: list[dict[str, Any]] = [
-        {
-            "layers": [stage.first_layer, stage.last_layer - 1],
-            "busy_share": usage.busy_share(stage.stage_id),
-            "tokens": used.num_tokens,
-            "micro_batches": used.num_batches,
-        }
-        for stage, used in zip(outcome.engine.plan.stages, usage.stages, strict=True)
-    ]
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
         for c in outcome.completions
@@ -200,7 +209,7 @@ def as_json(outcome: "Outcome") -> str:
     return json.dumps(
         {
             "completions": completions,
-            "stages": stages,
+            "stages": stages_as_data(outcome.engine.plan, usage),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,

@@ -1,8 +1,11 @@
 """Options that several commands have, and the configuration that they and a ``--config`` file give."""
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -39,13 +42,68 @@ GpuSpeed = Annotated[
     str | None, option("--gpu-speed", help="Relative, of each stage's GPU: 1,1,3. Default: measured, where unlike.")
 ]
 Link = Annotated[str | None, option("--link", help="How activations travel: object-store.")]
-Seed = Annotated[int | None, option("--seed", help="Seed of sampling. Default 0.")]
+Seed = Annotated[int | None, option("--seed", help="Seed of sampling, or of random prompts. Default 0.")]
 Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]
 Json = Annotated[bool | None, option("--json", help="Machine-readable output on standard output.")]
 
 Temperature = Annotated[float, option("--temperature", help="0 is greedy.")]
 TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]
 TopK = Annotated[int, option("--top-k", help="Keep this many likeliest tokens; 0 keeps all.")]
+
+# What every command with a pipeline takes. Whoever adds an option adds it here, not to the commands.
+PIPELINE: Mapping[str, Any] = MappingProxyType(
+    {
+        "model": Model,
+        "load_format": LoadFormat,
+        "stages": Stages,
+        "address": Address,
+        "dtype": Dtype,
+        "quantize": Quantize,
+        "max_model_len": MaxModelLen,
+        "page_size": PageSize,
+        "kv_cache_memory": KvCacheMemory,
+        "threads_per_stage": ThreadsPerStage,
+        "gpu_memory": GpuMemory,
+        "gpu_speed": GpuSpeed,
+        "link": Link,
+        "config": Config,
+        "json": Json,
+    }
+)
+BATCHING: Mapping[str, Any] = MappingProxyType(
+    {"max_num_seqs": MaxNumSeqs, "max_num_batched_tokens": MaxNumBatchedTokens, "itl_target_ms": ItlTargetMs}
+)
+RUN: Mapping[str, Any] = MappingProxyType({"local": Local, "seed": Seed})  # what runs once, rather than serves
+
+Command = Callable[..., None]
+
+
+def takes(*shared: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Give a command these options beside its own; those that nobody gives are None.
+
+    The command does not name them: ``configured`` finds them in the context. One that it does name is its own.
+    """
+
+    def decorate(command: Command) -> Command:
+        own = inspect.signature(command).parameters
+        added = {name: kind for options in shared for name, kind in options.items() if name not in own}
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, keyword, default=None, annotation=kind) for name, kind in added.items()]
+
+        @wraps(command)
+        def run(**given: Any) -> None:  # noqa: ANN401
+            command(**{name: value for name, value in given.items() if name in own})
+
+        run.__annotations__ = command.__annotations__ | added  # typer reads both
+        vars(run)["__signature__"] = inspect.Signature([*own.values(), *parameters])
+        return run
+
+    return decorate
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """Names, of those that are None where nobody gives them."""
+    return [name for name, value in context.params.items() if value is not None]
 
 
 @contextmanager

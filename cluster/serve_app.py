@@ -114,4 +114,5 @@ def served_model(config: EngineConfig) -> ServedModel:
         tokenizer=open_tokenizer(config.model, args.vocab_size),
         max_model_len=config.max_model_len or args.max_seq_len,
         max_sequences=config.max_num_seqs + config.max_queued_requests,
+        vocab_size=args.vocab_size,
     )

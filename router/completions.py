@@ -27,6 +27,7 @@ class ServedModel:
     tokenizer: Tokenizer | None
     max_model_len: int
     max_sequences: int  # of one request
+    vocab_size: int
 
 
 class Completion:
@@ -210,6 +211,7 @@ def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
         "created": created,
         "owned_by": "tramontane",
         "max_model_len": model.max_model_len,
+        "vocab_size": model.vocab_size,
     }
 
 

@@ -1,7 +1,9 @@
 """How busy the stages were, from the stages' own clocks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 
 from tramontane.proto.step import StageTiming, StepResult
 
@@ -66,3 +68,23 @@ def overlap_share(timings: Iterable[StageTiming]) -> float:
         overlapped += (at - since) if working >= 2 else 0.0
         working, since = working + change, at
     return overlapped / busy if busy else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class HopTime:
+    """From the end of a stage's work on a micro-batch to the beginning of the next stage's.
+
+    Where the next stage was still busy it includes the waiting, so the smallest is closest to the way itself.
+    """
+
+    min_s: float
+    median_s: float
+
+
+def hop_times(steps: Sequence[Sequence[StageTiming]]) -> tuple[HopTime, ...]:
+    """Of every hop, from the timings of each step, in the order of stages. Only as good as the stages' clocks agree.
+
+    Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: it began 1 and 2 after, at least 1, 1.5 in the median.
+    """
+    hops = zip(*([later.started_at - earlier.ended_at for earlier, later in pairwise(step)] for step in steps), strict=True)
+    return tuple(HopTime(min(gaps), median(gaps)) for gaps in hops)

@@ -106,7 +106,7 @@ async def _house(
     async def is_ready() -> bool:
         return house.is_ready
 
-    door = HttpDoor(ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES), router, is_ready, MAX_BODY, 10**9)
+    door = HttpDoor(ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size), router, is_ready, MAX_BODY, 10**9)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)
@@ -257,7 +257,7 @@ def test_the_model_is_listed(chain: LocalStageChain, tokenizer: Tokenizer) -> No
             assert listed["object"] == "list"
             [model] = listed["data"]
             assert (model["id"], model["object"], model["owned_by"]) == ("tiny", "model", "tramontane")
-            assert model["max_model_len"] == CONTEXT
+            assert (model["max_model_len"], model["vocab_size"]) == (CONTEXT, ARGS.vocab_size)
             assert isinstance(model["created"], int)
             assert (await house.client.get("/v1/models/tiny")).json() == model
             unknown = await house.client.get("/v1/models/gpt/4")

@@ -23,6 +23,7 @@ from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 CONTEXT = 2048
 MAX_SEQUENCES = 8
+VOCAB = 1000
 PROMPT, OTHER_PROMPT = "What news?", "la la"
 TEXT, OTHER_TEXT = "Speak, my lord; the hour is late.", "\u00e9 \U0001f600 END of it"
 ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
@@ -72,12 +73,12 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES)
+    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB)
 
 
 @pytest.fixture(scope="module")
 def wordless() -> ServedModel:
-    return ServedModel("wordless", None, CONTEXT, MAX_SEQUENCES)
+    return ServedModel("wordless", None, CONTEXT, MAX_SEQUENCES, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -434,6 +435,7 @@ def test_another_model_is_refused_and_none_is_this_one(model: ServedModel) -> No
 
 def test_the_list_of_models_has_this_one(model: ServedModel) -> None:
     entry = {"id": "demo", "object": "model", "created": 7, "owned_by": "tramontane", "max_model_len": CONTEXT}
+    entry["vocab_size"] = VOCAB
     assert model_list(model, 7) == {"object": "list", "data": [entry]}
 
 

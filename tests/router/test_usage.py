@@ -3,7 +3,7 @@
 import pytest
 
 from tramontane.proto.step import SampledToken, StageTiming, StepResult
-from tramontane.router.usage import UsageMeter, overlap_share
+from tramontane.router.usage import HopTime, UsageMeter, hop_times, overlap_share
 
 
 def test_shares_add_up() -> None:
@@ -35,3 +35,13 @@ def test_nothing_observed_is_no_division_by_zero() -> None:
 def test_overlap(intervals: list[tuple[float, float]], share: float) -> None:
     timings = [StageTiming(i, start, busy, 1) for i, (start, busy) in enumerate(intervals)]
     assert overlap_share(timings) == pytest.approx(share)
+
+
+def test_hops_are_from_a_stages_end_to_the_next_stages_beginning() -> None:
+    def step(*intervals: tuple[float, float]) -> list[StageTiming]:
+        return [StageTiming(i, start, busy, 1) for i, (start, busy) in enumerate(intervals)]
+
+    steps = [step((0, 2), (3, 1), (4, 1)), step((4, 1), (7, 1), (8.5, 1)), step((9, 1), (14, 1), (18, 1))]
+    assert hop_times(steps) == (HopTime(1.0, 2.0), HopTime(0.0, 0.5))
+    assert hop_times([step((0, 2))]) == ()
+    assert hop_times([]) == ()
