@@ -39,7 +39,10 @@ def client_of(url: str) -> httpx.AsyncClient:
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"--url is {url!r}; it must begin with http:// or https://")
-    return httpx.AsyncClient(base_url=base, timeout=PATIENCE, limits=UNLIMITED)
+    try:
+        return httpx.AsyncClient(base_url=base, timeout=PATIENCE, limits=UNLIMITED)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url is {url!r}: {error}") from error
 
 
 async def bench_online(
