@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,9 @@ bench-scheduler: $(STAMP)  ## what the scheduler takes per micro-batch
 
 bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
 	$(BIN)/python tests/bench/arithmetic.py
+
+bench-link: $(STAMP)  ## a hop between stages, and how often four stages deliver, over either link
+	$(BIN)/python tests/bench/link.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -24,6 +24,7 @@ from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 if TYPE_CHECKING:
     from tramontane.cluster.supervisor import PipelineSpec
+    from tramontane.workers.link import Address, StageLink
     from tramontane.workers.stage_worker import StageWorker
 
 NAMESPACE = "tramontane"
@@ -57,6 +58,7 @@ class StageActor:
         self._fingerprint = fingerprint
         self._holder = ""
         self._worker: StageWorker | None = None
+        self._link: StageLink | None = None  # where hidden states travel directly
         self._failure: Exception | None = None
         self._bytes_read = self._bytes_loaded = 0
         self._loading = threading.Thread(target=self._try_to_load, args=(weights, device), daemon=True)
@@ -99,13 +101,43 @@ class StageActor:
 
         torch.set_num_threads(self._threads)  # counts per thread: here, on the thread that computes
         self._wait_until_loaded().fence(epoch)
+        if self._link is not None:
+            self._link.close()
         self._holder = holder
 
+    @ray.method(concurrency_group="control")
+    def unlink(self, epoch: int) -> None:
+        """What waits for a neighbour ends with an error, so that the fence of ``epoch`` gets its turn. Call it as ``health``."""
+        if self._worker is not None and self._link is not None and epoch > self._worker.epoch:
+            self._link.close()
+
+    def listen(self, epoch: int) -> "Address | None":
+        """For the direct link, after the fence: where the next stage, if there is one, finds this one."""
+        from tramontane.workers.link import StageLink
+
+        self._link = StageLink(self._fenced_worker(epoch), ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        return self._link.listen()
+
+    def connect(self, epoch: int, inlet: "Address | None") -> None:
+        """Link up with the stage before, which listens at ``inlet``, and then with the next. Raises LinkError."""
+        self._fenced_worker(epoch)
+        assert self._link is not None
+        self._link.connect(inlet)
+
+    @ray.method(enable_task_events=False)
+    def linked_step(self, batch: bytes) -> bytes | None:
+        """A step whose hidden states come from the stage before and go to the next; only the last stage answers."""
+        self._refuse_while_loading()
+        if self._link is None:
+            raise StaleEpochError(f"{self._plan.label} has not been linked since it was loaded")
+        result = self._link.step(wire.decode_batch(batch))
+        return None if result is None else wire.encode_result(result)
+
+    @ray.method(enable_task_events=False)
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
         from tramontane.workers.activation import Activation
 
-        if self._loading.is_alive():  # it would be refused after loading as well
-            raise StaleEpochError(f"{self._plan.label} is loading and obeys no epoch yet")
+        self._refuse_while_loading()
         outcome = self._wait_until_loaded().step(wire.decode_batch(batch), incoming and Activation.unpack(incoming))
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
@@ -127,6 +159,16 @@ class StageActor:
             bytes_loaded=self._bytes_loaded,
             weight_bytes=self._plan.weight_bytes,
         )
+
+    def _refuse_while_loading(self) -> None:
+        if self._loading.is_alive():  # a step would be refused after loading as well
+            raise StaleEpochError(f"{self._plan.label} is loading and obeys no epoch yet")
+
+    def _fenced_worker(self, epoch: int) -> "StageWorker":
+        worker = self._wait_until_loaded()
+        if worker.epoch != epoch:
+            raise StaleEpochError(f"{self._plan.label} is at epoch {worker.epoch} and is not linked for epoch {epoch}")
+        return worker
 
     def _wait_until_loaded(self) -> "StageWorker":
         self._loading.join()

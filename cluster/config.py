@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Ty
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
+from tramontane.proto.plan import Link
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
     *("model", "load_format", "stages", "dtype", "quantize", "max_model_len", "max_num_seqs"),
@@ -81,7 +82,7 @@ class EngineConfig(BaseModel):
         None, description="of each stage, or of all"
     )
     gpu_speed: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_speeds)] = Field(None, description="of each stage, relative")
-    link: Literal["object-store"] = "object-store"
+    link: Link = "object-store"
     seed: int = 0
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -123,6 +124,10 @@ class EngineConfig(BaseModel):
             raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
         if config.local and config.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
+        if config.local and config.link == "direct":
+            raise ConfigError(
+                "--local keeps the stages in one process, where nothing travels, so --link direct cannot be used with it"
+            )
         if config.load_format == "auto" and is_preset(config.model):
             raise ConfigError(
                 f"--model is {config.model}, a published geometry without weights; "

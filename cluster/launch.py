@@ -176,4 +176,5 @@ def pipeline_spec(
         use_gpus=bool(hardware.gpus),
         nodes=tuple(place.nodes for place in places),
         fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
+        link=config.link,
     )

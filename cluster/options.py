@@ -41,7 +41,7 @@ GpuMemory = Annotated[str | None, option("--gpu-memory", help="Of each stage's G
 GpuSpeed = Annotated[
     str | None, option("--gpu-speed", help="Relative, of each stage's GPU: 1,1,3. Default: measured, where unlike.")
 ]
-Link = Annotated[str | None, option("--link", help="How activations travel: object-store.")]
+Link = Annotated[str | None, option("--link", help="How hidden states travel: object-store or direct. Default: object-store.")]
 Seed = Annotated[int | None, option("--seed", help="Seed of sampling, or of random prompts. Default 0.")]
 Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]
 Json = Annotated[bool | None, option("--json", help="Machine-readable output on standard output.")]

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.loading import ShowLoading, shown_loading
-from tramontane.cluster.ray_chain import RayStageChain, last_line
+from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
 from tramontane.cluster.supervisor import (
     RENEW_EVERY_S,
     SUPERVISOR,
@@ -68,7 +68,8 @@ async def running_pipeline(
         report(f"loading {len(spec.plan.stages)} stages")
         with shown_loading(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec)
-        yield RayStageChain(stages, supervisor, holder)
+        chain = DirectStageChain if spec.link == "direct" else RayStageChain
+        yield chain(stages, supervisor, holder)
     finally:
         renewing.cancel()
         if await _is_ours(spec.supervisor_name, holder):

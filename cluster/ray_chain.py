@@ -1,9 +1,11 @@
-"""The object-store link: the router submits the whole chain at once and awaits only its end."""
+"""The two links over Ray: the router submits the whole chain at once and awaits only its end."""
 
 import asyncio
 import re
 import time
 from collections.abc import Awaitable, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from ray import ObjectRef
@@ -12,16 +14,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.proto import wire
-from tramontane.proto.errors import LeaseError, PipelineError
+from tramontane.proto.errors import LeaseError, LinkError, PipelineError
 from tramontane.proto.step import MicroBatch, StepResult
 
 FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
 RETRY_S = 0.5
+CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
 
 
 class RayStageChain:
-    """Hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
+    """The object-store link: hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
 
     Ray runs one caller's calls on a synchronous actor in the order of submission, so
     micro-batches enter every stage in the order of ``submit``.
@@ -71,6 +74,62 @@ class RayStageChain:
             return wire.decode_result(await ref)
         except RayError as error:
             raise PipelineError(f"a stage failed: {last_line(error)}") from error
+
+
+class DirectStageChain(RayStageChain):
+    """The direct link: every stage gets the same small message at once; hidden states do not touch Ray.
+
+    Nothing ties these calls together, so each of them is listened to, in case it fails.
+    """
+
+    def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
+        super().__init__(stages, supervisor, holder)
+        self._failures: list[BaseException] = []  # since the last fence, as they were heard
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        message = wire.encode_batch(batch)
+        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        for stage in self.stages:
+            ref: ObjectRef[bytes | None] = stage.linked_step.remote(message)
+            ref.future().add_done_callback(partial(self._hear, result))
+        return self._decoded(result)
+
+    async def fence(self) -> int:
+        epoch = await super().fence()
+        self._failures = []
+        return epoch
+
+    def _hear(self, result: "asyncio.Future[bytes]", answer: "Future[bytes | None]") -> None:
+        """In a thread of Ray's. All stages but the last one answer None."""
+        outcome = answer.exception() or answer.result()
+        loop = result.get_loop()
+        if outcome is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._settle, result, outcome)
+
+    def _settle(self, result: "asyncio.Future[bytes]", outcome: BaseException | bytes) -> None:
+        if isinstance(outcome, BaseException):
+            self._failures.append(outcome)
+        if result.done():
+            return
+        if isinstance(outcome, BaseException):
+            result.set_exception(outcome)
+        else:
+            result.set_result(outcome)
+
+    async def _decoded(self, result: "asyncio.Future[bytes]") -> StepResult:
+        try:
+            return wire.decode_result(await result)
+        except RayError as error:
+            raise PipelineError(f"a stage failed: {last_line(await self._cause_of(error))}") from error
+
+    async def _cause_of(self, error: BaseException) -> BaseException:
+        """That a neighbour fell silent is a consequence. The cause is heard from another stage, perhaps with a later step."""
+        for _ in range(CAUSE_POLLS):
+            error = next((failure for failure in self._failures if not isinstance(failure, LinkError)), error)
+            if not isinstance(error, LinkError):
+                break
+            await asyncio.sleep(CAUSE_POLL_S)
+        return error
 
 
 def _is_restarting(error: RayError) -> bool:

@@ -16,9 +16,9 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 
 from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names, create_stage
 from tramontane.cluster.lease import Lease, LeaseBook
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import LinkError, PipelineError
 from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
@@ -60,6 +60,7 @@ class PipelineSpec:
     nodes: tuple[tuple[str, ...], ...] = ()  # of each stage, where the plan wants it (see ``places``); () is anywhere
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: Application | None = None
+    link: Link = "object-store"
 
     @property
     def bundles(self) -> list[dict[str, float]]:
@@ -121,7 +122,7 @@ class Supervisor:
         stages = _existing_stages(self.spec)
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
-        ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
+        fence_stages(stages, epoch, holder, self.spec.link)
         return epoch
 
     @ray.method(concurrency_group="lease")
@@ -181,6 +182,26 @@ class Supervisor:
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
+
+
+def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: Link) -> None:
+    """Make the stages obey ``epoch``; where the link is direct, with new edges between all of them."""
+    if link == "direct":  # a step that waits for a neighbour must not keep the fence waiting
+        ray.get([stage.unlink.options(concurrency_group="control").remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    if link == "direct":
+        _link_up(stages, epoch)
+
+
+def _link_up(stages: list[ActorHandle[Any]], epoch: int) -> None:
+    """If a stage dies meanwhile that is raised, rather than what its neighbours suffer from it."""
+    outlets: list[Any] = ray.get([stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    inlets = [None, *outlets[:-1]]
+    asked: list[ray.ObjectRef[None]] = [stage.connect.remote(epoch, inlet) for stage, inlet in zip(stages, inlets, strict=True)]
+    for ref in ray.wait(asked, num_returns=len(asked), timeout=FENCE_TIMEOUT_S)[0]:
+        with contextlib.suppress(LinkError):
+            ray.get(ref)
+    ray.get(asked, timeout=0)
 
 
 def remove_pipeline(name: str) -> None:

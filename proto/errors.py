@@ -10,6 +10,7 @@
     +-- OverloadedError      too much is waiting already; says when to come back
     +-- PipelineError        a pipeline failed while it was working
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
+        +-- LinkError        the way between two neighbouring stages is broken
         +-- LeaseError       another router drives the pipeline
         +-- NoStreamError    a router has no stream to answer by
         +-- NotRunningError  a router's pipeline cannot make tokens now
@@ -64,6 +65,10 @@ class PipelineError(TramontaneError):
 
 class StaleEpochError(PipelineError):
     """A step carried another epoch than the one its stage was fenced to."""
+
+
+class LinkError(PipelineError):
+    """A stage cannot hear from its neighbour, or send to it; why the neighbour fell silent, others know."""
 
 
 class LeaseError(PipelineError):

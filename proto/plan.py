@@ -1,8 +1,11 @@
 """What is fixed for the life of a deployment: who holds which layers, and how caches are cut into pages."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+
+Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
 
 
 def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:

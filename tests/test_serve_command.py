@@ -93,7 +93,7 @@ def _started_with(home: Path) -> list[psutil.Process]:
 
 def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> None:
     port = free_port()
-    with _server(_environment(tmp_path), "--port", str(port)) as (process, ready):
+    with _server(_environment(tmp_path), "--port", str(port), "--link", "direct") as (process, ready):
         assert ready["url"] == f"http://127.0.0.1:{port}"
         assert (ready["model"], ready["stages"], ready["replicas"]) == ("demo", 2, 1)
         assert _complete(ready["url"], prompt="ROMEO:")["usage"]["completion_tokens"] == 6

@@ -63,15 +63,22 @@ class StageWorker:
         self.epoch = epoch
         self._next_step = 0
 
+    def check_epoch(self, batch: MicroBatch) -> None:
+        """Raises StaleEpochError for a step of another epoch than the stage is fenced to."""
+        if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
+            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
+
+    def check_turn(self, batch: MicroBatch) -> None:
+        assert batch.step_id == self._next_step, f"step {batch.step_id} came where {self._next_step} was due"
+
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
 
-        Raises StaleEpochError for a step of another epoch than the stage is fenced to.
+        Raises as ``check_epoch`` does.
         """
         started_at, started = time.time(), time.perf_counter()
-        if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
-            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
-        assert batch.step_id == self._next_step, f"step {batch.step_id} came where {self._next_step} was due"
+        self.check_epoch(batch)
+        self.check_turn(batch)
         self._next_step += 1
         self.table.update(batch)
         with torch.inference_mode():

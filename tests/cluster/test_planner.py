@@ -437,7 +437,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("threads-per-stage", "2", 2),
     ("gpu-memory", "24GiB,80GiB", (24 * GIB, 80 * GIB)),
     ("gpu-speed", "1,3", (1, 3)),
-    ("link", "object-store", "object-store"),
+    ("link", "direct", "direct"),
     ("seed", "-7", -7),
 ]
 

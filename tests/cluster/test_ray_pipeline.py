@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 from harness import GREEDY, PROMPTS, placed, random_ids, run_in_process, run_prompts, scheduler_for
@@ -22,11 +24,12 @@ from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import NAMESPACE, StageActor, StageHealth, as_stage_actor
 from tramontane.cluster.loading import Loading, shown_loading
-from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec, wait_until_ready
 from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.usage import overlap_share
@@ -36,6 +39,7 @@ from tramontane.workers.stage_worker import StageWorker
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 ARGS = tiny_args(window=24)
+LONG = SamplingParams(max_tokens=200, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +60,16 @@ def _expected() -> list[Expected]:
     return [greedy(weights, ARGS, prompt, GREEDY.max_tokens) for prompt in PROMPTS]
 
 
-def _spec(folder: Path, num_stages: int, page_size: int = 16) -> PipelineSpec:
+def _spec(folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store") -> PipelineSpec:
     plan = tiny_plan(ARGS, num_stages, page_size)
-    return PipelineSpec(f"test-{num_stages}-{page_size}", plan, folder, threads_per_stage=1, use_gpus=False)
+    return PipelineSpec(f"test-{num_stages}-{page_size}", plan, folder, threads_per_stage=1, use_gpus=False, link=link)
 
 
 @contextmanager
-def _pipeline(folder: Path, num_stages: int, page_size: int = 16) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
-    spec = _spec(folder, num_stages, page_size)
+def _pipeline(
+    folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
+) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
+    spec = _spec(folder, num_stages, page_size, link)
     with placed(spec) as chain:
         yield spec, chain
 
@@ -169,16 +175,88 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
         ray.cancel(never, force=True)
 
 
-def test_a_dead_stage_ends_requests_with_the_reason(folder: Path) -> None:
-    with _pipeline(folder, 2) as (spec, chain):
+@pytest.mark.parametrize(
+    ("link", "num_stages", "dying"),
+    [("object-store", 2, 1), ("direct", 2, 1), ("direct", 3, 0), ("direct", 3, 1)],
+)
+def test_a_dead_stage_ends_requests_with_the_reason_and_later_ones_succeed(
+    folder: Path, link: Link, num_stages: int, dying: int
+) -> None:
+    with _pipeline(folder, num_stages, link=link) as (spec, chain):
 
         def kill_once(result: StepResult) -> None:
             if result.step_id == 5:
-                ray.kill(chain.stages[1], no_restart=False)
+                ray.kill(chain.stages[dying], no_restart=False)
 
-        sampling = SamplingParams(max_tokens=200, temperature=0.0)
-        with pytest.raises(PipelineError, match="a stage failed"):
-            asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], sampling, observe=kill_once))
+        with pytest.raises(PipelineError, match=r"a stage failed: .*(unavailable|is at epoch|is loading|not been linked)"):
+            asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], LONG, observe=kill_once))
+        _check_tokens(spec, chain, 64, True)
+
+
+# ---- the direct link
+
+
+@pytest.fixture
+def linked(folder: Path) -> Iterator[tuple[PipelineSpec, DirectStageChain]]:
+    with _pipeline(folder, 3, page_size=8, link="direct") as (spec, chain):
+        assert isinstance(chain, DirectStageChain)
+        yield spec, chain
+
+
+def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
+    linked: tuple[PipelineSpec, DirectStageChain],
+) -> None:
+    spec, chain = linked
+    _check_tokens(spec, chain, 7, True)
+
+    def intrude(result: StepResult) -> None:
+        if result.step_id == 3:
+            for stage in chain.stages:
+                with pytest.raises(RayError, match="is at epoch"):
+                    ray.get(stage.linked_step.remote(_one_token(result.epoch - 1)))
+                ray.get(stage.unlink.options(concurrency_group="control").remote(result.epoch))
+                with pytest.raises(RayError, match="not linked for epoch"):
+                    ray.get(stage.listen.remote(result.epoch - 1))
+
+    outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=intrude))
+    for prompt, output, expected in zip(PROMPTS, outputs, _expected(), strict=True):
+        assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
+
+
+def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fence(
+    linked: tuple[PipelineSpec, DirectStageChain],
+) -> None:
+    spec, chain = linked
+
+    def disturb(result: StepResult) -> None:
+        if result.step_id == 3:
+            wrong = replace(wire.decode_batch(_one_token(result.epoch)), step_id=1000)
+            chain.stages[1].linked_step.remote(wire.encode_batch(wrong))
+
+    with pytest.raises(PipelineError, match="a stage failed: the link to a neighbour is"):
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], LONG, observe=disturb))
+    epoch = asyncio.run(chain.fence())
+    waiting = [stage.linked_step.remote(_one_token(epoch)) for stage in chain.stages[1:]]
+    assert asyncio.run(chain.fence()) > epoch
+    for ref in waiting:
+        with pytest.raises(RayError, match="the link to a neighbour is"):
+            ray.get(ref)
+    _check_tokens(spec, chain, 64, True)
+
+
+def test_edges_listen_at_the_nodes_own_address_only(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
+    _, chain = linked
+    stages = [psutil.Process(ray.get(stage.health.remote()).pid) for stage in chain.stages]
+
+    def listening() -> set[tuple[int, str, int]]:
+        sockets = [(stage.pid, s) for stage in stages for s in stage.net_connections("tcp")]
+        return {(pid, s.laddr.ip, s.laddr.port) for pid, s in sockets if s.status == psutil.CONN_LISTEN}
+
+    before = listening()
+    asyncio.run(chain.fence())
+    opened = listening() - before
+    assert len(opened) >= 2, "the stages that others find"
+    assert {ip for _, ip, _ in opened} == {ray.util.get_node_ip_address()}  # type: ignore[no-untyped-call]
 
 
 def test_stages_outlive_their_supervisor(folder: Path) -> None:

@@ -1,0 +1,169 @@
+"""What a hop between two stages costs, and how often four stages deliver, over either link.
+
+    python tests/bench/link.py [--steps 200] [--rounds 3] [--json]
+
+The real actors and chains; only the computation is a model: every stage sleeps for 5 ms, so that
+nothing but the links competes for the cores. A hop is what lies between the end of one stage's
+computation and the beginning of the next one's, by clocks of this machine, with one micro-batch in flight;
+an interval is the time per micro-batch with stages + 1 of them. The links take turns;
+figures are medians over the rounds.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, get_args
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import ray
+from ray.actor import ActorHandle
+from rich.console import Console
+from rich.table import Table
+from tiny import tiny_args, tiny_plan
+
+from tramontane.cluster.actors import StageActor, as_stage_actor
+from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
+from tramontane.cluster.supervisor import fence_stages
+from tramontane.proto.model_folder import RandomWeights, Weights
+from tramontane.proto.plan import ClusterPlan, Link
+from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+
+STAGES = 4
+COMPUTE_S = 0.005
+DIM = 2048  # of float32: 8 KiB per token
+SIZES = {"8 KiB": 1, "128 KiB": 16, "2 MiB": 256}  # tokens
+HOP_TARGETS_MS: dict[Link, dict[str, float]] = {
+    "direct": {"8 KiB": 0.15, "128 KiB": 0.25, "2 MiB": 1.0},
+    "object-store": {"8 KiB": 1.0, "128 KiB": 2.4, "2 MiB": 2.9},
+}
+INTERVAL_TARGETS_MS = {"8 KiB": 5.8, "128 KiB": 6.5}
+CHAINS = {"object-store": RayStageChain, "direct": DirectStageChain}
+
+
+class SleepingStage(StageActor):
+    """A stage whose computation takes as long as it should, and no core."""
+
+    def _load(self, weights: Weights, device: str) -> Any:  # noqa: ANN401
+        import torch
+
+        from tramontane.workers.activation import Activation
+        from tramontane.workers.stage_worker import StageWorker
+
+        class SleepingWorker(StageWorker):
+            hidden_TD = torch.zeros(max(SIZES.values()), DIM)
+
+            def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
+                started_at, started = time.time(), time.perf_counter()
+                self.check_epoch(batch)
+                self.check_turn(batch)
+                self._next_step += 1
+                time.sleep(COMPUTE_S)
+                timing = StageTiming(self.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
+                timings = (*(incoming.timings if incoming else ()), timing)
+                if self.plan.is_last:
+                    return StepResult(batch.epoch, batch.step_id, (), timings)
+                return Activation(self.hidden_TD[: batch.num_tokens], timings)
+
+        return SleepingWorker.load(self._plan, weights, device)
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    hop_ms: float
+    interval_ms: float
+
+
+def _plan() -> ClusterPlan:
+    args = replace(tiny_args(n_layers=STAGES, moe=False), dim=DIM, hidden_dim=8)
+    return tiny_plan(args, STAGES)
+
+
+@contextmanager
+def _stages(plan: ClusterPlan) -> Iterator[list["ActorHandle[Any]"]]:
+    this_module = sys.modules[__name__]
+    ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import benchmarks
+    kind = as_stage_actor(SleepingStage).options(num_cpus=1)
+    yield [kind.remote(stage, RandomWeights(), "cpu", 1) for stage in plan.stages]
+
+
+async def _run(
+    chain: RayStageChain, epoch: int, num_tokens: int, num_steps: int, in_flight: int
+) -> tuple[list[StepResult], float]:
+    """All results, and the seconds from the first one's to the last one's."""
+    results: list[StepResult] = []
+    started = 0.0
+    waiting: deque[asyncio.Future[StepResult]] = deque()
+    for step_id in range(num_steps + in_flight):
+        if len(waiting) >= in_flight or step_id >= num_steps:
+            results.append(await waiting.popleft())
+            started = started or time.perf_counter()
+        if step_id < num_steps:
+            chunk = Chunk(0, 0, (1,) * num_tokens, ((),), None, False)
+            waiting.append(asyncio.ensure_future(chain.submit(MicroBatch(epoch, step_id, (chunk,)))))
+    return results, time.perf_counter() - started
+
+
+def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_steps: int) -> Figures:
+    chain = CHAINS[link](stages, stages[0], "bench")  # which is never asked for a fence
+
+    def run(in_flight: int) -> tuple[list[StepResult], float]:
+        epoch = time.time_ns()
+        fence_stages(stages, epoch, "bench", link)
+        return asyncio.run(_run(chain, epoch, num_tokens, num_steps, in_flight))
+
+    alone, _ = run(1)
+    hops = [later.started_at - earlier.ended_at for result in alone for earlier, later in pairwise(result.timings)]
+    _, seconds = run(STAGES + 1)
+    return Figures(statistics.median(hops) * 1000, seconds / (num_steps - 1) * 1000)
+
+
+def run(num_steps: int, num_rounds: int) -> dict[tuple[str, Link], Figures]:
+    ways = list(product(SIZES, get_args(Link)))
+    seen: dict[tuple[str, Link], list[Figures]] = defaultdict(list)
+    with own_ray(num_cpus=STAGES), _stages(_plan()) as stages:
+        for turn in range((num_rounds + 1) * len(ways)):
+            size, link = ways[turn % len(ways)]
+            figures = measure(stages, link, SIZES[size], num_steps)
+            if turn >= len(ways):  # the first round warms up
+                seen[size, link].append(figures)
+    return {way: _median(figures) for way, figures in seen.items()}
+
+
+def _median(figures: list[Figures]) -> Figures:
+    return Figures(statistics.median(f.hop_ms for f in figures), statistics.median(f.interval_ms for f in figures))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = run(options.steps, options.rounds)
+    if options.json:
+        print(json.dumps([{"size": size, "link": link} | asdict(f) for (size, link), f in figures.items()]))
+        return
+    table = Table(title=f"{STAGES} stages of {COMPUTE_S * 1000:.0f} ms; in ms")
+    for name in ("hidden states", "link", "hop", "wanted", "a micro-batch every", "wanted"):
+        table.add_column(name, justify="right")
+    for (size, link), f in figures.items():
+        interval_target = INTERVAL_TARGETS_MS.get(size, "")
+        table.add_row(
+            size, link, f"{f.hop_ms:.2f}", str(HOP_TARGETS_MS[link][size]), f"{f.interval_ms:.2f}", str(interval_target)
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

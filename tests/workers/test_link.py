@@ -1,0 +1,231 @@
+"""The direct link without Ray: each stage in a thread of its own, or one of them in a process that can be killed."""
+
+import asyncio
+import multiprocessing
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import psutil
+import pytest
+from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from tiny import random_model, split_model, tiny_args, tiny_plan
+
+from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.workers.link import MAX_UNSENT, SENDER, Address, StageLink, interface_of
+from tramontane.workers.stage_worker import StageWorker
+
+ARGS = tiny_args(n_layers=3)
+HOST = "127.0.0.1"
+
+
+def _workers(num_stages: int) -> list[StageWorker]:
+    return split_model(random_model(ARGS), tiny_plan(ARGS, num_stages))
+
+
+def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
+    """The next token of one sequence."""
+    sampling = SamplingParams(temperature=0.0) if step_id == 0 else None
+    return MicroBatch(epoch, step_id, (Chunk(0, step_id, (1,), ((0,),) if step_id == 0 else ((),), sampling, True),))
+
+
+def _send_on(link: StageLink, step_id: int) -> None:
+    """More than may be on its way to a neighbour that takes nothing."""
+    for more in range(MAX_UNSENT + 1):
+        link.step(_batch(step_id + more))
+
+
+class LinkedThreads:
+    """A chain of stages as actors would be: one thread computes for each, and others may call it as well."""
+
+    def __init__(self, workers: list[StageWorker]) -> None:
+        self.workers = workers
+        self.links: list[StageLink] = []
+        self.threads = [ThreadPoolExecutor(1) for _ in workers]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.workers)
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        return self._last([self.start(stage, batch) for stage in range(self.num_stages)])
+
+    def start(self, stage: int, batch: MicroBatch) -> "Future[StepResult | None]":
+        return self.threads[stage].submit(self.links[stage].step, batch)
+
+    async def fence(self) -> int:
+        epoch = max(worker.epoch for worker in self.workers) + 1
+        self.link_up(epoch)
+        return epoch
+
+    def link_up(self, epoch: int) -> None:
+        for link in self.links:
+            link.close()
+        self._in_threads([worker.fence for worker in self.workers], [(epoch,)] * self.num_stages)
+        self.links = [StageLink(worker, HOST) for worker in self.workers]
+        outlets = self._in_threads([link.listen for link in self.links], [()] * self.num_stages)
+        self._in_threads([link.connect for link in self.links], [(inlet,) for inlet in [None, *outlets[:-1]]])
+
+    def close(self) -> None:
+        for link, thread in zip(self.links, self.threads, strict=True):
+            link.close()
+            thread.shutdown()
+
+    def _in_threads(self, calls: list[Callable[..., object]], arguments: list[tuple[object, ...]]) -> list[object]:
+        asked = [t.submit(call, *args) for t, call, args in zip(self.threads, calls, arguments, strict=True)]
+        return [future.result() for future in asked]
+
+    async def _last(self, futures: "list[Future[StepResult | None]]") -> StepResult:
+        *others, last = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        assert others == [None] * len(others), "only the last stage answers"
+        assert last is not None
+        return last
+
+
+@contextmanager
+def _linked(num_stages: int) -> Iterator[LinkedThreads]:
+    chain = LinkedThreads(_workers(num_stages))
+    try:
+        chain.link_up(0)
+        yield chain
+    finally:
+        chain.close()
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_same_tokens_as_without_a_link(num_stages: int) -> None:
+    plan = tiny_plan(ARGS, num_stages)
+    expected = run_in_process(plan, _workers(num_stages), PROMPTS[:8], budget=64)
+    with _linked(num_stages) as chain:
+        assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
+
+
+def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = tiny_plan(ARGS, 3)
+    with _linked(3) as chain:
+        expected = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8]))
+        with monkeypatch.context() as patch:
+            step = chain.workers[1].step
+            patch.setattr(chain.workers[1], "step", lambda batch, incoming: 1 // (batch.step_id != 5) and step(batch, incoming))
+            with pytest.raises(PipelineError, match=r"ZeroDivisionError|is broken|is closed"):
+                asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8]))
+        assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
+
+
+def test_a_step_of_another_epoch_changes_nothing() -> None:
+    with _linked(3) as chain:
+        assert asyncio.run(_run(chain, _batch(0))).step_id == 0
+        for stage in range(3):
+            with pytest.raises(StaleEpochError, match="is at epoch 0"):
+                chain.start(stage, _batch(1, epoch=1)).result()
+        assert asyncio.run(_run(chain, _batch(1))).step_id == 1
+
+
+async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
+    return await chain.submit(batch)
+
+
+def test_whoever_waits_for_a_neighbour_hears_that_it_let_go() -> None:
+    """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
+    with _linked(3) as chain:
+        waiting = chain.start(2, _batch(0))
+        chain.links[1].close()
+        with pytest.raises(LinkError, match="is broken"):
+            waiting.result()
+        with pytest.raises(LinkError):
+            _send_on(chain.links[0], 0)
+        with pytest.raises(LinkError, match="is closed"):
+            chain.start(1, _batch(0)).result()
+
+
+def test_only_so_much_is_on_its_way() -> None:
+    with _linked(2) as chain:
+        started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_UNSENT + 3)]
+        for step_id in range(MAX_UNSENT):
+            assert started[step_id].result() is None, "it does not wait for whoever takes it"
+        for step_id in range(MAX_UNSENT + 3):
+            edge = chain.links[0]._edges[SENDER]
+            assert len(edge._unsent) <= MAX_UNSENT
+            result = chain.start(1, _batch(step_id)).result()
+            assert result is not None
+            assert result.step_id == step_id
+        assert [future.result() for future in started] == [None] * len(started)
+
+
+def test_a_stage_that_was_not_linked_says_so() -> None:
+    worker = _workers(2)[1]
+    worker.fence(0)
+    with pytest.raises(LinkError, match="is not linked"):
+        StageLink(worker, HOST).step(_batch(0))
+
+
+def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tramontane.workers.link.CONNECT_TIMEOUT", timedelta(seconds=1))
+    worker = _workers(2)[1]
+    worker.fence(0)
+    with socket.create_server((HOST, 0)) as nobody:
+        port = nobody.getsockname()[1]
+    with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
+        StageLink(worker, HOST).connect((HOST, port))
+
+
+def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link() -> None:
+    before = _listening()
+    with _linked(3):
+        opened = _listening() - before
+        assert len(opened) >= 2, "the stages that others find"
+        assert {ip for ip, _ in opened} == {HOST}
+    assert _listening() <= before
+
+
+def _listening() -> set[tuple[str, int]]:
+    sockets = psutil.Process().net_connections("tcp")
+    return {(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN}
+
+
+def test_the_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+
+
+def _middle_stage(pipe: "Connection[Address, Address | None]") -> None:
+    """Stage 2 of 3, which runs one step."""
+    worker = _workers(3)[1]
+    worker.fence(0)
+    link = StageLink(worker, HOST)
+    pipe.send(link.listen())
+    link.connect(pipe.recv())
+    link.step(_batch(0))
+    pipe.recv()  # for ever
+
+
+def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides() -> None:
+    first, _, last = _workers(3)
+    for worker in (first, last):
+        worker.fence(0)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    middle = context.Process(target=_middle_stage, args=(theirs,))
+    middle.start()
+    links = [StageLink(first, HOST), StageLink(last, HOST)]
+    with ThreadPoolExecutor(1) as thread:
+        outlet = ours.recv()
+        ours.send(links[0].listen())
+        linked = thread.submit(links[1].connect, outlet)
+        links[0].connect(None)
+        linked.result()
+        links[0].step(_batch(0))
+        result = links[1].step(_batch(0))
+        assert result is not None
+        assert [timing.stage_id for timing in result.timings] == [0, 1, 2]
+        waiting = thread.submit(links[1].step, _batch(1))
+        middle.kill()
+        with pytest.raises(LinkError, match="is broken"):
+            waiting.result()
+    with pytest.raises(LinkError):
+        _send_on(links[0], 1)
+    middle.join()
