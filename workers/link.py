@@ -123,16 +123,19 @@ class StageLink:
 
     def connect(self, inlet: Address | None) -> None:
         """Make the edges, in the order of the stages: first from the one before, which listens at ``inlet``, then to the next."""
+        outlet = self._store
         try:
             if inlet is not None:
                 store = TCPStore(*inlet, is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
                 self._edges[RECEIVER] = self._edge(store, RECEIVER)
-            if self._store is not None:
-                self._edges[SENDER] = self._edge(self._store, SENDER)
+            if outlet is not None:
+                self._edges[SENDER] = self._edge(outlet, SENDER)
         except RuntimeError as error:
             self.close()
             stage = self._worker.plan.label
-            raise LinkError(f"{stage} at {self._host} could not be linked to a neighbour: {_why(error)}") from error
+            raise LinkError(
+                f"{stage} at {self._host} could not be linked to a neighbour: {_why(error)}"
+            ) from error.with_traceback(None)
         if self._is_closed:
             self.close()
 
@@ -156,6 +159,8 @@ class StageLink:
 
     def _linked_step(self, batch: MicroBatch) -> StepResult | None:
         plan, incoming = self._worker.plan, None
+        if self._is_closed:
+            raise LinkError(f"the link of {plan.label} to its neighbours is closed")
         if len(self._edges) < (not plan.is_first) + (not plan.is_last):
             raise LinkError(f"{plan.label} is not linked to its neighbours")
         self._worker.check_turn(batch)  # before anything is taken from the stage before

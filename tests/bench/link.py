@@ -60,22 +60,23 @@ class SleepingStage(StageActor):
         from tramontane.workers.activation import Activation
         from tramontane.workers.stage_worker import StageWorker
 
-        class SleepingWorker(StageWorker):
-            hidden_TD = torch.zeros(max(SIZES.values()), DIM)
+        worker = StageWorker.load(self._plan, weights, device)
+        hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
-            def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
-                started_at, started = time.time(), time.perf_counter()
-                self.check_epoch(batch)
-                self.check_turn(batch)
-                self._next_step += 1
-                time.sleep(COMPUTE_S)
-                timing = StageTiming(self.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
-                timings = (*(incoming.timings if incoming else ()), timing)
-                if self.plan.is_last:
-                    return StepResult(batch.epoch, batch.step_id, (), timings)
-                return Activation(self.hidden_TD[: batch.num_tokens], timings)
+        def step(batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
+            started_at, started = time.time(), time.perf_counter()
+            worker.check_epoch(batch)
+            worker.check_turn(batch)
+            worker._next_step += 1
+            time.sleep(COMPUTE_S)
+            timing = StageTiming(worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
+            timings = (*(incoming.timings if incoming else ()), timing)
+            if worker.plan.is_last:
+                return StepResult(batch.epoch, batch.step_id, (), timings)
+            return Activation(hidden_TD[: batch.num_tokens], timings)
 
-        return SleepingWorker.load(self._plan, weights, device)
+        worker.step = step  # type: ignore[method-assign]
+        return worker
 
 
 @dataclass(frozen=True, slots=True)

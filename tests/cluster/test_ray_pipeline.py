@@ -233,13 +233,13 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
             wrong = replace(wire.decode_batch(_one_token(result.epoch)), step_id=1000)
             chain.stages[1].linked_step.remote(wire.encode_batch(wrong))
 
-    with pytest.raises(PipelineError, match="a stage failed: the link to a neighbour is"):
+    with pytest.raises(PipelineError, match=r"a stage failed: the link .* is (closed|broken)"):
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], LONG, observe=disturb))
     epoch = asyncio.run(chain.fence())
     waiting = [stage.linked_step.remote(_one_token(epoch)) for stage in chain.stages[1:]]
     assert asyncio.run(chain.fence()) > epoch
     for ref in waiting:
-        with pytest.raises(RayError, match="the link to a neighbour is"):
+        with pytest.raises(RayError, match=r"the link .* is (closed|broken)"):
             ray.get(ref)
     _check_tokens(spec, chain, 64, True)
 
