@@ -10,6 +10,7 @@ from rich.console import Console
 
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.options import BATCHING, PIPELINE, RUN, configured, given_options, option, takes
+from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
 
 ONLINE = ("request_rate", "max_concurrency", "vocab_size")
@@ -45,7 +46,7 @@ def bench(
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
     from tramontane.cluster.bench_display import BenchDisplay, as_data, summary
-    from tramontane.cluster.bench_plot import check_plot, write_plot
+    from tramontane.cluster.bench_plot import write_plot
     from tramontane.cluster.bench_rounds import Rounds
     from tramontane.cluster.bench_work import Workload
 

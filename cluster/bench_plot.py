@@ -1,31 +1,17 @@
 """``tramontane bench --plot``: one picture of the round that the figures are of."""
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from tramontane.cluster.bench_rounds import Outcome, PipelineUse
-from tramontane.proto.errors import ConfigError
+from tramontane.cluster.pictures import save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BINS = 60
-
-
-def check_plot(path: Path) -> None:
-    """Before anything is measured. Raises ConfigError if the picture could not be written."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'tramontane[plot]'")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
-    if path.suffix.removeprefix(".").lower() not in endings:
-        raise ConfigError(f"--plot {path} must end in one of {', '.join(endings)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def write_plot(path: Path, outcome: Outcome) -> None:
@@ -39,10 +25,7 @@ def write_plot(path: Path, outcome: Outcome) -> None:
     _latency(panels[1], outcome)
     if used is not None:
         _stages(panels[2], used)
-    try:
-        picture.savefig(path)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error
+    save(picture, path)
 
 
 def _speed(panel: "Axes", outcome: Outcome) -> None:

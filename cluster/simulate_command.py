@@ -16,6 +16,7 @@ from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.options import option
+from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
 from tramontane.router.comparison import PERCENTILES, Summary, candidates, compared
 from tramontane.router.policy import Work
@@ -58,6 +59,8 @@ def simulate(
     """Compare scheduling policies: the real scheduler against a modelled pipeline."""
     if model is not None and not calibrate:
         raise ConfigError("--model is for --calibrate; give both or none")
+    if plot is not None:
+        check_plot(plot)
     traffic = Traffic(
         num_requests,
         Lengths(input_len, PROMPT_SPREAD, LONGEST * input_len),

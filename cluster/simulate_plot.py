@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tramontane.proto.errors import ConfigError
+from tramontane.cluster.pictures import save
 from tramontane.router.simulator import Trace
 
 SHOWN_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
@@ -11,10 +11,8 @@ SHOWN_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
 
 def draw(path: Path, traces: Sequence[Trace], names: Sequence[str]) -> None:
     """A row per policy: which stage worked when, and the distribution of the time between tokens."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib; install it with: pip install 'tramontane[plot]'") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 2.4 * len(traces)), layout="constrained")
     rows = figure.subplots(len(traces), 2, squeeze=False, width_ratios=[3, 1])
     for (work, gaps), trace, name in zip(rows, traces, names, strict=True):
@@ -27,7 +25,4 @@ def draw(path: Path, traces: Sequence[Trace], names: Sequence[str]) -> None:
         work.set(title=name, ylabel="stage", xlabel="ms")
         gaps.hist([seconds * 1000 for seconds in trace.between_tokens_s()], bins=60, color="#3b6ea5")
         gaps.set(title="between tokens", xlabel="ms", yscale="log")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    save(figure, path)

@@ -15,7 +15,7 @@ import pytest
 from scripted import ScriptedChain, no_gate
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster import bench_plot, cli
+from tramontane.cluster import cli, pictures
 from tramontane.cluster.bench_display import BenchDisplay, as_data
 from tramontane.cluster.bench_figures import FailureCount
 from tramontane.cluster.bench_online import Traffic, bench_online, client_of
@@ -24,6 +24,7 @@ from tramontane.cluster.bench_work import Workload, arrivals
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.completions import ServedModel
+from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Limits, Scheduler
 
@@ -139,7 +140,7 @@ def test_a_server_that_is_not_there_is_one_line(bench: Bench, url: str) -> None:
 
 
 def test_plot_without_the_library_says_how_to_get_it(bench: Bench, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_plot, "find_spec", lambda _: None)
+    monkeypatch.setattr(pictures, "find_spec", lambda _: None)
     ended = bench(*_offline(model), "--plot", "picture.png")
     assert (ended.code, ended.out) == (2, "")
     assert "pip install 'tramontane[plot]'" in ended.err
@@ -197,7 +198,7 @@ def _stream(*events: dict[str, Any], done: bool = True) -> httpx.Response:
 def test_the_real_door_is_asked_for_exactly_the_work() -> None:
     """The door's own usage is what is counted, and its vocabulary what prompts are made of."""
     plan = tiny_plan(ARGS, num_stages=2, max_num_seqs=8)
-    limits = Limits(8, 32, 128, 2, ARGS.vocab_size)
+    limits = Limits(8, 32, 128, ARGS.vocab_size)
     requests = WORK.requests(0, ARGS.vocab_size)
 
     async def is_ready() -> bool:

@@ -52,7 +52,7 @@ def test_a_picture_is_written(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--plot", "bubbles.what"], "--plot bubbles.what cannot be written"),
+        (["--plot", "bubbles.what"], "--plot bubbles.what must end in one of"),
         (["--model", "somewhere"], "--model is for --calibrate"),
     ],
 )
