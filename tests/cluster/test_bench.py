@@ -205,7 +205,7 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
         return True
 
     async def run() -> Outcome:
-        router = Router(Scheduler(plan.cache, limits), ScriptedChain(no_gate))
+        router = Router(Scheduler(plan.cache, limits, EvenPolicy(2, 32)), ScriptedChain(no_gate))
         running = asyncio.create_task(router.run())
         door = HttpDoor(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, 2**16, 10**9)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://door")
