@@ -143,6 +143,15 @@ def test_whoever_waits_for_a_neighbour_hears_that_it_let_go() -> None:
             chain.start(1, _batch(0)).result()
 
 
+def test_a_step_that_fails_frees_the_stage_that_waits_beyond() -> None:
+    with _linked(3) as chain:
+        waiting = chain.start(2, _batch(0))
+        with pytest.raises(AssertionError, match="step 1 came where 0 was due"):
+            chain.start(1, _batch(1)).result()
+        with pytest.raises(LinkError, match="is broken"):
+            waiting.result(timeout=60)
+
+
 def test_only_so_much_is_on_its_way() -> None:
     with _linked(2) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_UNSENT + 3)]
