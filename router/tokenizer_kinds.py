@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.router.tokenizer import Tokenizer
+from tramontane.router.tokenizer import REPLACE_EACH, Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -38,7 +38,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._bos: tuple[int, ...] = (self.model.bos_id(),) if self.model.bos_id() >= 0 else ()
         adds_space = self.model.id_to_piece(self.model.encode("a")[0]).startswith(SPACE)
         pieces = tuple(self._bytes_of(i) for i in range(self.model.vocab_size()))
-        super().__init__(pieces, frozenset(self._bos), adds_space)
+        bytes_of_text = frozenset(filter(self.model.is_byte, range(self.model.vocab_size())))
+        super().__init__(pieces, frozenset(self._bos), adds_space, REPLACE_EACH, bytes_of_text)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return (*self._bos, *self.model.encode(text))

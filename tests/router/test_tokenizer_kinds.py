@@ -121,6 +121,12 @@ def test_a_continuation_keeps_its_space_and_a_text_of_its_own_does_not(tokenizer
     assert "".join(map(starting.push, ids)) == "Rome is far"
 
 
+@pytest.mark.parametrize("ids", [[803], [803, 1000], [996, 899], [1007, 910, 923], [1000, 996, 899, 1000], [996, 899, 3, 899]])
+def test_decoding_of_stray_bytes_is_sentencepieces(tokenizers: Kinds, ids: list[int]) -> None:
+    """803 is the byte of a space, 996 and 899 begin a character of three bytes, 1007, 910 and 923 one of four."""
+    assert tokenizers["v3"][0].decode((1, *ids)) == SentencePieceProcessor(model_file=str(SENTENCEPIECE["v3"])).decode(ids)
+
+
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(data=st.data())
 def test_decoding_of_any_ids_is_sentencepieces(tokenizers: Kinds, data: st.DataObject) -> None:
