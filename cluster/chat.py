@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
-from concurrent.futures import CancelledError
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from io import UnsupportedOperation
@@ -170,18 +169,24 @@ def _own_stdin() -> IO[bytes]:
 async def lines_of_stdin() -> AsyncIterator[str]:
     """Each when it is asked for, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
     loop = asyncio.get_running_loop()
-    lines: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    wanted = threading.Semaphore()  # one line is read ahead
+
+    def hand_over(line: bytes) -> None:
+        wanted.acquire()
+        loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        with suppress(OSError, RuntimeError, CancelledError):  # it cannot be read; nobody listens any more
+        with suppress(OSError, RuntimeError):  # it cannot be read; nobody listens any more
             for line in _own_stdin() if sys.stdin else ():
-                asyncio.run_coroutine_threadsafe(lines.put(line), loop).result()
-        with suppress(RuntimeError, CancelledError):
-            asyncio.run_coroutine_threadsafe(lines.put(b""), loop).result()
+                hand_over(line)
+        with suppress(RuntimeError):
+            hand_over(b"")
 
     threading.Thread(target=read, daemon=True).start()
     number = 0
     while line := await lines.get():
+        wanted.release()
         number += 1
         try:
             text = line.decode("utf-8").rstrip("\r\n")
