@@ -13,7 +13,7 @@ from tramontane.proto.request import SamplingParams
 
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence: a piece of a prompt, or one decode token.
+    """A run of consecutive tokens of one sequence: a piece of a prompt.
 
     ``start`` is the absolute position of the first token; a chunk at position 0
     begins its sequence. ``new_pages`` has one tuple per window class, to be
@@ -33,28 +33,44 @@ class Chunk(NamedTuple):
         return len(self.token_ids)
 
 
+class Decodes(NamedTuple):
+    """One token of each of several sequences, whose logits are all to be sampled: columns of equal length.
+
+    ``new_pages``: (place in the columns, pages per window class) of the few that gained any.
+    """
+
+    seq_ids: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
+
+
+NO_DECODES = Decodes()
+
+
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Chunks of different sequences that travel together, packed into one row, never padded.
+    """Tokens of different sequences that travel together, packed into one row, never padded.
 
-    Chunks of several tokens stand first, single tokens last. ``step_id`` counts
-    from 0 within an ``epoch``. ``released`` names sequences that have ended
-    since the step before; stages forget them before they run the chunks.
+    Chunks of several tokens stand first, then chunks of one, then decodes. ``step_id``
+    counts from 0 within an ``epoch``. ``released`` names sequences that have ended
+    since the step before; stages forget them before they run the others.
     """
 
     epoch: int
     step_id: int
     chunks: tuple[Chunk, ...]
     released: tuple[int, ...] = ()
+    decodes: Decodes = NO_DECODES
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes.seq_ids)
 
-
-class SampledToken(NamedTuple):
-    seq_id: int
-    token_id: int
+    @property
+    def sampled_ids(self) -> tuple[int, ...]:
+        """Sequences of which a token is to be sampled, in the order of the row."""
+        return *(chunk.seq_id for chunk in self.chunks if chunk.wants_token), *self.decodes.seq_ids
 
 
 class StageTiming(NamedTuple):
@@ -72,9 +88,9 @@ class StageTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the last stage answers: sampled tokens, and every stage's timing on the way."""
+    """What the last stage answers: a token for each of the micro-batch's ``sampled_ids``, and every stage's timing on the way."""
 
     epoch: int
     step_id: int
-    tokens: tuple[SampledToken, ...]
+    token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]

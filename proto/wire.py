@@ -14,7 +14,7 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
 
 EDGE_LENGTH_BYTES = 4
 REFUSALS: dict[str, type[TramontaneError]] = {
@@ -31,11 +31,11 @@ def encode_batch(batch: MicroBatch) -> bytes:
         (c.seq_id, c.start, c.token_ids, c.new_pages, c.sampling and _sampling_fields(c.sampling), c.wants_token)
         for c in batch.chunks
     ]
-    return _pack((batch.epoch, batch.step_id, chunks, batch.released))
+    return _pack((batch.epoch, batch.step_id, chunks, batch.released, batch.decodes))
 
 
 def decode_batch(data: bytes) -> MicroBatch:
-    epoch, step_id, chunks, released = _unpack(data)
+    epoch, step_id, chunks, released, decodes = _unpack(data)
     return MicroBatch(
         epoch,
         step_id,
@@ -44,22 +44,17 @@ def decode_batch(data: bytes) -> MicroBatch:
             for seq_id, start, token_ids, new_pages, sampling, wants_token in chunks
         ),
         released,
+        Decodes(*decodes),
     )
 
 
 def encode_result(result: StepResult) -> bytes:
-    tokens = [(t.seq_id, t.token_id) for t in result.tokens]
-    return _pack((result.epoch, result.step_id, tokens, [_timing_fields(t) for t in result.timings]))
+    return _pack((result.epoch, result.step_id, result.token_ids, [_timing_fields(t) for t in result.timings]))
 
 
 def decode_result(data: bytes) -> StepResult:
-    epoch, step_id, tokens, timings = _unpack(data)
-    return StepResult(
-        epoch,
-        step_id,
-        tuple(SampledToken(*fields) for fields in tokens),
-        tuple(StageTiming(*fields) for fields in timings),
-    )
+    epoch, step_id, token_ids, timings = _unpack(data)
+    return StepResult(epoch, step_id, token_ids, tuple(StageTiming(*fields) for fields in timings))
 
 
 def encode_header(dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...]) -> bytes:

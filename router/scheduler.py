@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
 from tramontane.router.pages import PageLedger
 from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.sequence import Sequence, SequenceStatus
+from tramontane.router.visible_keys import VisibleKeys
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
@@ -42,19 +43,18 @@ class Scheduler:
         self.policy = policy
         self.epoch = epoch
         self.ledger = PageLedger(cache)
+        self._eos = frozenset(limits.eos_token_ids)
         self._waiting: deque[Sequence] = deque()
         self._prefilling: deque[Sequence] = deque()  # admitted, known tokens not all submitted
         self._ready: deque[Sequence] = deque()  # one decode token to submit
         self._admitted: dict[int, Sequence] = {}  # running, or finished and still in flight
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
-        self._decided: deque[tuple[Share, Work]] = deque()  # of the micro-batches in flight
+        self._in_flight: deque[tuple[Share, Work, list[Sequence]]] = deque()  # and whose decodes, in the order of columns
         self._waiting_tokens = 0
         self._num_decoding = self._decoding_keys = 0  # sequences past their prompts, and the keys that they see
         self.num_preempted = 0  # times that a sequence gave its pages back
-        self._no_pages: tuple[tuple[int, ...], ...] = ((),) * len(cache.classes)
-        self._windows = [limits.max_model_len if c.window is None else c.window for c in cache.classes]
-        self._shortest_window = min(self._windows)
+        self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
@@ -113,15 +113,15 @@ class Scheduler:
         share = self.policy.share(self._load())
         if share is None:
             return None
-        decodes = self._decode_chunks(share.decodes)
-        prefills = self._prefill_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decodes)))
-        if not decodes and not prefills:
+        decoding, decodes = self._decodes(share.decodes)
+        prefills = self._prefill_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
+        if not decoding and not prefills:
             return None
-        chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1] + decodes
-        batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released))
+        chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1]
+        batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released), decodes)
         self._released.clear()
         self._next_step += 1
-        self._decided.append((share, self.work_of(batch)))
+        self._in_flight.append((share, self.work_of(batch), decoding))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
@@ -129,18 +129,19 @@ class Scheduler:
         if result.epoch != self.epoch:
             return []
         assert result.step_id == batch.step_id
-        self.policy.observe(*self._decided.popleft(), result.timings)
-        tokens, events = iter(result.tokens), []
+        share, work, decoding = self._in_flight.popleft()
+        self.policy.observe(share, work, result.timings)
+        token_ids, events = iter(result.token_ids), []
         for chunk in batch.chunks:
             sequence = self._admitted[chunk.seq_id]
             sequence.num_in_flight -= 1
-            if chunk.wants_token:
-                token = next(tokens)
-                assert token.seq_id == chunk.seq_id
-                if sequence.status is not FINISHED:
-                    events.append(self._accept(sequence, token.token_id))
-            if sequence.status is not RUNNING:
-                self._release_if_drained(sequence)
+            events += self._take_in(sequence, next(token_ids) if chunk.wants_token else None)
+        for sequence, token_id in zip(decoding, token_ids, strict=True):
+            sequence.num_in_flight -= 1
+            if sequence.status is RUNNING and sequence.num_known + 1 < sequence.max_len and token_id not in self._eos:
+                events.append(self._go_on(sequence, token_id))
+            else:
+                events += self._take_in(sequence, token_id)
         return events
 
     @property
@@ -171,7 +172,7 @@ class Scheduler:
         decoding = [s for s in self._admitted.values() if s.is_decoding]
         assert all(s.status is RUNNING for s in decoding)
         assert self._num_decoding == len(decoding)
-        assert self._decoding_keys == sum(self._visible(s.num_known) for s in decoding)
+        assert self._decoding_keys == sum(self._keys.of(s.num_known) for s in decoding)
         if self.is_idle:
             assert self.ledger.num_free == [c.num_pages for c in self.ledger.cache.classes]
 
@@ -192,56 +193,43 @@ class Scheduler:
         if not self.policy.overlaps_chunks:
             able = deque(s for s in able if not s.num_in_flight)
         return Load(
-            num_in_flight=len(self._decided),
+            num_in_flight=len(self._in_flight),
             num_decoding=self._num_decoding,
             decoding_keys=self._decoding_keys,
             num_ready=len(self._ready),
-            ready_keys=(self._visible(s.num_known) for s in self._ready),
+            ready_keys=(self._keys.of(s.num_known) for s in self._ready),
             pending_tokens=sum(s.num_pending for s in able),
-            prefill_start=self._visible(able[0].num_dispatched) if able else 0,
+            prefill_start=self._keys.of(able[0].num_dispatched) if able else 0,
             waiting_tokens=self._waiting_tokens,
             free_share=min(n / c.num_pages for n, c in zip(self.ledger.num_free, self.ledger.cache.classes, strict=True)),
         )
 
-    def _visible(self, num_positions: int) -> int:
-        """Keys that the last of so many positions attends to, on average over the kinds of windows."""
-        if num_positions <= self._shortest_window:
-            return num_positions
-        return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
-
     def work_of(self, batch: MicroBatch) -> Work:
-        """A prompt's chunk sees its earlier positions with each token, and on average half of itself."""
-        tokens = keys = 0
-        single = []
-        for chunk in batch.chunks:
-            if (length := len(chunk.token_ids)) == 1:
-                single.append(chunk.start + 1)
-            else:
-                tokens += length
-                keys += length * self._visible(chunk.start) + length * (length + 1) // 2
-        if single and max(single) > self._shortest_window:
-            single = [self._visible(num_positions) for num_positions in single]
-        return Work(tokens, keys, len(single), sum(single))
+        """What it gives a stage to do."""
+        return self._keys.work_of(batch)
 
-    def _decode_chunks(self, most: int) -> list[Chunk]:
+    def _decodes(self, most: int) -> tuple[list[Sequence], Decodes]:
         """One token each, whoever was ready first; fewer where a page is needed that is not free yet."""
-        chunks: list[Chunk] = []
-        while self._ready and len(chunks) < most:
+        going: list[Sequence] = []
+        grown = []
+        while self._ready and len(going) < most:
             sequence = self._ready[0]
-            num_known = sequence.num_known
-            if num_known <= sequence.num_covered:
-                new_pages = self._no_pages
-            elif self.ledger.reserve(sequence, num_known):
-                new_pages = self.ledger.grow(sequence, num_known)
-            elif self._preempt():
-                continue
-            else:
-                break
+            if sequence.num_known > sequence.num_covered:
+                if not self.ledger.reserve(sequence, sequence.num_known):
+                    if self._preempt():
+                        continue
+                    break
+                grown.append((len(going), self.ledger.grow(sequence, sequence.num_known)))
             self._ready.popleft()
-            chunks.append(Chunk(sequence.seq_id, num_known - 1, (sequence.output_ids[-1],), new_pages, None, True))
-            sequence.num_dispatched = num_known
+            going.append(sequence)
+            sequence.num_dispatched = sequence.num_known
             sequence.num_in_flight += 1
-        return chunks
+        return going, Decodes(
+            seq_ids=tuple([s.seq_id for s in going]),
+            starts=tuple([s.num_known - 1 for s in going]),
+            token_ids=tuple([s.output_ids[-1] for s in going]),
+            new_pages=tuple(grown),
+        )
 
     def _preempt(self) -> bool:
         """Make the sequence that came last give its pages back; returns whether any are free now.
@@ -284,14 +272,25 @@ class Scheduler:
             wants_token=end == sequence.num_known,
         )
 
+    def _go_on(self, sequence: Sequence, token_id: int) -> TokenEvent:
+        """A decoded token that is not the last one: what happens to nearly all of them."""
+        self._decoding_keys += self._keys.gained_at(sequence.accept(token_id))
+        self._ready.append(sequence)
+        return TokenEvent(sequence.seq_id, token_id, None)
+
+    def _take_in(self, sequence: Sequence, token_id: int | None) -> list[TokenEvent]:
+        """Something of the sequence has come back, with a token or without."""
+        events = [self._accept(sequence, token_id)] if token_id is not None and sequence.status is not FINISHED else []
+        if sequence.status is not RUNNING:
+            self._release_if_drained(sequence)
+        return events
+
     def _accept(self, sequence: Sequence, token_id: int) -> TokenEvent:
         num_known = sequence.accept(token_id)
         if sequence.is_decoding:  # it sees one key more, up to the window
-            self._decoding_keys += (
-                1 if num_known <= self._shortest_window else self._visible(num_known) - self._visible(num_known - 1)
-            )
+            self._decoding_keys += self._keys.gained_at(num_known)
         finish = None
-        if token_id in self.limits.eos_token_ids and not sequence.sampling.ignore_eos:
+        if token_id in self._eos and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
         elif num_known >= sequence.max_len:
             finish = FinishReason.LENGTH
@@ -302,7 +301,7 @@ class Scheduler:
             if not sequence.is_decoding:
                 sequence.is_decoding = True
                 self._num_decoding += 1
-                self._decoding_keys += self._visible(num_known)
+                self._decoding_keys += self._keys.of(num_known)
         return TokenEvent(sequence.seq_id, token_id, finish)
 
     def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
@@ -313,7 +312,7 @@ class Scheduler:
         if sequence.is_decoding:
             sequence.is_decoding = False
             self._num_decoding -= 1
-            self._decoding_keys -= self._visible(sequence.num_known)
+            self._decoding_keys -= self._keys.of(sequence.num_known)
         sequence.status = status
 
     def _release_if_drained(self, sequence: Sequence) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 from tramontane.router.policy import Work
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
@@ -128,7 +128,7 @@ class _Run:
     def collect(self) -> None:
         while self._in_flight and self._in_flight[0][0] <= self._now:
             _, batch, timings = self._in_flight.popleft()
-            tokens = tuple(SampledToken(chunk.seq_id, TOKEN) for chunk in batch.chunks if chunk.wants_token)
+            tokens = (TOKEN,) * len(batch.sampled_ids)
             for event in self._scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, timings)):
                 self.token_times[event.seq_id].append(self._now)
             self.timings.append(timings)

@@ -24,7 +24,7 @@ class UsageMeter:
         self.num_sampled = 0
 
     def observe(self, result: StepResult) -> None:
-        self.num_sampled += len(result.tokens)
+        self.num_sampled += len(result.token_ids)
         for timing in result.timings:
             old = self._stages[timing.stage_id]
             self._stages[timing.stage_id] = StageUsage(

@@ -3,7 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from tramontane.proto.step import MicroBatch, SampledToken, StepResult
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
+
+
+def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
+    """With the decodes as chunks of one token each; those that gain no page have () for their pages."""
+    pages = dict(batch.decodes.new_pages)
+    columns = enumerate(zip(*batch.decodes[:3], strict=True))
+    decodes = (Chunk(seq_id, start, (token_id,), pages.get(i, ()), None, True) for i, (seq_id, start, token_id) in columns)
+    return *batch.chunks, *decodes
 
 
 class ScriptedChain:
@@ -29,8 +37,7 @@ class ScriptedChain:
     async def _run(self, batch: MicroBatch) -> StepResult:
         await self.gate(batch)
         self._in_flight -= 1
-        tokens = tuple(SampledToken(c.seq_id, 7) for c in batch.chunks if c.wants_token)
-        return StepResult(batch.epoch, batch.step_id, tokens, ())
+        return StepResult(batch.epoch, batch.step_id, (7,) * len(batch.sampled_ids), ())
 
 
 async def no_gate(_batch: MicroBatch) -> None:

@@ -184,9 +184,9 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
             continue
         result = worker.step(batch, None)
         assert isinstance(result, StepResult)
-        for chunk, token in zip(batch.chunks, result.tokens, strict=True):
+        for chunk, token_id in zip(batch.chunks, result.token_ids, strict=True):
             logits = best[chunk.seq_id][chunk.start + chunk.num_tokens - 1]
-            assert logits.max() - logits[token.token_id] < CLOSE_CALL
+            assert logits.max() - logits[token_id] < CLOSE_CALL
 
 
 def _next_chunk(sequence: Sequence, ledger: PageLedger, num_tokens: int) -> Chunk:

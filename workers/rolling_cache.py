@@ -64,14 +64,19 @@ class SequenceTable:
                 assert chunk.seq_id not in self.slots
                 self.slots[chunk.seq_id] = self._free_slots.pop()
                 self.sampling[chunk.seq_id] = chunk.sampling
-            slot = self.slots[chunk.seq_id]
-            for ring, pages in zip(self.rings, chunk.new_pages, strict=True):
-                if pages:
-                    ring.append(slot, pages)
+            self._append(chunk.seq_id, chunk.new_pages)
+        for place, new_pages in batch.decodes.new_pages:
+            self._append(batch.decodes.seq_ids[place], new_pages)
 
     def clear(self) -> None:
         for seq_id in list(self.slots):
             self._forget(seq_id)
+
+    def _append(self, seq_id: int, new_pages: tuple[tuple[int, ...], ...]) -> None:
+        slot = self.slots[seq_id]
+        for ring, pages in zip(self.rings, new_pages, strict=True):
+            if pages:
+                ring.append(slot, pages)
 
     def _forget(self, seq_id: int) -> None:
         slot = self.slots.pop(seq_id)

@@ -7,7 +7,7 @@ import torch
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import RandomWeights, Weights
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.checkpoint import Checkpoint
@@ -83,14 +83,14 @@ class StageWorker:
         self.table.update(batch)
         with torch.inference_mode():
             hidden_TD, index = self._forward(batch, incoming)
-            tokens = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
+            token_ids = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
         busy_s = time.perf_counter() - started
         timings = (
             *(incoming.timings if incoming else ()),
             StageTiming(self.plan.stage_id, started_at, busy_s, batch.num_tokens),
         )
         if self.plan.is_last:
-            return StepResult(batch.epoch, batch.step_id, tokens, timings)
+            return StepResult(batch.epoch, batch.step_id, token_ids, timings)
         return Activation(hidden_TD, timings)
 
     def _forward(self, batch: MicroBatch, incoming: Activation | None) -> tuple[torch.Tensor, StepIndex]:
@@ -105,13 +105,12 @@ class StageWorker:
         rotary = rotary_tables(index.positions, args, self.dtype)
         return self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels)), index
 
-    def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[SampledToken, ...]:
-        wanting = [chunk for chunk in batch.chunks if chunk.wants_token]
-        if not wanting:
+    def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[int, ...]:
+        seq_ids = batch.sampled_ids
+        if not seq_ids:
             return ()
-        params = [self.table.sampling[chunk.seq_id] for chunk in wanting]
-        token_ids = sample(self.model.head(hidden_SD), params, [c.start + c.num_tokens for c in wanting])
-        return tuple(SampledToken(chunk.seq_id, token) for chunk, token in zip(wanting, token_ids, strict=True))
+        positions = [c.start + c.num_tokens for c in batch.chunks if c.wants_token] + [p + 1 for p in batch.decodes.starts]
+        return tuple(sample(self.model.head(hidden_SD), [self.table.sampling[s] for s in seq_ids], positions))
 
 
 def _kernels_for(device: torch.device) -> Kernels:

@@ -79,19 +79,32 @@ def num_cached_keys(start: int, window: int | None) -> int:
 
 
 def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.device) -> StepIndex:
-    singles = [chunk for chunk in batch.chunks if chunk.num_tokens == 1]
     runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
-    assert batch.chunks == (*runs, *singles), "chunks of several tokens stand first"
-    ends = torch.tensor([chunk.num_tokens for chunk in batch.chunks]).cumsum(0) - 1
-    wanting = torch.tensor([chunk.wants_token for chunk in batch.chunks])
+    ones = batch.chunks[len(runs) :]
+    assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
+    starts = [*(chunk.start for chunk in ones), *batch.decodes.starts]
+    slots = [table.slots[seq_id] for seq_id in (*(chunk.seq_id for chunk in ones), *batch.decodes.seq_ids)]
+    positions = torch.tensor(starts, dtype=torch.int64)
+    if runs:
+        positions = torch.cat([_ranges([(chunk.start, chunk.num_tokens) for chunk in runs]), positions])
     return StepIndex(
-        token_ids=torch.tensor([t for chunk in batch.chunks for t in chunk.token_ids], device=device),
-        positions=_ranges([(chunk.start, chunk.num_tokens) for chunk in batch.chunks]).to(device),
+        token_ids=torch.tensor(
+            [*(t for chunk in batch.chunks for t in chunk.token_ids), *batch.decodes.token_ids], device=device
+        ),
+        positions=positions.to(device),
         num_prefill_tokens=sum(chunk.num_tokens for chunk in runs),
-        sampled_rows=ends[wanting].to(device),
+        sampled_rows=torch.tensor(_sampled_rows(batch), dtype=torch.int64, device=device),
         prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
-        decode=tuple(_decode_index(singles, ring, table, device) if singles else None for ring in table.rings),
+        decode=tuple(_decode_index(slots, starts, ring, device) if starts else None for ring in table.rings),
     )
+
+
+def _sampled_rows(batch: MicroBatch) -> list[int]:
+    """Chunks of 3 and 2 tokens, of which the second wants one, and two decodes: rows 4, 5 and 6."""
+    ends = _ends([chunk.num_tokens for chunk in batch.chunks])
+    wanting = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.wants_token]
+    first = ends[-1] if ends else 0
+    return [*wanting, *range(first, first + len(batch.decodes.seq_ids))]
 
 
 def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillIndex:
@@ -122,19 +135,18 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
     return _ranges(ranges)
 
 
-def _decode_index(singles: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> DecodeIndex:
-    slots = torch.tensor([table.slots[chunk.seq_id] for chunk in singles], device=device)
-    positions = torch.tensor([chunk.start for chunk in singles], device=device)
-    key_lens = [1 + num_cached_keys(chunk.start, ring.window) for chunk in singles]
+def _decode_index(slots: list[int], starts: list[int], ring: PageRings, device: torch.device) -> DecodeIndex:
+    slots_B, positions_B = torch.tensor(slots, device=device), torch.tensor(starts, device=device)
+    key_lens = [1 + num_cached_keys(start, ring.window) for start in starts]
     groups = []
     for members in group_by_length(key_lens):
         tokens = torch.tensor(members, device=device)
-        positions_B, lens_B = positions[tokens], torch.tensor([key_lens[i] for i in members], device=device)
+        own_B, lens_B = positions_B[tokens], torch.tensor([key_lens[i] for i in members], device=device)
         offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
-        oldest_B = positions_B - lens_B + 1
-        key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, positions_B[:, None])
-        groups.append(DecodeGroup(tokens, ring.rows(slots[tokens][:, None], key_positions_BL), lens_B))
-    return DecodeIndex(ring.rows(slots, positions), tuple(groups))
+        oldest_B = own_B - lens_B + 1
+        key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
+        groups.append(DecodeGroup(tokens, ring.rows(slots_B[tokens][:, None], key_positions_BL), lens_B))
+    return DecodeIndex(ring.rows(slots_B, positions_B), tuple(groups))
 
 
 def group_by_length(lens: list[int]) -> list[list[int]]:

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.sequence import Sequence
@@ -47,12 +47,11 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
         in_flight.extend((batch, _timings(batch, now, free_at)) for batch in made)
         batch, timings = in_flight.popleft()
         now = max(now, timings[-1].ended_at)
-        tokens = tuple(SampledToken(chunk.seq_id, 50) for chunk in batch.chunks if chunk.wants_token)
-        result = StepResult(batch.epoch, batch.step_id, tokens, timings)
+        result = StepResult(batch.epoch, batch.step_id, (50,) * len(batch.sampled_ids), timings)
         started = time.perf_counter()
         scheduler.complete(batch, result)
         taken.append(choosing + time.perf_counter() - started)
-    return statistics.median(taken[WARM_UP:]), len(batch.chunks)
+    return statistics.median(taken[WARM_UP:]), len(batch.decodes.seq_ids)
 
 
 def _timings(batch: MicroBatch, now: float, free_at: list[float]) -> tuple[StageTiming, ...]:

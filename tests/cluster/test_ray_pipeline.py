@@ -283,7 +283,7 @@ def _refused(stage: "ActorHandle[Any]", epoch: int) -> None:
 
 
 def _accepted(stage: "ActorHandle[Any]", epoch: int) -> None:
-    assert len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).tokens) == 1
+    assert len(wire.decode_result(ray.get(stage.step.remote(_one_token(epoch), None))).token_ids) == 1
 
 
 def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:

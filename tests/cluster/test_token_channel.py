@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 from ray.serve.handle import DeploymentHandle
-from scripted import ScriptedChain
+from scripted import ScriptedChain, all_chunks
 
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
@@ -104,7 +104,7 @@ async def _num_tokens(routers: RemoteRouters, *specs: SequenceSpec) -> int:
 
 def _in(batches: list[MicroBatch]) -> set[int]:
     """Sequences of these micro-batches."""
-    return {chunk.seq_id for batch in batches for chunk in batch.chunks}
+    return {chunk.seq_id for batch in batches for chunk in all_chunks(batch)}
 
 
 def test_tokens_come_back_to_whom_they_belong() -> None:

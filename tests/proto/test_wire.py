@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto import wire
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StageTiming, StepResult
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
 
 ids = st.integers(0, 2**40)
 sampling = st.builds(
@@ -29,12 +29,14 @@ chunks = st.builds(
     sampling=st.none() | sampling,
     wants_token=st.booleans(),
 )
-batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=st.lists(chunks, max_size=5).map(tuple), released=pages)
+columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
+gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
+decodes = st.builds(lambda columns, gained: Decodes(*columns, gained), columns, gained)
+some_chunks = st.lists(chunks, max_size=5).map(tuple)
+batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, released=pages, decodes=decodes)
 times = st.floats(0, 2e9)
 timings = st.lists(st.builds(StageTiming, ids, times, times, ids), max_size=4).map(tuple)
-results = st.builds(
-    StepResult, ids, ids, tokens=st.lists(st.builds(SampledToken, ids, ids), max_size=5).map(tuple), timings=timings
-)
+results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings)
 
 
 @settings(derandomize=True, deadline=None)
@@ -66,8 +68,8 @@ def test_headers(timings: tuple[StageTiming, ...]) -> None:
 
 
 def test_a_decode_token_is_small() -> None:
-    """Deltas, not state: 64 running decodes that gain no page take less than a kilobyte."""
-    chunk = [Chunk(1000 + seq_id, 3000 + seq_id, (31_999,), ((),), None, True) for seq_id in range(64)]
-    data = wire.encode_batch(MicroBatch(0, 1, tuple(chunk)))
-    assert len(data) < 1024
+    """Deltas, not state: 64 running decodes that gain no page take nine bytes each."""
+    decodes = Decodes(tuple(range(1000, 1064)), tuple(range(3000, 3064)), (31_999,) * 64)
+    data = wire.encode_batch(MicroBatch(0, 1, (), (), decodes))
+    assert len(data) < 64 * 9 + 24
     assert isinstance(msgpack.unpackb(data), list)

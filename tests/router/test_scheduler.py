@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted import all_chunks
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, SampledToken, StepResult
+from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.sequence import Sequence
@@ -49,8 +50,8 @@ class ImaginedPipeline:
 
     def answer(self, token_id: int = 50) -> None:
         batch = self.in_flight.popleft()
-        tokens = tuple(SampledToken(c.seq_id, token_id) for c in batch.chunks if c.wants_token)
-        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, ()))
+        token_ids = (token_id,) * len(batch.sampled_ids)
+        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, ()))
         self.scheduler.check_integrity()
 
     def drain(self) -> None:
@@ -64,12 +65,13 @@ class ImaginedPipeline:
 
     def _check(self, batch: MicroBatch) -> None:
         assert 0 < batch.num_tokens <= self.scheduler.limits.max_num_batched_tokens
-        assert len({c.seq_id for c in batch.chunks}) == len(batch.chunks)
-        sizes = [c.num_tokens > 1 for c in batch.chunks]
+        chunks = all_chunks(batch)
+        assert len({c.seq_id for c in chunks}) == len(chunks)
+        sizes = [c.num_tokens > 1 for c in chunks]
         assert sizes == sorted(sizes, reverse=True)
         for seq_id in batch.released:
             del self.pages[seq_id], self.positions[seq_id]
-        for chunk in batch.chunks:
+        for chunk in chunks:
             self._check_chunk(chunk)
         held = [page for rings in self.pages.values() for page in rings[0]]
         assert len(held) == len(set(held)), "a page has two owners"
@@ -80,7 +82,7 @@ class ImaginedPipeline:
         rings = self.pages.setdefault(chunk.seq_id, [[] for _ in cache.classes])
         assert chunk.start == self.positions[chunk.seq_id], "a stage sees positions in order, each once"
         self.positions[chunk.seq_id] += chunk.num_tokens
-        for ring, new, window_class in zip(rings, chunk.new_pages, cache.classes, strict=True):
+        for ring, new, window_class in zip(rings, chunk.new_pages or ((),) * len(rings), cache.classes, strict=True):
             ring += new
             assert len(ring) == window_class.pages_for(self.positions[chunk.seq_id], cache.page_size)
 
@@ -97,7 +99,7 @@ def test_prompt_and_decode_share_a_micro_batch() -> None:
     pipe.scheduler.add(_sequence(1, 30, 5))
     batch = pipe.submit()
     assert batch is not None
-    assert [(c.seq_id, c.start, c.num_tokens, c.wants_token) for c in batch.chunks] == [(1, 0, 9, False), (0, 4, 1, True)]
+    assert [(c.seq_id, c.start, c.num_tokens, c.wants_token) for c in all_chunks(batch)] == [(1, 0, 9, False), (0, 4, 1, True)]
 
 
 def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
@@ -175,7 +177,7 @@ def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
         pipe.scheduler.add(_sequence(seq_id, 100, 4))
     batch = pipe.submit()
     assert batch is not None
-    assert {c.seq_id for c in batch.chunks} == {0}
+    assert {c.seq_id for c in all_chunks(batch)} == {0}
     pipe.drain()
     assert [len(pipe.tokens_of(i)) for i in range(3)] == [4, 4, 4]
 
@@ -187,7 +189,7 @@ def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> 
         pipe.scheduler.add(_sequence(seq_id, 16, 100))
     batch = pipe.submit()
     assert batch is not None
-    assert {c.seq_id for c in batch.chunks} == {0, 1, 2, 3}
+    assert {c.seq_id for c in all_chunks(batch)} == {0, 1, 2, 3}
 
 
 def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
@@ -217,7 +219,7 @@ def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_
     while not pipe.scheduler.num_preempted:
         while pipe.submit():
             pass
-        assert not pipe.scheduler.num_preempted or [c.seq_id for batch in pipe.in_flight for c in batch.chunks] == [1]
+        assert not pipe.scheduler.num_preempted or [c.seq_id for batch in pipe.in_flight for c in all_chunks(batch)] == [1]
         if not pipe.scheduler.num_preempted:
             pipe.answer()
     tokens = len(pipe.tokens_of(1))
@@ -227,7 +229,7 @@ def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_
     assert len(pipe.tokens_of(1)) == tokens + 1, "what was in flight counts"
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.released, [c.seq_id for c in batch.chunks]) == ((1,), [0])
+    assert (batch.released, [c.seq_id for c in all_chunks(batch)]) == ((1,), [0])
     pipe.drain()
     assert [len(pipe.tokens_of(i)) for i in range(2)] == [10, 10]
 
@@ -245,7 +247,7 @@ def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
     pipe.answer()
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.released, batch.chunks[0].seq_id) == ((0,), 1)
+    assert (batch.released, all_chunks(batch)[0].seq_id) == ((0,), 1)
     pipe.drain()
     assert pipe.tokens_of(0) == []
     assert len(pipe.tokens_of(1)) == 4
@@ -267,7 +269,7 @@ def test_a_result_of_an_older_epoch_changes_nothing() -> None:
     pipe.scheduler.add(_sequence(0, 4, 5))
     batch = pipe.submit()
     assert batch is not None
-    stale = StepResult(batch.epoch - 1, batch.step_id, (SampledToken(0, 50),), ())
+    stale = StepResult(batch.epoch - 1, batch.step_id, (50,), ())
     assert pipe.scheduler.complete(batch, stale) == []
     pipe.scheduler.check_integrity()
     assert pipe.submit() is None

@@ -2,14 +2,14 @@
 
 import pytest
 
-from tramontane.proto.step import SampledToken, StageTiming, StepResult
+from tramontane.proto.step import StageTiming, StepResult
 from tramontane.router.usage import HopTime, UsageMeter, hop_times, overlap_share
 
 
 def test_shares_add_up() -> None:
     meter = UsageMeter(2)
     meter.observe(StepResult(0, 0, (), (StageTiming(0, 10.0, 2.0, 5), StageTiming(1, 12.0, 2.0, 5))))
-    meter.observe(StepResult(0, 1, (SampledToken(0, 1),), (StageTiming(0, 12.0, 1.0, 1), StageTiming(1, 14.0, 1.0, 1))))
+    meter.observe(StepResult(0, 1, (1,), (StageTiming(0, 12.0, 1.0, 1), StageTiming(1, 14.0, 1.0, 1))))
     assert meter.span_s == 5.0
     assert [meter.busy_share(0), meter.busy_share(1)] == [0.6, 0.6]
     assert meter.bubble == pytest.approx(0.4)
