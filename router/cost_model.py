@@ -27,6 +27,7 @@ class CostModel:
         self._answers_FS = np.zeros((len(SCALES), num_stages))
         self._weights_FS = np.zeros((len(SCALES), num_stages))
         self._num_observed = 0
+        self._recent: list[tuple[Work, Sequence[float]]] = []  # since the last fit: taken in together, arrays are slow to begin
         self.version = 0  # grows with every fit
 
     @property
@@ -35,11 +36,7 @@ class CostModel:
 
     def observe(self, work: Work, seconds: Sequence[float]) -> None:
         """``seconds`` of every stage."""
-        x_F, y_S = _features([work])[0], np.asarray(seconds, dtype=np.float64)
-        if self.is_ready:
-            y_S = np.minimum(y_S, MOST_SURPRISE * np.maximum(x_F @ self._weights_FS, 1e-6))
-        self._products_FF = self._forget * self._products_FF + np.outer(x_F, x_F)
-        self._answers_FS = self._forget * self._answers_FS + np.outer(x_F, y_S)
+        self._recent.append((work, seconds))
         self._num_observed += 1
         if self._num_observed == ENOUGH or self._num_observed % REFIT_EVERY == 0:
             self.refit()
@@ -51,6 +48,7 @@ class CostModel:
 
     def refit(self) -> None:
         """All stages at once; then, of each that has coefficients below zero, what is left without them."""
+        self._take_in()
         doubt = DOUBT * np.trace(self._products_FF)
         matrix_FF = self._products_FF + doubt * np.eye(len(SCALES))
         answers_FS = self._answers_FS + doubt * self._weights_FS
@@ -59,6 +57,20 @@ class CostModel:
             fitted_FS[:, stage] = _not_negative(matrix_FF, answers_FS[:, stage], fitted_FS[:, stage])
         self._weights_FS = fitted_FS
         self.version += 1
+
+    def _take_in(self) -> None:
+        """With N new observations an old one counts forget**N times, the first new one forget**(N - 1), the last one once."""
+        if not self._recent:
+            return
+        works, seconds = zip(*self._recent, strict=True)
+        x_NF, y_NS = _features(works), np.array(seconds, dtype=np.float64)
+        if self.version:
+            y_NS = np.minimum(y_NS, MOST_SURPRISE * np.maximum(x_NF @ self._weights_FS, 1e-6))
+        ages_N = np.arange(len(works))[::-1]
+        weighted_FN = (x_NF * self._forget ** ages_N[:, None]).T
+        self._products_FF = self._forget ** len(works) * self._products_FF + weighted_FN @ x_NF
+        self._answers_FS = self._forget ** len(works) * self._answers_FS + weighted_FN @ y_NS
+        self._recent.clear()
 
 
 def _not_negative(

@@ -47,36 +47,39 @@ class PageLedger:
         if not self._is_possible(promised, num_spare):
             return False
         self._promised = promised
-        sequence.promised, sequence.pages, sequence.num_covered = needs, [[] for _ in needs], 0
+        sequence.pages, sequence.num_covered = [[] for _ in needs], 0
+        self._note_promise(sequence, needs)
         return True
 
     def reserve(self, sequence: Sequence, num_positions: int) -> bool:
         """See to it that ``grow`` to so many positions is possible."""
-        if num_positions <= sequence.num_covered:
+        if num_positions <= sequence.num_promised:
             return True
         needs = [max(old, n) for old, n in zip(sequence.promised, self._pages(num_positions), strict=True)]
         promised = [p + n - old for p, n, old in zip(self._promised, needs, sequence.promised, strict=True)]
         if not self._is_possible(promised):
             return False
-        self._promised, sequence.promised = promised, needs
+        self._promised = promised
+        self._note_promise(sequence, needs)
         return True
 
     def grow(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
-        """Take the pages that ``num_positions`` cached positions need beyond those held; returns the new ones.
+        """Take the pages that ``num_positions`` cached positions need beyond those held, all promised; returns the new ones.
 
         P = 16, R = 5, 3 pages held (48 positions): for 70 positions ceil(70/16) = 5, so two
         more; for 700 positions min(44, 5) = 5, two more again.
         """
         if num_positions <= sequence.num_covered:
             return self._nothing
-        has_room = self.reserve(sequence, num_positions)
-        assert has_room
-        gained = []
-        for free, held, wanted in zip(self._free, sequence.pages, self._pages(num_positions), strict=True):
-            new = [free.pop() for _ in range(wanted - len(held))]
+        assert num_positions <= sequence.num_promised
+        gained, covered = [], UNBOUNDED
+        for window_class, free, held in zip(self.cache.classes, self._free, sequence.pages, strict=True):
+            wanted = window_class.pages_for(num_positions, self.cache.page_size)
+            new = tuple([free.pop() for _ in range(wanted - len(held))])
             held += new
-            gained.append(tuple(new))
-        sequence.num_covered = min(map(self._covered, self.cache.classes, sequence.pages))
+            gained.append(new)
+            covered = min(covered, self._covered(window_class, wanted))
+        sequence.num_covered = covered
         return tuple(gained)
 
     def release(self, sequence: Sequence) -> None:
@@ -85,7 +88,7 @@ class PageLedger:
         for free, held in zip(self._free, sequence.pages, strict=True):
             free += held
         self._promised = [p - n for p, n in zip(self._promised, sequence.promised, strict=True)]
-        sequence.pages, sequence.promised, sequence.num_covered = [], [], 0
+        sequence.pages, sequence.promised, sequence.num_covered, sequence.num_promised = [], [], 0, 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Recount: free and held pages are all pages, each exactly once, and promises add up."""
@@ -112,5 +115,10 @@ class PageLedger:
             p + (num_spare if c.window is None else 0) <= c.num_pages for p, c in zip(promised, self.cache.classes, strict=True)
         )
 
-    def _covered(self, window_class: WindowClass, held: list[int]) -> int:
-        return UNBOUNDED if len(held) == window_class.ring_pages else len(held) * self.cache.page_size
+    def _covered(self, window_class: WindowClass, num_pages: int) -> int:
+        """Positions for which so many pages suffice."""
+        return UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
+
+    def _note_promise(self, sequence: Sequence, needs: list[int]) -> None:
+        sequence.promised = needs
+        sequence.num_promised = min(map(self._covered, self.cache.classes, needs))

@@ -28,6 +28,7 @@ class Sequence:
     pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
     promised: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
     num_covered: int = 0  # positions for which its pages suffice
+    num_promised: int = 0  # positions for which those that it is promised do
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids)

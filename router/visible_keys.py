@@ -22,11 +22,11 @@ class VisibleKeys:
             return num_positions
         return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
 
-    def gained_at(self, num_positions: int) -> int:
-        """How many more the last of so many positions sees than the one before it."""
-        if num_positions <= self._shortest:
-            return 1
-        return self.of(num_positions) - self.of(num_positions - 1) if num_positions <= self._longest else 0
+    def gained(self, num_positions: Sequence[int]) -> int:
+        """How many more than the one before it the last of so many positions sees, for each of these, summed."""
+        if not num_positions or max(num_positions) <= self._shortest:
+            return len(num_positions)
+        return sum(self.of(n) - self.of(n - 1) for n in num_positions if n <= self._longest)
 
     def work_of(self, batch: MicroBatch) -> Work:
         """A prompt's chunk sees its earlier positions with each token, and on average half of itself."""
