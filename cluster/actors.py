@@ -125,13 +125,12 @@ class StageActor:
         self._link.connect(inlet)
 
     @ray.method(enable_task_events=False)
-    def linked_step(self, batch: bytes) -> bytes | None:
-        """A step whose hidden states come from the stage before and go to the next; only the last stage answers."""
+    def linked_step(self, batch: bytes) -> bytes:
+        """A step whose hidden states come from the stage before and go to the next; answers this stage's own part."""
         self._refuse_while_loading()
         if self._link is None:
             raise StaleEpochError(f"{self._plan.label} has not been linked since it was loaded")
-        result = self._link.step(wire.decode_batch(batch))
-        return None if result is None else wire.encode_result(result)
+        return wire.encode_result(self._link.step(wire.decode_batch(batch)))
 
     @ray.method(enable_task_events=False)
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch

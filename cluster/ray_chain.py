@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -88,37 +89,40 @@ class DirectStageChain(RayStageChain):
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         message = wire.encode_batch(batch)
-        result: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        answers: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        heard: list[bytes] = []
         for stage in self.stages:
-            ref: ObjectRef[bytes | None] = stage.linked_step.remote(message)
-            ref.future().add_done_callback(partial(self._hear, result))
-        return self._decoded(result)
+            ref: ObjectRef[bytes] = stage.linked_step.remote(message)
+            ref.future().add_done_callback(partial(self._hear, answers, heard))
+        return self._together(answers)
 
     async def fence(self) -> int:
         epoch = await super().fence()
         self._failures = []
         return epoch
 
-    def _hear(self, result: "asyncio.Future[bytes]", answer: "Future[bytes | None]") -> None:
-        """In a thread of Ray's. All stages but the last one answer None."""
-        outcome = answer.exception() or answer.result()
-        loop = result.get_loop()
-        if outcome is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self._settle, result, outcome)
+    def _hear(self, answers: "asyncio.Future[list[bytes]]", heard: list[bytes], answer: "Future[bytes]") -> None:
+        """In a thread of Ray's. Only what decides the step wakes the loop: an error, or the last answer."""
+        error = answer.exception()
+        if error is None:
+            heard.append(answer.result())
+        loop = answers.get_loop()
+        if (error is not None or len(heard) == self.num_stages) and not loop.is_closed():
+            loop.call_soon_threadsafe(self._settle, answers, error or heard)
 
-    def _settle(self, result: "asyncio.Future[bytes]", outcome: BaseException | bytes) -> None:
+    def _settle(self, answers: "asyncio.Future[list[bytes]]", outcome: BaseException | list[bytes]) -> None:
         if isinstance(outcome, BaseException):
             self._failures.append(outcome)
-        if result.done():
+        if answers.done():
             return
         if isinstance(outcome, BaseException):
-            result.set_exception(outcome)
+            answers.set_exception(outcome)
         else:
-            result.set_result(outcome)
+            answers.set_result(outcome)
 
-    async def _decoded(self, result: "asyncio.Future[bytes]") -> StepResult:
+    async def _together(self, answers: "asyncio.Future[list[bytes]]") -> StepResult:
         try:
-            return wire.decode_result(await result)
+            return joined_results([wire.decode_result(answer) for answer in await answers])
         except RayError as error:
             raise PipelineError(f"a stage failed: {last_line(await self._cause_of(error))}") from error
 
@@ -130,6 +134,12 @@ class DirectStageChain(RayStageChain):
                 break
             await asyncio.sleep(CAUSE_POLL_S)
         return error
+
+
+def joined_results(parts: Sequence[StepResult]) -> StepResult:
+    """Of all stages, in any order."""
+    in_order = sorted(parts, key=lambda part: part.timings[-1].stage_id)
+    return replace(in_order[-1], timings=tuple(timing for part in in_order for timing in part.timings))
 
 
 def _is_restarting(error: RayError) -> bool:

@@ -88,7 +88,10 @@ class StageTiming(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the last stage answers: a token for each of the micro-batch's ``sampled_ids``, and every stage's timing on the way."""
+    """A token for each of the micro-batch's ``sampled_ids``, and the timing of every stage that it has passed.
+
+    On the direct link every stage answers by itself: none but the last one has tokens, and the timing is its own.
+    """
 
     epoch: int
     step_id: int

@@ -16,7 +16,6 @@ from tramontane.proto.errors import (
 from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
 
-EDGE_LENGTH_BYTES = 4
 REFUSALS: dict[str, type[TramontaneError]] = {
     "request": RequestError,
     "overloaded": OverloadedError,
@@ -65,25 +64,6 @@ def encode_header(dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming
 def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...]]:
     dtype, shape, timings = _unpack(data)
     return dtype, shape, tuple(StageTiming(*fields) for fields in timings)
-
-
-def encode_edge_header(batch: MicroBatch, dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...]) -> bytes:
-    """What precedes hidden states on the direct link, padded to a size that the reader knows in advance."""
-    packed = _pack((batch.epoch, batch.step_id, dtype, shape, [_timing_fields(t) for t in timings]))
-    size = edge_header_bytes(len(timings))
-    assert len(packed) <= size - EDGE_LENGTH_BYTES
-    return (len(packed).to_bytes(EDGE_LENGTH_BYTES) + packed).ljust(size, b"\0")
-
-
-def decode_edge_header(data: bytes) -> tuple[int, int, str, tuple[int, ...], tuple[StageTiming, ...]]:
-    length = EDGE_LENGTH_BYTES + int.from_bytes(data[:EDGE_LENGTH_BYTES])
-    epoch, step_id, dtype, shape, timings = _unpack(data[EDGE_LENGTH_BYTES:length])
-    return epoch, step_id, dtype, shape, tuple(StageTiming(*fields) for fields in timings)
-
-
-def edge_header_bytes(num_timings: int) -> int:
-    """Room for the longest numbers: a timing takes at most 1 + 5 + 9 + 9 + 5 bytes, all else 48."""
-    return 64 + 32 * num_timings
 
 
 def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:

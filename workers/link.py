@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
-from tramontane.proto import wire
 from tramontane.proto.errors import LinkError
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
@@ -26,6 +25,7 @@ CONNECT_TIMEOUT = timedelta(seconds=20)
 STEP_TIMEOUT = timedelta(seconds=600)  # of a neighbour that neither sends nor dies; a group that has timed out is broken
 MAX_UNSENT = 2  # micro-batches that the next stage has not taken yet; then computing waits
 SENDER, RECEIVER = 0, 1  # ranks
+TAG = 0  # of all messages: they are taken in the order in which they were sent
 
 
 class Edge:
@@ -35,29 +35,19 @@ class Edge:
     started on it; the neighbour, also one that waits for us, hears of that at once.
     """
 
-    def __init__(self, group: Group, device: torch.device) -> None:
+    def __init__(self, group: Group) -> None:
         self._group: Group | None = group
-        self._device = device
-        self._unsent: deque[tuple[list[Work], tuple[Tensor, Tensor]]] = deque()  # tensors live until they are sent
+        self._unsent: deque[tuple[Work, Tensor]] = deque()  # a tensor lives until it is sent
 
-    def send(self, batch: MicroBatch, activation: Activation) -> None:
-        """Returns while the tensors are still on their way."""
+    def send(self, hidden_TD: Tensor) -> None:
+        """Returns while it is still on its way."""
         self._wait_for_room()
-        hidden_TD = activation.hidden_TD.contiguous()
-        dtype = str(hidden_TD.dtype).removeprefix("torch.")
-        header = wire.encode_edge_header(batch, dtype, tuple(hidden_TD.shape), activation.timings)
-        tensors = torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), hidden_TD
-        self._unsent.append((self._start(lambda group, tensor, tag: group.send([tensor], RECEIVER, tag), tensors), tensors))
+        hidden_TD = hidden_TD.contiguous()
+        self._unsent.append((self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD))
 
-    def receive(self, batch: MicroBatch, num_timings: int, dim: int, dtype: torch.dtype) -> Activation:
-        """What the stage before has made of the same micro-batch; its size is known from that."""
-        header = torch.empty(wire.edge_header_bytes(num_timings), dtype=torch.uint8, device=self._device)
-        hidden_TD = torch.empty(batch.num_tokens, dim, dtype=dtype, device=self._device)
-        _finish(self._start(lambda group, tensor, tag: group.recv([tensor], SENDER, tag), (header, hidden_TD)))
-        about = wire.decode_edge_header(header.cpu().numpy().tobytes())
-        expected = (batch.epoch, batch.step_id, str(dtype).removeprefix("torch."), tuple(hidden_TD.shape))
-        assert about[:-1] == expected, f"{about[:-1]} came where {expected} was due"
-        return Activation(hidden_TD, about[-1])
+    def receive(self, hidden_TD: Tensor) -> None:
+        """Into this: what comes next from the stage before, of a size that both know from the micro-batch."""
+        _finish(self._start(lambda group: group.recv([hidden_TD], SENDER, TAG)))
 
     def close(self) -> None:
         """From any thread."""
@@ -69,29 +59,28 @@ class Edge:
     def _wait_for_room(self) -> None:
         while len(self._unsent) >= MAX_UNSENT:
             try:
-                works, _ = self._unsent.popleft()
+                work, _ = self._unsent.popleft()
             except IndexError:  # closed meanwhile
                 return
-            _finish(works)
+            _finish(work)
 
-    def _start(self, operation: Callable[[Group, Tensor, int], Work], tensors: tuple[Tensor, Tensor]) -> list[Work]:
+    def _start(self, operation: Callable[[Group], Work]) -> Work:
         group = self._group
         if group is None:
             raise LinkError("the link to a neighbour is closed")
         try:
-            return [operation(group, tensor, tag) for tag, tensor in enumerate(tensors)]
+            return operation(group)
         except RuntimeError as error:
             raise LinkError(f"the link to a neighbour is broken: {_why(error)}") from error.with_traceback(None)
         finally:
             del group  # an exception's traceback would keep it open
 
 
-def _finish(works: list[Work]) -> None:
+def _finish(work: Work) -> None:
     try:
-        while works:
-            works.pop(0).wait(STEP_TIMEOUT)
+        work.wait(STEP_TIMEOUT)
     except RuntimeError as error:
-        works.clear()  # an exception's traceback would keep the group open
+        del work  # an exception's traceback would keep the group open
         raise LinkError(f"the link to a neighbour is broken: {_why(error)}") from error.with_traceback(None)
 
 
@@ -139,8 +128,8 @@ class StageLink:
         if self._is_closed:
             self.close()
 
-    def step(self, batch: MicroBatch) -> StepResult | None:
-        """As ``StageWorker.step``, with hidden states from the stage before and to the next; the last stage's result is returned.
+    def step(self, batch: MicroBatch) -> StepResult:
+        """As ``StageWorker.step``, with hidden states from the stage before and to the next; returns this stage's own part.
 
         Raises StaleEpochError, which changes nothing, LinkError, and whatever the computation raises.
         """
@@ -157,7 +146,7 @@ class StageLink:
         for edge in list(self._edges.values()):
             edge.close()
 
-    def _linked_step(self, batch: MicroBatch) -> StepResult | None:
+    def _linked_step(self, batch: MicroBatch) -> StepResult:
         plan, incoming = self._worker.plan, None
         if self._is_closed:
             raise LinkError(f"the link of {plan.label} to its neighbours is closed")
@@ -165,16 +154,17 @@ class StageLink:
             raise LinkError(f"{plan.label} is not linked to its neighbours")
         self._worker.check_turn(batch)  # before anything is taken from the stage before
         if not plan.is_first:
-            incoming = self._edges[RECEIVER].receive(batch, plan.stage_id, plan.args.dim, self._worker.dtype)
+            hidden_TD = torch.empty(batch.num_tokens, plan.args.dim, dtype=self._worker.dtype, device=self._worker.device)
+            self._edges[RECEIVER].receive(hidden_TD)
+            incoming = Activation(hidden_TD, ())
         outcome = self._worker.step(batch, incoming)
         if isinstance(outcome, StepResult):
             return outcome
-        self._edges[SENDER].send(batch, outcome)
-        return None
+        self._edges[SENDER].send(outcome.hidden_TD)
+        return StepResult(batch.epoch, batch.step_id, (), outcome.timings)
 
     def _edge(self, store: TCPStore, rank: int) -> Edge:
-        device = self._worker.device
-        return Edge(_nccl(store, rank, self._host) if device.type == "cuda" else _gloo(store, rank, self._host), device)
+        return Edge((_nccl if self._worker.device.type == "cuda" else _gloo)(store, rank, self._host))
 
 
 def _gloo(store: TCPStore, rank: int, host: str) -> Group:

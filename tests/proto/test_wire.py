@@ -40,16 +40,6 @@ results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings)
 
 
 @settings(derandomize=True, deadline=None)
-@given(batches, st.sampled_from(["float32", "bfloat16"]), st.tuples(ids, ids), timings)
-def test_what_precedes_hidden_states_has_a_size_that_the_reader_knows(
-    batch: MicroBatch, dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...]
-) -> None:
-    data = wire.encode_edge_header(batch, dtype, shape, timings)
-    assert len(data) == wire.edge_header_bytes(len(timings))
-    assert wire.decode_edge_header(data) == (batch.epoch, batch.step_id, dtype, shape, timings)
-
-
-@settings(derandomize=True, deadline=None)
 @given(batches)
 def test_batches(batch: MicroBatch) -> None:
     assert wire.decode_batch(wire.encode_batch(batch)) == batch

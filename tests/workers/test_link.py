@@ -53,9 +53,9 @@ class LinkedThreads:
         return len(self.workers)
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        return self._last([self.start(stage, batch) for stage in range(self.num_stages)])
+        return self._together([self.start(stage, batch) for stage in range(self.num_stages)])
 
-    def start(self, stage: int, batch: MicroBatch) -> "Future[StepResult | None]":
+    def start(self, stage: int, batch: MicroBatch) -> "Future[StepResult]":
         return self.threads[stage].submit(self.links[stage].step, batch)
 
     async def fence(self) -> int:
@@ -80,11 +80,11 @@ class LinkedThreads:
         asked = [t.submit(call, *args) for t, call, args in zip(self.threads, calls, arguments, strict=True)]
         return [future.result() for future in asked]
 
-    async def _last(self, futures: "list[Future[StepResult | None]]") -> StepResult:
-        *others, last = await asyncio.gather(*map(asyncio.wrap_future, futures))
-        assert others == [None] * len(others), "only the last stage answers"
-        assert last is not None
-        return last
+    async def _together(self, futures: "list[Future[StepResult]]") -> StepResult:
+        parts = await asyncio.gather(*map(asyncio.wrap_future, futures))
+        assert [timing.stage_id for part in parts for timing in part.timings] == [*range(self.num_stages)], "each its own"
+        assert not any(part.token_ids for part in parts[:-1]), "only the last stage samples"
+        return parts[-1]
 
 
 @contextmanager
@@ -156,14 +156,12 @@ def test_only_so_much_is_on_its_way() -> None:
     with _linked(2) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_UNSENT + 3)]
         for step_id in range(MAX_UNSENT):
-            assert started[step_id].result() is None, "it does not wait for whoever takes it"
+            assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
         for step_id in range(MAX_UNSENT + 3):
             edge = chain.links[0]._edges[SENDER]
             assert len(edge._unsent) <= MAX_UNSENT
-            result = chain.start(1, _batch(step_id)).result()
-            assert result is not None
-            assert result.step_id == step_id
-        assert [future.result() for future in started] == [None] * len(started)
+            assert chain.start(1, _batch(step_id)).result().step_id == step_id
+        assert [future.result().step_id for future in started] == [*range(MAX_UNSENT + 3)]
 
 
 def test_a_stage_that_was_not_linked_says_so() -> None:
@@ -228,9 +226,7 @@ def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides() -> None:
         links[0].connect(None)
         linked.result()
         links[0].step(_batch(0))
-        result = links[1].step(_batch(0))
-        assert result is not None
-        assert [timing.stage_id for timing in result.timings] == [0, 1, 2]
+        assert len(links[1].step(_batch(0)).token_ids) == 1
         waiting = thread.submit(links[1].step, _batch(1))
         middle.kill()
         with pytest.raises(LinkError, match="is broken"):
