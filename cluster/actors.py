@@ -24,7 +24,8 @@ from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 if TYPE_CHECKING:
     from tramontane.cluster.supervisor import PipelineSpec
-    from tramontane.workers.link import Address, StageLink
+    from tramontane.workers.edge import Address
+    from tramontane.workers.link import StageLink
     from tramontane.workers.stage_worker import StageWorker
 
 NAMESPACE = "tramontane"

@@ -11,17 +11,23 @@ from multiprocessing.connection import Connection
 
 import psutil
 import pytest
+import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.workers.link import MAX_UNSENT, SENDER, Address, StageLink, interface_of
+from tramontane.workers.edge import MAX_UNSENT, Address, Edges
+from tramontane.workers.group_edge import GroupEdge, GroupEdges, interface_of
+from tramontane.workers.link import StageLink
+from tramontane.workers.socket_edge import SocketEdge, SocketEdges, SocketListener
 from tramontane.workers.stage_worker import StageWorker
 
 ARGS = tiny_args(n_layers=3)
 HOST = "127.0.0.1"
+EDGES: list[Edges] = [SocketEdges(), GroupEdges("gloo")]
+both_kinds = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups"])
 
 
 def _workers(num_stages: int) -> list[StageWorker]:
@@ -43,8 +49,9 @@ def _send_on(link: StageLink, step_id: int) -> None:
 class LinkedThreads:
     """A chain of stages as actors would be: one thread computes for each, and others may call it as well."""
 
-    def __init__(self, workers: list[StageWorker]) -> None:
+    def __init__(self, workers: list[StageWorker], edges: Edges) -> None:
         self.workers = workers
+        self.edges = edges
         self.links: list[StageLink] = []
         self.threads = [ThreadPoolExecutor(1) for _ in workers]
 
@@ -67,7 +74,7 @@ class LinkedThreads:
         for link in self.links:
             link.close()
         self._in_threads([worker.fence for worker in self.workers], [(epoch,)] * self.num_stages)
-        self.links = [StageLink(worker, HOST) for worker in self.workers]
+        self.links = [StageLink(worker, HOST, self.edges) for worker in self.workers]
         outlets = self._in_threads([link.listen for link in self.links], [()] * self.num_stages)
         self._in_threads([link.connect for link in self.links], [(inlet,) for inlet in [None, *outlets[:-1]]])
 
@@ -88,8 +95,8 @@ class LinkedThreads:
 
 
 @contextmanager
-def _linked(num_stages: int) -> Iterator[LinkedThreads]:
-    chain = LinkedThreads(_workers(num_stages))
+def _linked(num_stages: int, edges: Edges) -> Iterator[LinkedThreads]:
+    chain = LinkedThreads(_workers(num_stages), edges)
     try:
         chain.link_up(0)
         yield chain
@@ -97,17 +104,19 @@ def _linked(num_stages: int) -> Iterator[LinkedThreads]:
         chain.close()
 
 
+@both_kinds
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_same_tokens_as_without_a_link(num_stages: int) -> None:
+def test_same_tokens_as_without_a_link(num_stages: int, edges: Edges) -> None:
     plan = tiny_plan(ARGS, num_stages)
     expected = run_in_process(plan, _workers(num_stages), PROMPTS[:8], budget=64)
-    with _linked(num_stages) as chain:
+    with _linked(num_stages, edges) as chain:
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
 
-def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypatch: pytest.MonkeyPatch) -> None:
+@both_kinds
+def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
     plan = tiny_plan(ARGS, 3)
-    with _linked(3) as chain:
+    with _linked(3, edges) as chain:
         expected = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8]))
         with monkeypatch.context() as patch:
             step = chain.workers[1].step
@@ -117,8 +126,9 @@ def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypat
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
 
-def test_a_step_of_another_epoch_changes_nothing() -> None:
-    with _linked(3) as chain:
+@both_kinds
+def test_a_step_of_another_epoch_changes_nothing(edges: Edges) -> None:
+    with _linked(3, edges) as chain:
         assert asyncio.run(_run(chain, _batch(0))).step_id == 0
         for stage in range(3):
             with pytest.raises(StaleEpochError, match="is at epoch 0"):
@@ -130,9 +140,10 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
     return await chain.submit(batch)
 
 
-def test_whoever_waits_for_a_neighbour_hears_that_it_let_go() -> None:
+@both_kinds
+def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: Edges) -> None:
     """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
-    with _linked(3) as chain:
+    with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
         chain.links[1].close()
         with pytest.raises(LinkError, match="is broken"):
@@ -143,8 +154,9 @@ def test_whoever_waits_for_a_neighbour_hears_that_it_let_go() -> None:
             chain.start(1, _batch(0)).result()
 
 
-def test_a_step_that_fails_frees_the_stage_that_waits_beyond() -> None:
-    with _linked(3) as chain:
+@both_kinds
+def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: Edges) -> None:
+    with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
         with pytest.raises(AssertionError, match="step 1 came where 0 was due"):
             chain.start(1, _batch(1)).result()
@@ -153,15 +165,59 @@ def test_a_step_that_fails_frees_the_stage_that_waits_beyond() -> None:
 
 
 def test_only_so_much_is_on_its_way() -> None:
-    with _linked(2) as chain:
+    with _linked(2, GroupEdges("gloo")) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_UNSENT + 3)]
         for step_id in range(MAX_UNSENT):
             assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
         for step_id in range(MAX_UNSENT + 3):
-            edge = chain.links[0]._edges[SENDER]
-            assert len(edge._unsent) <= MAX_UNSENT
+            outlet = chain.links[0]._outlet
+            assert isinstance(outlet, GroupEdge)
+            assert len(outlet._unsent) <= MAX_UNSENT
             assert chain.start(1, _batch(step_id)).result().step_id == step_id
         assert [future.result().step_id for future in started] == [*range(MAX_UNSENT + 3)]
+
+
+def _socket_pair() -> tuple[SocketEdge, SocketEdge]:
+    listener = SocketListener(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept)
+        connected = SocketEdges().connect(listener.address, HOST)
+        return accepted.result(), connected
+
+
+def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> None:
+    sender, receiver = _socket_pair()
+    sent = [torch.full((2048, 1024), float(number), dtype=torch.bfloat16) for number in range(5)]  # 4 MiB each
+    with ThreadPoolExecutor(1) as thread:
+        sending = [thread.submit(sender.send, hidden_TD) for hidden_TD in sent]
+        for number in range(MAX_UNSENT):
+            sending[number].result()  # it does not wait for whoever takes it
+        for hidden_TD in sent:
+            assert len(sender._unsent) <= MAX_UNSENT
+            taken_TD = torch.empty_like(hidden_TD)
+            receiver.receive(taken_TD)
+            assert torch.equal(taken_TD, hidden_TD)
+        for future in sending:
+            future.result()
+    sender.close()
+    receiver.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
+def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tramontane.workers.socket_edge.WORD_TIMEOUT_S", 0.1)
+    listener = SocketListener(HOST)
+    with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
+        stranger.sendall(said)
+        accepted = thread.submit(listener.accept)
+        neighbour = SocketEdges().connect(listener.address, HOST)
+        accepted.result().send(torch.ones(3))
+        received_T = torch.zeros(3)
+        neighbour.receive(received_T)
+        assert received_T.tolist() == [1, 1, 1]
+        assert stranger.recv(1) == b"", "it was hung up on"
+        neighbour.close()
+        accepted.result().close()
 
 
 def test_a_stage_that_was_not_linked_says_so() -> None:
@@ -171,22 +227,28 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
         StageLink(worker, HOST).step(_batch(0))
 
 
-def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tramontane.workers.link.CONNECT_TIMEOUT", timedelta(seconds=1))
+@both_kinds
+def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
+    for kind in ("socket_edge", "group_edge"):
+        monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
     worker.fence(0)
     with socket.create_server((HOST, 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
-        StageLink(worker, HOST).connect((HOST, port))
+        StageLink(worker, HOST, edges).connect((HOST, port, "word"))
 
 
-def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link() -> None:
+@both_kinds
+def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: Edges) -> None:
     before = _listening()
-    with _linked(3):
-        opened = _listening() - before
-        assert len(opened) >= 2, "the stages that others find"
-        assert {ip for ip, _ in opened} == {HOST}
+    link = StageLink(_workers(2)[0], HOST, edges)
+    address = link.listen()
+    assert address is not None
+    assert _listening() - before == {address[:2]}
+    link.close()
+    with _linked(3, edges):
+        assert {ip for ip, _ in _listening() - before} <= {HOST}
     assert _listening() <= before
 
 
@@ -199,26 +261,27 @@ def test_the_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == "lo"
 
 
-def _middle_stage(pipe: "Connection[Address, Address | None]") -> None:
+def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> None:
     """Stage 2 of 3, which runs one step."""
     worker = _workers(3)[1]
     worker.fence(0)
-    link = StageLink(worker, HOST)
+    link = StageLink(worker, HOST, EDGES[kind])
     pipe.send(link.listen())
     link.connect(pipe.recv())
     link.step(_batch(0))
     pipe.recv()  # for ever
 
 
-def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides() -> None:
+@both_kinds
+def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: Edges) -> None:
     first, _, last = _workers(3)
     for worker in (first, last):
         worker.fence(0)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    middle = context.Process(target=_middle_stage, args=(theirs,))
+    middle = context.Process(target=_middle_stage, args=(theirs, EDGES.index(edges)))
     middle.start()
-    links = [StageLink(first, HOST), StageLink(last, HOST)]
+    links = [StageLink(first, HOST, edges), StageLink(last, HOST, edges)]
     with ThreadPoolExecutor(1) as thread:
         outlet = ours.recv()
         ours.send(links[0].listen())
