@@ -13,9 +13,10 @@ def main() -> None:
     for name in ("--input-len", "--output-len", "--threads"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--prompts", type=int, nargs="+", required=True)
     options = parser.parse_args()
-    flags = {"dtype": "bfloat16", "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    flags = {"dtype": options.dtype, "max_model_len": 2048, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
     flags |= {"skip_tokenizer_init": True, "enable_prefix_caching": False, "enforce_eager": False}
     engine = vllm.LLM(options.model, **flags)
     sampling = vllm.SamplingParams(max_tokens=options.output_len, temperature=0.0, ignore_eos=True, detokenize=False)

