@@ -1,4 +1,4 @@
-"""The two links over Ray: the router submits the whole chain at once and awaits only its end."""
+"""The two links over Ray: the router submits a micro-batch to the whole chain at once."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.proto import wire
-from tramontane.proto.errors import LeaseError, LinkError, PipelineError
+from tramontane.proto.errors import LeaseError, LinkError, PipelineError, StaleEpochError
 from tramontane.proto.step import MicroBatch, StepResult
 
 FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
@@ -85,7 +85,7 @@ class DirectStageChain(RayStageChain):
 
     def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
         super().__init__(stages, supervisor, holder)
-        self._failures: list[BaseException] = []  # since the last fence, as they were heard
+        self._failures: list[BaseException] = []  # of the steps since the last fence, as they are heard
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         message = wire.encode_batch(batch)
@@ -93,26 +93,28 @@ class DirectStageChain(RayStageChain):
         heard: list[bytes] = []
         for stage in self.stages:
             ref: ObjectRef[bytes] = stage.linked_step.remote(message)
-            ref.future().add_done_callback(partial(self._hear, answers, heard))
-        return self._together(answers)
+            ref.future().add_done_callback(partial(self._hear, answers, heard, self._failures))
+        return self._together(answers, self._failures)
 
     async def fence(self) -> int:
         epoch = await super().fence()
         self._failures = []
         return epoch
 
-    def _hear(self, answers: "asyncio.Future[list[bytes]]", heard: list[bytes], answer: "Future[bytes]") -> None:
+    def _hear(
+        self, answers: "asyncio.Future[list[bytes]]", heard: list[bytes], failures: list[BaseException], answer: "Future[bytes]"
+    ) -> None:
         """In a thread of Ray's. Only what decides the step wakes the loop: an error, or the last answer."""
         error = answer.exception()
         if error is None:
             heard.append(answer.result())
+        else:
+            failures.append(error)
         loop = answers.get_loop()
         if (error is not None or len(heard) == self.num_stages) and not loop.is_closed():
             loop.call_soon_threadsafe(self._settle, answers, error or heard)
 
     def _settle(self, answers: "asyncio.Future[list[bytes]]", outcome: BaseException | list[bytes]) -> None:
-        if isinstance(outcome, BaseException):
-            self._failures.append(outcome)
         if answers.done():
             return
         if isinstance(outcome, BaseException):
@@ -120,20 +122,21 @@ class DirectStageChain(RayStageChain):
         else:
             answers.set_result(outcome)
 
-    async def _together(self, answers: "asyncio.Future[list[bytes]]") -> StepResult:
+    async def _together(self, answers: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
         try:
             return joined_results([wire.decode_result(answer) for answer in await answers])
         except RayError as error:
-            raise PipelineError(f"a stage failed: {last_line(await self._cause_of(error))}") from error
+            raise PipelineError(f"a stage failed: {last_line(await _cause_of(error, failures))}") from error
 
-    async def _cause_of(self, error: BaseException) -> BaseException:
-        """That a neighbour fell silent is a consequence. The cause is heard from another stage, perhaps with a later step."""
-        for _ in range(CAUSE_POLLS):
-            error = next((failure for failure in self._failures if not isinstance(failure, LinkError)), error)
-            if not isinstance(error, LinkError):
-                break
-            await asyncio.sleep(CAUSE_POLL_S)
-        return error
+
+async def _cause_of(error: BaseException, failures: list[BaseException]) -> BaseException:
+    """That a neighbour fell silent is a consequence. The cause is heard from another stage, perhaps with a later step."""
+    for _ in range(CAUSE_POLLS):
+        error = next((failure for failure in failures if not isinstance(failure, LinkError)), error)
+        if not isinstance(error, LinkError):
+            break
+        await asyncio.sleep(CAUSE_POLL_S)
+    return error
 
 
 def joined_results(parts: Sequence[StepResult]) -> StepResult:
@@ -143,8 +146,8 @@ def joined_results(parts: Sequence[StepResult]) -> StepResult:
 
 
 def _is_restarting(error: RayError) -> bool:
-    """Whether the supervisor, or a stage that it asked, does not answer just now."""
-    return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError)
+    """Whether the supervisor, or a stage that it asked, does not answer just now, or was born again meanwhile."""
+    return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError)
 
 
 def last_line(error: BaseException) -> str:

@@ -15,8 +15,9 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names, create_stage
+from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
-from tramontane.proto.errors import LinkError, PipelineError
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.workers.fingerprint import Fingerprint
@@ -29,7 +30,6 @@ LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
-FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the router asks again
 WATCH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
@@ -182,26 +182,6 @@ class Supervisor:
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
-
-
-def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: Link) -> None:
-    """Make the stages obey ``epoch``; where the link is direct, with new edges between all of them."""
-    if link == "direct":  # a step that waits for a neighbour must not keep the fence waiting
-        ray.get([stage.unlink.options(concurrency_group="control").remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
-    ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
-    if link == "direct":
-        _link_up(stages, epoch)
-
-
-def _link_up(stages: list[ActorHandle[Any]], epoch: int) -> None:
-    """If a stage dies meanwhile that is raised, rather than what its neighbours suffer from it."""
-    outlets: list[Any] = ray.get([stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
-    inlets = [None, *outlets[:-1]]
-    asked: list[ray.ObjectRef[None]] = [stage.connect.remote(epoch, inlet) for stage, inlet in zip(stages, inlets, strict=True)]
-    for ref in ray.wait(asked, num_returns=len(asked), timeout=FENCE_TIMEOUT_S)[0]:
-        with contextlib.suppress(LinkError):
-            ray.get(ref)
-    ray.get(asked, timeout=0)
 
 
 def remove_pipeline(name: str) -> None:

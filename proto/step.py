@@ -3,7 +3,7 @@
 Stages keep what they were told: a chunk carries only the pages that its sequence
 gained since its last chunk, and the sampling parameters only the first time.
 
-What a busy router makes hundreds of at every step are named tuples: made in half the time that a frozen dataclass takes.
+What a busy router makes many of are named tuples: made in half the time that a frozen dataclass takes.
 """
 
 from dataclasses import dataclass

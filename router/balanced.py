@@ -151,11 +151,12 @@ class BalancedPolicy:
         """The most prompt tokens up to ``size`` with which a round of micro-batches like this one keeps the target."""
         if self._itl_target_s is None:
             return size
-        sizes = [size, *(size * eighths // 8 for eighths in range(7, 0, -1))]
+        least = min(LEAST_CHUNK, size)
+        sizes = [max(size * eighths // 8, least) for eighths in range(8, 0, -1)]
         times = self._cost.seconds([_with_prefill(own, each, load.prefill_start) for each in sizes])
         rounds = np.maximum(times.max(axis=1) * self._watch.max_in_flight, times.sum(axis=1))
         fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
-        return fitting[0] if fitting else min(LEAST_CHUNK, size)
+        return fitting[0] if fitting else least
 
 
 class IdleWatch:

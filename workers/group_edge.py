@@ -131,7 +131,10 @@ BACKENDS: dict[str, Callable[[TCPStore, int, str], Group]] = {"gloo": _gloo, "nc
 
 def interface_of(host: str) -> str:
     """The name of the interface that has this address: ``lo`` for 127.0.0.1."""
-    return next(name for name, addresses in psutil.net_if_addrs().items() if any(a.address == host for a in addresses))
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == host for a in addresses):
+            return name
+    raise OSError(f"no network interface has the address {host}")
 
 
 def why(error: Exception) -> str:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 BLOCK = {"cpu": 2**20, "cuda": 2**24}
 # So few tokens wait for the weights to come from memory, whatever is done with them.
 FEW_TOKENS = 3
-# So many tokens, on a CPU, are multiplied faster as W x^T than as x W^T: its library shares out the longer side among threads.
+# So many tokens are multiplied faster as W x^T than as x W^T by several threads: among them the longer side is shared out.
 WEIGHTS_FIRST = range(12, 128)
 
 
@@ -47,7 +47,7 @@ def has_products(device: str, dtype: torch.dtype) -> bool:
 def product_in_blocks(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None) -> Tensor:
     """x (W scale)^T computed in ``dtype``, which so many rows of W as fit a cache are given at a time."""
     num_tokens, num_rows = len(x_TK), len(weight_NK)
-    weights_first = num_tokens in WEIGHTS_FIRST and x_TK.device.type == "cpu"
+    weights_first = num_tokens in WEIGHTS_FIRST and x_TK.device.type == "cpu" and torch.get_num_threads() > 1
     out_NT = torch.empty(num_rows, num_tokens, dtype=dtype, device=x_TK.device) if weights_first else None
     out_TN = torch.empty(num_tokens, num_rows, dtype=dtype, device=x_TK.device) if out_NT is None else out_NT.T
     blocks = list(row_blocks(weight_NK.shape, weight_NK.device))

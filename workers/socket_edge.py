@@ -21,8 +21,9 @@ from tramontane.workers.edge import CONNECT_TIMEOUT, MAX_UNSENT, Address
 
 WORD_BYTES = 16
 WORD_TIMEOUT_S = 2.0  # a neighbour says it at once; whoever else has connected must not keep it out
-VANISHED_MS = 30_000  # without a sign of life from the neighbour's machine; a process that dies is missed at once
-PROBE_S = 10
+# A process that dies is missed at once; a machine that vanishes, after the last of these probes. A limit for unanswered
+# data (TCP_USER_TIMEOUT) would also end the link to a neighbour who only takes long to compute.
+PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 
 
 class SocketEdge:
@@ -32,11 +33,11 @@ class SocketEdge:
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in (("TCP_KEEPIDLE", PROBE_S), ("TCP_KEEPINTVL", PROBE_S), ("TCP_USER_TIMEOUT", VANISHED_MS)):
+        for option, value in PROBES.items():
             if hasattr(socket, option):  # not on every system
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._connection = connection
-        self._sender = ThreadPoolExecutor(1)
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="edge")
         self._unsent: deque[Future[None]] = deque()
 
     def send(self, hidden_TD: Tensor) -> None:
@@ -82,18 +83,21 @@ class SocketListener:
         """The first who knows the word. Raises TimeoutError, or another OSError."""
         deadline = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
         with self._listener:
-            while True:
-                self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            while (left := deadline - time.monotonic()) > 0:
+                self._listener.settimeout(left)
                 connection, _ = self._listener.accept()
                 if self._knows_the_word(connection):
                     return SocketEdge(connection)
                 connection.close()
+        raise TimeoutError("nobody came but strangers")
 
     def _knows_the_word(self, connection: socket.socket) -> bool:
         connection.settimeout(WORD_TIMEOUT_S)
+        said = b""
         with contextlib.suppress(OSError):
-            return hmac.compare_digest(connection.recv(WORD_BYTES, socket.MSG_WAITALL), self.address[2].encode())
-        return False
+            while len(said) < WORD_BYTES and (more := connection.recv(WORD_BYTES - len(said))):
+                said += more
+        return hmac.compare_digest(said, self.address[2].encode())
 
     def close(self) -> None:
         _shut(self._listener)
@@ -108,8 +112,12 @@ class SocketEdges:
     def connect(self, address: Address, _host: str, /) -> SocketEdge:
         host, port, word = address
         connection = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
-        connection.sendall(word.encode())
-        return SocketEdge(connection)
+        try:
+            connection.sendall(word.encode())
+            return SocketEdge(connection)
+        except OSError:
+            connection.close()
+            raise
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -32,9 +32,9 @@ from rich.table import Table
 from tiny import tiny_args, tiny_plan
 
 from tramontane.cluster.actors import StageActor, as_stage_actor
+from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
-from tramontane.cluster.supervisor import fence_stages
 from tramontane.proto.model_folder import RandomWeights, Weights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
@@ -45,7 +45,7 @@ DIM = 2048  # of float32: 8 KiB per token
 SIZES = {"8 KiB": 1, "128 KiB": 16, "2 MiB": 256}  # tokens
 HOP_TARGETS_MS: dict[Link, dict[str, float]] = {
     "direct": {"8 KiB": 0.15, "128 KiB": 0.25, "2 MiB": 1.0},
-    "object-store": {"8 KiB": 1.0, "128 KiB": 2.4, "2 MiB": 2.9},
+    "object-store": {"8 KiB": 0.9, "128 KiB": 2.4, "2 MiB": 2.9},
 }
 INTERVAL_TARGETS_MS = {"8 KiB": 5.8, "128 KiB": 6.5}
 CHAINS = {"object-store": RayStageChain, "direct": DirectStageChain}

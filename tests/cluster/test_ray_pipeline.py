@@ -244,19 +244,25 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
     _check_tokens(spec, chain, 64, True)
 
 
-def test_edges_listen_at_the_nodes_own_address_only(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
+def test_edges_are_between_nodes_own_addresses_and_leave_nothing_open(linked: tuple[PipelineSpec, DirectStageChain]) -> None:
     _, chain = linked
     stages = [psutil.Process(ray.get(stage.health.remote()).pid) for stage in chain.stages]
 
-    def listening() -> set[tuple[int, str, int]]:
-        sockets = [(stage.pid, s) for stage in stages for s in stage.net_connections("tcp")]
-        return {(pid, s.laddr.ip, s.laddr.port) for pid, s in sockets if s.status == psutil.CONN_LISTEN}
+    def opened(status: str) -> set[tuple[tuple[str, int], tuple[str, int]]]:
+        sockets = [s for stage in stages for s in stage.net_connections("tcp") if s.status == status]
+        return {(tuple(s.laddr), tuple(s.raddr)) for s in sockets}
 
-    before = listening()
-    asyncio.run(chain.fence())
-    opened = listening() - before
-    assert len(opened) >= 2, "the stages that others find"
-    assert {ip for _, ip, _ in opened} == {ray.util.get_node_ip_address()}  # type: ignore[no-untyped-call]
+    def edges() -> set[tuple[tuple[str, int], tuple[str, int]]]:
+        """Connections of which both ends are stages."""
+        connected = opened(psutil.CONN_ESTABLISHED)
+        return {(here, there) for here, there in connected if (there, here) in connected}
+
+    listening = opened(psutil.CONN_LISTEN)
+    for _ in range(3):
+        asyncio.run(chain.fence())
+        assert len(edges()) == 2 * (chain.num_stages - 1)
+        assert {ip for (ip, _), _ in edges()} == {ray.util.get_node_ip_address()}  # type: ignore[no-untyped-call]
+    assert opened(psutil.CONN_LISTEN) <= listening
 
 
 def test_stages_outlive_their_supervisor(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -12,8 +13,10 @@ from scripted import all_chunks
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.router.policy import EvenPolicy
+from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.peer_policies import UniformBudget
+from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.scheduler import Limits, Scheduler
 from tramontane.router.sequence import Sequence
 
@@ -40,6 +43,9 @@ class ImaginedPipeline:
     pages: dict[int, list[list[int]]] = field(default_factory=dict)
     positions: Counter[int] = field(default_factory=Counter)
     events: list[TokenEvent] = field(default_factory=list)
+    token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
+    num_stages: int = 0  # whose timings come back
+    now: float = 0.0
 
     def submit(self) -> MicroBatch | None:
         batch = self.scheduler.schedule()
@@ -48,11 +54,21 @@ class ImaginedPipeline:
             self.in_flight.append(batch)
         return batch
 
-    def answer(self, token_id: int = 50) -> None:
+    def answer(self, token_id: int | None = None) -> None:
         batch = self.in_flight.popleft()
-        token_ids = (token_id,) * len(batch.sampled_ids)
-        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, ()))
+        ends = [(c.seq_id, c.start + c.num_tokens) for c in all_chunks(batch) if c.wants_token]
+        assert [seq_id for seq_id, _ in ends] == list(batch.sampled_ids)
+        token_ids = tuple(self.token_at(seq_id, end) if token_id is None else token_id for seq_id, end in ends)
+        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, self._timings(batch)))
         self.scheduler.check_integrity()
+
+    def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
+        """Each stage works right after the one before it."""
+        timings = []
+        for stage in range(self.num_stages):
+            timings.append(StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens))
+            self.now = timings[-1].ended_at
+        return tuple(timings)
 
     def drain(self) -> None:
         while self.in_flight or self.submit():
@@ -73,8 +89,9 @@ class ImaginedPipeline:
             del self.pages[seq_id], self.positions[seq_id]
         for chunk in chunks:
             self._check_chunk(chunk)
-        held = [page for rings in self.pages.values() for page in rings[0]]
-        assert len(held) == len(set(held)), "a page has two owners"
+        for of_class in zip(*self.pages.values(), strict=True):
+            held = [page for ring in of_class for page in ring]
+            assert len(held) == len(set(held)), "a page has two owners"
 
     def _check_chunk(self, chunk: Chunk) -> None:
         cache = self.scheduler.ledger.cache
@@ -87,8 +104,11 @@ class ImaginedPipeline:
             assert len(ring) == window_class.pages_for(self.positions[chunk.seq_id], cache.page_size)
 
 
-def _pipeline(cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3) -> ImaginedPipeline:
-    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, 1000, (EOS,)), EvenPolicy(in_flight, budget)))
+def _pipeline(
+    cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
+) -> ImaginedPipeline:
+    policy = policy or EvenPolicy(in_flight, budget)
+    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, 1000, (EOS,)), policy))
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
@@ -305,7 +325,25 @@ def test_check_integrity_sees_a_lost_page() -> None:
         pipe.scheduler.check_integrity()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+def _some_token(seq_id: int, position: int) -> int:
+    """Of every sequence and position another one; sometimes the last."""
+    return EOS if (31 * seq_id + position) % 41 == 0 else 3 + (256 * seq_id + position) % 997
+
+
+def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
+    tokens = [_some_token(seq_id, prompt + number) for number in range(new)]
+    return tokens[: tokens.index(EOS) + 1] if EOS in tokens else tokens
+
+
+POLICIES: dict[str, Callable[[int, int], Policy]] = {
+    "even": EvenPolicy,
+    "balanced": BalancedPolicy,
+    "balanced, with a target": lambda num_stages, budget: BalancedPolicy(num_stages, budget, itl_target_s=2e-3),
+    "uniform budget": UniformBudget,
+}
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     page_size=st.sampled_from([1, 3, 16]),
@@ -314,21 +352,23 @@ def test_check_integrity_sees_a_lost_page() -> None:
     in_flight=st.integers(1, 6),
     seqs=st.integers(1, 6),
     room=st.floats(1, 4),
+    policy=st.sampled_from(sorted(POLICIES)),
 )
 def test_any_traffic(
-    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, seqs: int, room: float
+    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, seqs: int, room: float, policy: str
 ) -> None:
-    """Random arrivals, aborts and ends: every sequence gets all its tokens or was aborted; all pages come back."""
+    """Random arrivals, aborts and ends: every sequence gets its own tokens, all of them, or was aborted; all pages come back."""
     rng = random.Random(seed)
-    pipe = _pipeline(_cache(page_size, room, *windows), seqs=seqs, budget=budget, in_flight=in_flight)
-    wanted: dict[int, int] = {}
+    chosen = POLICIES[policy](in_flight, budget)
+    pipe = _pipeline(_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen)
+    pipe.token_at, pipe.num_stages = _some_token, in_flight
+    wanted: dict[int, list[int]] = {}
     for seq_id in range(12):
         prompt, new = rng.randint(1, 120), rng.randint(1, 20)
         pipe.scheduler.add(_sequence(seq_id, prompt, new))
-        wanted[seq_id] = new
+        wanted[seq_id] = _answer(seq_id, prompt, new)
         for _ in range(rng.randint(0, 6)):
-            if len(pipe.in_flight) < in_flight:
-                pipe.submit()
+            pipe.submit()
             if pipe.in_flight and rng.random() < 0.6:
                 pipe.answer()
         if rng.random() < 0.2:
@@ -336,9 +376,10 @@ def test_any_traffic(
             pipe.scheduler.abort(gone)
             del wanted[gone]
     pipe.drain()
-    for seq_id, new in wanted.items():
+    for seq_id, tokens in wanted.items():
         events = pipe.tokens_of(seq_id)
-        assert len(events) == new
-        assert [e.finish for e in events] == [None] * (new - 1) + [FinishReason.LENGTH]
+        assert [event.token_id for event in events] == tokens
+        ended = FinishReason.STOP if tokens[-1] == EOS else FinishReason.LENGTH
+        assert [event.finish for event in events] == [None] * (len(tokens) - 1) + [ended]
     assert pipe.scheduler.is_idle
     pipe.scheduler.check_integrity()

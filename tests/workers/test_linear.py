@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers import linear
-from tramontane.workers.linear import FEW_TOKENS, Linear, has_products, product_in_blocks
+from tramontane.workers.linear import FEW_TOKENS, WEIGHTS_FIRST, Linear, has_products, product_in_blocks
 
 # of numbers near one, rounded once at the end
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -23,19 +23,22 @@ def _linear(out_features: int, in_features: int, dtype: torch.dtype) -> Linear:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 8), (64, 16), (65, 16), (200, 16), (5, 2000)], ids=str)
 def test_blocks_together_are_the_product(
-    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], with_scale: bool, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], threads: int, with_scale: bool, dtype: torch.dtype
 ) -> None:
     """Of 1024 elements: 64 rows of 16, with a last one that is full, or not, or a row that is longer than a block."""
     monkeypatch.setattr(linear, "BLOCK", {"cpu": 1024})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weight_NK = _random(*shape, dtype=dtype) * shape[1] ** -0.5
     scale_N = torch.linspace(1, 2, shape[0]) if with_scale else None
     exact_NK = weight_NK.double() * scale_N.double()[:, None] if scale_N is not None else weight_NK.double()
-    for tokens in (0, 1, 2, 9):
+    for tokens in (0, 1, 9, WEIGHTS_FIRST[0], WEIGHTS_FIRST[-1], WEIGHTS_FIRST[-1] + 1):
         x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
         out_TN = product_in_blocks(x_TK, weight_NK, torch.float32, scale_N)
         assert out_TN.dtype == dtype
+        assert out_TN.is_contiguous()
         torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 

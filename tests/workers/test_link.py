@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 import socket
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -199,8 +200,54 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
             assert torch.equal(taken_TD, hidden_TD)
         for future in sending:
             future.result()
+    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("edge")]
+    assert helpers
     sender.close()
     receiver.close()
+    for helper in helpers:
+        helper.join(timeout=60)
+        assert not helper.is_alive()
+
+
+def test_a_neighbour_may_take_its_time() -> None:
+    """Only a machine that answers no probes has vanished: one that takes nothing may still be computing."""
+    sender, receiver = _socket_pair()
+    for edge in (sender, receiver):
+        assert edge._connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert edge._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        edge.close()
+
+
+@both_kinds
+def test_edges_of_earlier_epochs_leave_nothing_behind(edges: Edges) -> None:
+    def open_sockets() -> int:
+        return len([s for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_ESTABLISHED])
+
+    before = open_sockets()
+    with _linked(3, edges) as chain:
+        asyncio.run(_run(chain, _batch(0)))
+        once = open_sockets()
+        for epoch in range(1, 6):
+            chain.link_up(epoch)
+            asyncio.run(_run(chain, _batch(0, epoch)))
+        assert open_sockets() == once > before
+    assert open_sockets() == before
+
+
+def test_edges_over_ipv6() -> None:
+    try:
+        listener = SocketListener("::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept)
+        connected = SocketEdges().connect(listener.address, "::1")
+        accepted.result().send(torch.ones(2))
+        received_T = torch.zeros(2)
+        connected.receive(received_T)
+    assert received_T.tolist() == [1, 1]
+    connected.close()
+    accepted.result().close()
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
