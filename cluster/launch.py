@@ -19,10 +19,11 @@ from tramontane.proto.model_folder import find_model_args, is_preset
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.router import Router
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.usage import UsageMeter
 from tramontane.workers.checkpoint import Checkpoint, fingerprint_without_weights
 from tramontane.workers.fingerprint import Fingerprint

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.peer_policies import FullBudget, TokenThrottling, UniformBudget
 from tramontane.router.policy import Policy
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.simulator import Arrival, ModelledPipeline, Trace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096

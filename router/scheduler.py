@@ -2,12 +2,11 @@
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 
-from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
+from tramontane.router.admission import Limits, check_possible, overload
 from tramontane.router.pages import PageLedger
 from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.sequence import Sequence, SequenceStatus
@@ -16,19 +15,6 @@ from tramontane.router.visible_keys import VisibleKeys
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
 Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    max_queued_seqs: int | None = None
-    max_queued_tokens: int | None = None
 
 
 class Scheduler:
@@ -66,37 +52,12 @@ class Scheduler:
 
     def check(self, sequence: Sequence) -> None:
         """Raises RequestError if this sequence could never run, however long it waited."""
-        if not sequence.prompt_ids:
-            raise RequestError("the prompt is empty; give it at least one token")
-        if len(sequence.prompt_ids) >= self.limits.max_model_len:
-            raise RequestError(
-                f"the prompt has {len(sequence.prompt_ids)} tokens; with a context of "
-                f"{self.limits.max_model_len} positions it may have at most {self.limits.max_model_len - 1}"
-            )
-        for token_id in (min(sequence.prompt_ids), max(sequence.prompt_ids)):
-            if not 0 <= token_id < self.limits.vocab_size:
-                raise RequestError(f"token id {token_id} is outside the model's vocabulary of {self.limits.vocab_size}")
-        assert sequence.max_len <= self.limits.max_model_len
-        if not self.ledger.fits_ever(sequence):
-            raise RequestError(
-                f"a sequence of {sequence.max_len} tokens needs more cache pages than there are; "
-                "shorten it or raise --kv-cache-memory"
-            )
+        check_possible(sequence, self.limits, self.ledger)
 
     def overload(self, arriving: Collection[Sequence]) -> str | None:
-        """Why these sequences must not be added now, or None.
-
-        Only what would wait is counted: with 3 of 64 places free, pages for them, and nobody waiting, 5 arrivals queue 2.
-        """
+        """Why these sequences must not be added now, or None."""
         places = self.limits.max_num_seqs - len(self._admitted)
-        free = 0 if self._waiting else self.ledger.how_many_fit(list(arriving)[:places])
-        num_queued = len(self._waiting) + max(len(arriving) - free, 0)
-        if self.limits.max_queued_seqs is not None and num_queued > self.limits.max_queued_seqs:
-            return f"{len(self._waiting)} sequences are waiting and at most {self.limits.max_queued_seqs} may"
-        num_tokens = [len(s.prompt_ids) for s in (*self._waiting, *list(arriving)[free:])]
-        if self.limits.max_queued_tokens is not None and len(num_tokens) > 1 and sum(num_tokens) > self.limits.max_queued_tokens:
-            return f"{sum(num_tokens)} prompt tokens would be waiting and at most {self.limits.max_queued_tokens} may"
-        return None
+        return overload(list(arriving), self._waiting, places, self.limits, self.ledger)
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""

@@ -13,10 +13,11 @@ from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.policy import EvenPolicy, Policy
 from tramontane.router.router import Router
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.workers.stage_worker import StageWorker
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)

@@ -18,8 +18,9 @@ from rich.table import Table
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence
 
 STAGES = (1, 2, 4, 8)

@@ -23,10 +23,11 @@ from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.completions import ServedModel
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 

@@ -22,9 +22,10 @@ from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch
+from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 LIMITS = Limits(8, 64, 256, 1000, max_queued_seqs=4)

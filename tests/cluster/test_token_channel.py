@@ -16,9 +16,10 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
 LONG = SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))

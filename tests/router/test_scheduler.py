@@ -14,10 +14,11 @@ from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.peer_policies import UniformBudget
 from tramontane.router.policy import EvenPolicy, Policy
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence
 
 EOS = 2

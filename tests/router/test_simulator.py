@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.peer_policies import FullBudget, TokenThrottling, UniformBudget
 from tramontane.router.policy import EvenPolicy, Policy, Work
-from tramontane.router.scheduler import Limits, Scheduler
+from tramontane.router.scheduler import Scheduler
 from tramontane.router.simulator import Arrival, ModelledPipeline, Trace, simulate
 from tramontane.router.traffic import Lengths, Traffic
 
