@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -50,13 +51,7 @@ def bench(
     from tramontane.cluster.bench_rounds import Rounds
     from tramontane.cluster.bench_work import Workload
 
-    given = given_options(context)
-    if wrong := [name for name in ONLINE if name in given and url is None]:
-        raise ConfigError(f"{_flags(wrong)}: only for a server; give its --url")
-    if url and (wrong := [name for name in given if name in OF_ENGINE]):
-        raise ConfigError(
-            f"{_flags(wrong)}: only for an engine of bench's own; the one behind --url has been started with its own"
-        )
+    _check_flags(given_options(context), url)
     rounds = Rounds(*(default if n is None else n for n, default in ((warmups, 0 if url else 1), (repeats, 1 if url else 3))))
     if plot is not None:
         check_plot(plot)
@@ -83,6 +78,16 @@ def bench(
         print(json.dumps(as_data(outcome)))
     else:
         Console(highlight=False).print(summary(outcome))
+
+
+def _check_flags(given: Collection[str], url: str | None) -> None:
+    """Some are for a server that is already there, most for an engine of bench's own."""
+    if wrong := [name for name in ONLINE if name in given and url is None]:
+        raise ConfigError(f"{_flags(wrong)}: only for a server; give its --url")
+    if url and (wrong := [name for name in given if name in OF_ENGINE]):
+        raise ConfigError(
+            f"{_flags(wrong)}: only for an engine of bench's own; the one behind --url has been started with its own"
+        )
 
 
 def _flags(names: list[str]) -> str:
