@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -10,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,16 @@ COMMAND = [str(Path(sys.executable).parent / "tramontane"), "serve"]
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port that nothing takes before the server does.
+
+    Ray's own processes listen at ports of 10000 to 19999 and at ones the kernel chooses (32768 and above on Linux): a
+    port the kernel named free would often be theirs by the time Ray Serve asks for it.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _environment(home: Path, **more: str) -> dict[str, str]:
