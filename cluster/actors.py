@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from tramontane.workers.stage_worker import StageWorker
 
 NAMESPACE = "tramontane"
+# How long a stage's threads look out for the next product before they sleep (GNU OpenMP, which torch is built with): one or
+# two ms, which spans what lies between two products. By default it is nine, and taken from the stage whose turn it is.
+THREADS_WAIT = {"GOMP_SPINCOUNT": "50000"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,7 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
         "get_if_exists": True,
         "num_cpus": spec.threads_per_stage,
         "num_gpus": 1 if spec.use_gpus else 0,
+        "runtime_env": {"env_vars": THREADS_WAIT} if spec.threads_per_stage > 1 and not spec.use_gpus else None,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=plan.stage_id),
     }
     device = "cuda" if spec.use_gpus else "cpu"

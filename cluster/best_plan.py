@@ -1,6 +1,7 @@
 """From configuration and hardware to a plan: of the GPUs that the stages may get, those that make it fastest. Pure arithmetic."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 from tramontane.cluster.capacity import ways_out
@@ -42,7 +43,14 @@ def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tupl
             best = time, plan, places
     if best is None:
         raise _impossible(args, _request(config, args, choices[0]), of_gpus=bool(hardware.gpus))
-    return best[1:]
+    _, plan, places = best
+    threads = stage_threads(config, len(plan.stages), hardware)
+    return replace(plan, stages_at_once=hardware.stages_at_once(len(plan.stages), threads, config.replicas)), places
+
+
+def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
+    """CPU threads of each stage of a pipeline: as was asked for, or an even share of the cores."""
+    return config.threads_per_stage or hardware.threads_per_stage(num_stages * config.replicas)
 
 
 def _total_speed(places: Sequence[Place]) -> int:

@@ -53,6 +53,17 @@ class Hardware:
         """Cores of the smallest node, shared by the stages that it would hold."""
         return max(1, min(self.node_cpus) // self._stages_per_node(num_stages))
 
+    def stages_at_once(self, num_stages: int, threads: int, num_pipelines: int = 1) -> int:
+        """How many of a pipeline's stages can compute at the same time; the others wait for their turn.
+
+        Threads of a stage wait for each other at every product: where two stages' threads share cores, all wait for
+        those that were put aside, ten times as long as for the product. A single thread waits for nobody.
+        2 stages of 2 threads: 1 on a node of 2 cores, or of 3, 2 on two such nodes.
+        """
+        if self.gpus or threads == 1:
+            return num_stages
+        return max(min(sum(cpus // threads for cpus in self.node_cpus) // num_pipelines, num_stages), 1)
+
     def check_threads(self, threads_per_stage: int | None) -> None:
         """Raises PlanError if no node has as many cores. Several stages may share them: they rarely all compute at once."""
         most = max(self.node_cpus)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tramontane.cluster.best_plan import best_plan, plan_for
+from tramontane.cluster.best_plan import best_plan, plan_for, stage_threads
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.loading import Loading, ShowLoading
@@ -100,16 +100,16 @@ def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = Fa
         max_queued_seqs=config.max_queued_requests if bounded else None,
         max_queued_tokens=config.max_queued_tokens if bounded else None,
     )
-    return Scheduler(plan.cache, limits, _policy_for(config, len(plan.stages)))
+    return Scheduler(plan.cache, limits, _policy_for(config, plan))
 
 
-def _policy_for(config: EngineConfig, num_stages: int) -> Policy:
+def _policy_for(config: EngineConfig, plan: ClusterPlan) -> Policy:
     """In one process one micro-batch runs at a time; splitting decodes would only cost."""
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
         return EvenPolicy(max_in_flight, config.max_num_batched_tokens)
     itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
-    return BalancedPolicy(num_stages, config.max_num_batched_tokens, itl_target_s)
+    return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once)
 
 
 @asynccontextmanager
@@ -173,7 +173,7 @@ def pipeline_spec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
         weights=config.weights,
-        threads_per_stage=config.threads_per_stage or hardware.threads_per_stage(len(plan.stages) * config.replicas),
+        threads_per_stage=stage_threads(config, len(plan.stages), hardware),
         use_gpus=bool(hardware.gpus),
         nodes=tuple(place.nodes for place in places),
         fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,

@@ -89,7 +89,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
         )
         for stage_id, span in enumerate(spans)
     )
-    return ClusterPlan(stages, request.max_model_len)
+    return ClusterPlan(stages, request.max_model_len, stages_at_once=len(stages))
 
 
 def layer_costs(args: ModelArgs) -> list[int]:

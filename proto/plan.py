@@ -84,10 +84,11 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """One pipeline."""
+    """One pipeline. ``stages_at_once``: how many of its stages there are processors for at the same time."""
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
+    stages_at_once: int
 
     @property
     def args(self) -> ModelArgs:

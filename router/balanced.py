@@ -24,21 +24,26 @@ class BalancedPolicy:
     """What goes into a micro-batch is decided by predicted time, once the times of some have been seen.
 
     * M, the micro-batches in flight, begins at stages + 1 and grows to at most twice the stages while the slowest
-      stage is seen to wait although there was more to do.
+      stage is seen to wait although there was more to do. Where stages have to take turns at the same processors,
+      it is as many as can work at once.
     * Decodes alone are spread over as few micro-batches as make a round shortest: with one, the stages take turns,
       and where a stage takes as long for half of the tokens nothing is gained by cutting. What is foretold is tried.
-    * Prompts are cut so that the last piece is out soonest: n pieces take n - 1 times the slowest stage and once
-      through all of them. Each piece is what brings its micro-batch to the same time, decodes included.
+    * Prompts are cut so that the last piece is out soonest: n pieces take n - 1 times the slowest stage (or a turn of
+      all stages shared by M, where that is longer) and once through all of them. Each piece is what brings its
+      micro-batch to the same time, decodes included.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
     """
 
     overlaps_chunks = True
 
-    def __init__(self, num_stages: int, max_tokens: int, itl_target_s: float | None = None) -> None:
+    def __init__(
+        self, num_stages: int, max_tokens: int, itl_target_s: float | None = None, stages_at_once: int | None = None
+    ) -> None:
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
         self._cost = CostModel(num_stages)
-        self._even = EvenPolicy(num_stages + 1, max_tokens)
-        self._watch = IdleWatch(num_stages)
+        at_once = num_stages if stages_at_once is None else stages_at_once
+        self._watch = IdleWatch(num_stages, at_once if at_once < num_stages else 2 * num_stages)
+        self._even = EvenPolicy(self._watch.max_in_flight, max_tokens)
         self._rounds = RoundWatch()
         self._foretold: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # rounds by spread, and for what
         self._slopes: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and by which fit
@@ -135,7 +140,8 @@ class BalancedPolicy:
         sizes = [-(-load.pending_tokens // n) for n in pieces]
         works = [_with_prefill(even, size, load.prefill_start) for size in sizes]
         times = self._cost.seconds(works)
-        out_after = (np.array(pieces) - 1) * times.max(axis=1) + times.sum(axis=1)
+        interval = np.maximum(times.max(axis=1), times.sum(axis=1) / self._watch.max_in_flight)
+        out_after = (np.array(pieces) - 1) * interval + times.sum(axis=1)
         best = int(np.argmin(out_after))
         if not load.num_decoding:
             return sizes[best]
@@ -160,11 +166,11 @@ class BalancedPolicy:
 
 
 class IdleWatch:
-    """Measures M: how many micro-batches in flight keep the slowest stage at work."""
+    """Measures M: how many micro-batches in flight, of ``most``, keep the slowest stage at work."""
 
-    def __init__(self, num_stages: int) -> None:
-        self._num_stages = num_stages
-        self.max_in_flight = num_stages + 1
+    def __init__(self, num_stages: int, most: int) -> None:
+        self._num_stages, self._most = num_stages, most
+        self.max_in_flight = min(num_stages + 1, most)
         self.has_more_to_do = False
         self._last_end = [0.0] * num_stages
         self._busy, self._idle = [0.0] * num_stages, [0.0] * num_stages
@@ -193,7 +199,7 @@ class IdleWatch:
     def _adjust(self) -> None:
         slowest = max(range(self._num_stages), key=self._busy.__getitem__)
         if self._idle[slowest] > IDLE_SHARE * self._busy[slowest]:
-            self.max_in_flight = min(self.max_in_flight + 1, 2 * self._num_stages)
+            self.max_in_flight = min(self.max_in_flight + 1, self._most)
         self._busy, self._idle, self._num_seen = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
 
 

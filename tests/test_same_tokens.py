@@ -15,7 +15,6 @@ from tiny import random_model, split_model, tiny_args, tiny_plan
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
-from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
@@ -79,7 +78,7 @@ def test_same_tokens_where_sequences_are_preempted(kind: str, sampling: Sampling
     longer = SamplingParams(40, sampling.temperature, seed=sampling.seed)
     roomy = tiny_plan(args, 2, 4)
     classes = tuple(replace(c, num_pages=c.num_pages if c.window else 150) for c in roomy.cache.classes)
-    scarce = ClusterPlan(tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages), roomy.max_model_len)
+    scarce = replace(roomy, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages))
     model = random_model(args)
     outputs = []
     for plan in (roomy, scarce):

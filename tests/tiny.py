@@ -79,6 +79,12 @@ def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
     return workers
 
 
+def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
+    """What a stage has read, by parameter; packed weights in plain order again."""
+    state = worker.model.state_dict()
+    return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
+
+
 def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> ClusterPlan:  # noqa: ANN401
     request = PlanRequest(
         rooms=(StageRoom(4 * GIB),) * num_stages,

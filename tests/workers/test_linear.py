@@ -65,6 +65,29 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
     assert went_in_blocks == ([] if can else [FEW_TOKENS + 1, 70])
 
 
+@pytest.mark.parametrize("shape", [(8, 64), (3, 5), (1, 1), (48, 32)], ids=str)
+def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
+    layer = _linear(*shape, torch.float32)
+    exact_NK = layer.weight.detach().double()
+    layer.pack()
+    assert layer.weight.is_mkldnn == torch._C._has_mkldnn
+    with torch.inference_mode():
+        for tokens in (0, 1, 2, 9, 70):
+            x_TK = _random(tokens, shape[1], dtype=torch.float32, seed=1)
+            across_TK = x_TK.T.contiguous().T
+            for given_TK in (x_TK, across_TK):
+                out_TN = layer(given_TK)
+                assert out_TN.is_contiguous()
+                torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(has_products("cpu", torch.bfloat16), reason="this processor multiplies bfloat16")
+def test_what_the_processor_cannot_multiply_is_not_packed() -> None:
+    layer = _linear(48, 32, torch.bfloat16)
+    layer.pack()
+    assert not layer.weight.is_mkldnn
+
+
 def test_float32_and_gpus_need_no_help() -> None:
     assert has_products("cpu", torch.float32)
     assert all(has_products("cuda", dtype) for dtype in TOLERANCES)

@@ -11,7 +11,7 @@ from harness import PROMPTS, random_ids, run_in_process
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import SINGLE_NAME, random_model, tiny_args, tiny_plan, write_checkpoint
+from tiny import SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
@@ -147,8 +147,8 @@ def _loaded(folder: Path, args: ModelArgs, num_stages: int, dtype: str = "float3
 def test_matrices_are_quantised_and_nothing_else(moe: bool, tmp_path: Path) -> None:
     args = tiny_args(n_layers=2, moe=moe)
     folder = write_checkpoint(tmp_path / "model", args)
-    model = StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder).model
-    state = model.state_dict()
+    worker = StageWorker.load(tiny_plan(args, quantize=INT8).stages[0], folder)
+    state = loaded_state(worker)
     kept = {name for name, tensor in state.items() if tensor.dtype != torch.int8 and not name.endswith("scale")}
     norms = {f"layers.{i}.{norm}.weight" for i in range(2) for norm in ("attention_norm", "ffn_norm")}
     gates = {f"layers.{i}.gate.scores.weight" for i in range(2)} if moe else set()
@@ -197,8 +197,8 @@ def test_a_stage_is_quantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest
     args = tiny_args(n_layers=2)
     folder = write_checkpoint(tmp_path / "model", args)
     plan = tiny_plan(args, quantize=INT8).stages[0]
-    whole = StageWorker.load(plan, folder).model.state_dict()
-    made = StageWorker.load(plan, RandomWeights()).model.state_dict()
+    whole = loaded_state(StageWorker.load(plan, folder))
+    made = loaded_state(StageWorker.load(plan, RandomWeights()))
     pieces: list[weakref.ref[torch.Tensor]] = []
 
     def watched(piece: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
@@ -208,7 +208,7 @@ def test_a_stage_is_quantised_piece_by_piece(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(quantize, "quantized", watched)
     monkeypatch.setattr(tensor_names, "PIECE", 500)
-    cut = StageWorker.load(plan, folder).model.state_dict()
+    cut = loaded_state(StageWorker.load(plan, folder))
     assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
     assert all(torch.equal(cut[name], whole[name]) for name in whole)
     assert StageWorker.load(plan, RandomWeights()).model.state_dict().keys() == made.keys()
