@@ -227,7 +227,7 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
         "get_if_exists": True,
         "num_cpus": spec.threads_per_stage,
         "num_gpus": 1 if spec.use_gpus else 0,
-        "runtime_env": {"env_vars": THREADS_WAIT} if spec.threads_per_stage > 1 and not spec.use_gpus else None,
+        "runtime_env": {"env_vars": THREADS_WAIT} if spec.plan.takes_turns else None,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=plan.stage_id),
     }
     device = "cuda" if spec.use_gpus else "cpu"

@@ -17,6 +17,7 @@ from tramontane.proto.errors import PlanError
 from tramontane.workers.gpu_probe import copy_speed, visible_gpus
 
 GPU_PROBE_TIMEOUT_S = 60.0
+CORES = "tramontane_cores"  # Ray's name for what a node really has, where it was told of more CPUs than that
 T = TypeVar("T")
 
 
@@ -58,7 +59,7 @@ class Hardware:
 
         Threads of a stage wait for each other at every product: where two stages' threads share cores, all wait for
         those that were put aside, ten times as long as for the product. A single thread waits for nobody.
-        2 stages of 2 threads: 1 on a node of 2 cores, or of 3, 2 on two such nodes.
+        2 stages of 2 threads: 1 on a node of 2 cores, or of 3, 2 on two such nodes. Pipelines do not wait for each other.
         """
         if self.gpus or threads == 1:
             return num_stages
@@ -87,7 +88,7 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
 def this_machine() -> Hardware:
     seen = visible_gpus() if _num_visible_gpus() else []
     gpus = tuple(Gpu(name, memory, index=index) for index, (name, memory) in enumerate(seen))
-    return Hardware(node_cpus=(_usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus)
+    return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus)
 
 
 def joined_cluster(
@@ -102,13 +103,13 @@ def joined_cluster(
         raise PlanError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
     gpus = _look_everywhere({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
     return Hardware(
-        node_cpus=tuple(int(has["CPU"]) for has in resources.values()),
+        node_cpus=tuple(int(has.get(CORES, has["CPU"])) for has in resources.values()),
         node_memory=tuple(int(has["memory"]) for has in resources.values()),
         gpus=_compared(gpus, measure) if measured else gpus,
     )
 
 
-def _usable_cpus() -> int:
+def usable_cpus() -> int:
     """What this process may use, where the system can tell: its affinity and its container's quota."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, period = _cgroup_numbers("cpu.max", 2)

@@ -18,7 +18,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.actors import NAMESPACE
-from tramontane.cluster.hardware import Hardware, joined_cluster
+from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
 from tramontane.cluster.supervisor import (
@@ -132,7 +132,7 @@ def joined_ray(address: str, measured: bool = True) -> Iterator[Hardware]:
 
 @contextmanager
 def own_ray(num_cpus: int) -> Iterator[None]:
-    """A cluster on this machine that lives as long as this process needs it."""
+    """A cluster on this machine that lives as long as this process needs it; ``num_cpus`` may be more than there are."""
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
     # Ours dies with the cluster. Whoever sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
@@ -144,6 +144,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
+                resources={CORES: usable_cpus()},
                 include_dashboard=False,
                 log_to_driver=False,
                 logging_level=logging.ERROR,

@@ -91,6 +91,10 @@ class ClusterPlan:
     stages_at_once: int
 
     @property
+    def takes_turns(self) -> bool:
+        return self.stages_at_once < len(self.stages)
+
+    @property
     def args(self) -> ModelArgs:
         return self.stages[0].args
 

@@ -42,6 +42,7 @@ class BalancedPolicy:
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
         self._cost = CostModel(num_stages)
         at_once = num_stages if stages_at_once is None else stages_at_once
+        self._overlaps = at_once > 1  # stages work at the same time, so that it matters how work is cut
         self._watch = IdleWatch(num_stages, at_once if at_once < num_stages else 2 * num_stages)
         self._even = EvenPolicy(self._watch.max_in_flight, max_tokens)
         self._rounds = RoundWatch()
@@ -62,8 +63,9 @@ class BalancedPolicy:
         if not self._cost.is_ready:
             return self._even.share(load)
         if load.pending_tokens:
-            own = self._decodes(load, self._watch.max_in_flight)
-            prefill = self._prefill(load, self._watch.max_in_flight, own)
+            spread = self._watch.max_in_flight if self._overlaps else 1
+            own = self._decodes(load, spread)
+            prefill = self._prefill(load, spread, own)
             return Share(own.decodes, min(prefill, self._max_tokens - own.decodes))
         rounds_s = self._rounds_s(load)
         spread = self._rounds.choose(rounds_s)
@@ -129,11 +131,11 @@ class BalancedPolicy:
 
         While the stages have all they can do, prompts are spread over the next rounds, so that all micro-batches are
         alike: what comes now and then all at once would have to be waited for in every stage. Otherwise they are cut
-        to be out soonest.
+        to be out soonest, which is not at all where one stage works at a time.
         """
         even = Work(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
         fewest = -(-load.pending_tokens // max(self._max_tokens - max(even.decodes, own.decodes), 1))
-        if load.num_decoding and (load.waiting_tokens or self._watch.is_saturated):
+        if self._overlaps and load.num_decoding and (load.waiting_tokens or self._watch.is_saturated):
             pieces = [max(fewest, min(SPREAD_ROUNDS * spread, load.pending_tokens // LEAST_CHUNK))]
         else:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))

@@ -1,7 +1,7 @@
 """Tiny random models for tests: their geometry, their checkpoints, and workers that run them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,12 @@ def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
 
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
-    """What a stage has read, by parameter; packed weights in plain order again."""
-    state = worker.model.state_dict()
+    """What a stage has read, by parameter."""
+    return unpacked(worker.model.state_dict())
+
+
+def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Packed weights in plain order again."""
     return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
 
 

@@ -28,19 +28,9 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
-    def pack(self) -> None:
-        """Put the weight into the order in which oneDNN reads it, once instead of at every product (float32: 1.3-2 times).
-
-        To be called when the weight is loaded; where nothing is gained it stays as it is. The memory is the same.
-        """
-        if self.weight.device.type == "cpu" and torch._C._has_mkldnn and has_products("cpu", self.weight.dtype):
-            packed_NK = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
-            self.weight = nn.Parameter(packed_NK, requires_grad=False)
-
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.weight.is_mkldnn:
-            out_TN: Tensor = torch.ops.mkldnn._linear_pointwise(x_TK, self.weight, None, "none", [], "")
-            return out_TN
+            return packed_product(x_TK, self.weight)
         if len(x_TK) <= FEW_TOKENS or has_products(x_TK.device.type, x_TK.dtype):
             return F.linear(x_TK, self.weight)
         return product_in_blocks(x_TK, self.weight, torch.float32)
@@ -56,11 +46,33 @@ def has_products(device: str, dtype: torch.dtype) -> bool:
     return bool(supported())
 
 
-def pack_linears(model: nn.Module) -> None:
-    """``Linear.pack`` for every one in the model, one matrix after the other."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+def packed(weight_NK: Tensor) -> Tensor:
+    """The weight in the order in which oneDNN reads it, put there once instead of at every product; or as it is.
+
+    Only float32 on CPUs: there it was measured. The memory is the same.
+    """
+    if weight_NK.device.type != "cpu" or weight_NK.dtype != torch.float32 or not _has_onednn():
+        return weight_NK
+    packed_NK: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_NK)
+    return packed_NK
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+
+
+def packed_product(x_TK: Tensor, packed_NK: Tensor) -> Tensor:
+    """x W^T. oneDNN keeps code and buffers for every number of tokens that it meets, half a MiB each: it meets few."""
+    num_tokens = len(x_TK)
+    padded_PK = F.pad(x_TK, (0, 0, 0, padded_len(num_tokens) - num_tokens))
+    out_PN: Tensor = torch.ops.mkldnn._linear_pointwise(padded_PK, packed_NK, None, "none", [], "")
+    return out_PN[:num_tokens]
+
+
+def padded_len(num_tokens: int) -> int:
+    """Up to 8 as it is, up to 64 in steps of 8, beyond of 32: 7, 9 -> 16, 64, 65 -> 96. 29 lengths up to 512."""
+    step = 1 if num_tokens <= 8 else 8 if num_tokens <= 64 else 32
+    return -(-num_tokens // step) * step
 
 
 def product_in_blocks(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None) -> Tensor:

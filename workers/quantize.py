@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import SCALE_DTYPES, Quantization
-from tramontane.workers.linear import has_products, product_in_blocks, row_blocks
+from tramontane.workers.linear import has_products, packed, product_in_blocks, row_blocks
 from tramontane.workers.tensor_names import TensorSpec
 
 LARGEST = 127
@@ -29,7 +29,8 @@ def hold(
 ) -> None:
     """Put one tensor into its rows of its parameter: in the stage's dtype on its device, or as numbers and scales.
 
-    ``pieces`` are its rows, in order; they need not be in memory together.
+    ``pieces`` are its rows, in order; they need not be in memory together. A parameter's tensors come in the order of its
+    rows: with the last of them the matrix is complete, and is packed while there is room for a copy.
     Raises CheckpointError for a tensor that no scale can span.
     """
 
@@ -43,6 +44,8 @@ def hold(
         whole = place(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
         for rows, piece in _placed(pieces):
             whole[rows] = piece
+        if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
+            state[spec.parameter] = packed(state[spec.parameter])
         return
     scale_dtype, device = getattr(torch, SCALE_DTYPES[dtype]), torch.device(device)
     numbers_NK = place(spec.parameter, spec.parameter_shape, torch.int8)

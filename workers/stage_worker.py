@@ -11,7 +11,6 @@ from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.checkpoint import Checkpoint
-from tramontane.workers.linear import pack_linears
 from tramontane.workers.model import StageModel
 from tramontane.workers.quantize import quantize_linears
 from tramontane.workers.random_weights import random_state
@@ -54,8 +53,6 @@ class StageWorker:
         source = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
         state = source(plan.args, plan.layers, plan.dtype, device, plan.quantize, on_tensor)
         model.load_state_dict(state, assign=True)
-        state.clear()  # a matrix that is packed is not to be kept as it was, too
-        pack_linears(model)
         return cls(plan, model.eval(), device)
 
     def fence(self, epoch: int) -> None:

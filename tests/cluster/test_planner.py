@@ -19,12 +19,14 @@ from tramontane.cluster import cli
 from tramontane.cluster.best_plan import plan_for
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.hardware import Gpu, Hardware
+from tramontane.cluster.launch import scheduler_for
 from tramontane.cluster.layer_split import split_layers
 from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
+from tramontane.router.balanced import BalancedPolicy
 from tramontane.workers.model import StageModel
 from tramontane.workers.quantize import quantize_linears
 from tramontane.workers.tensor_names import stage_tensors
@@ -357,6 +359,18 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     roomy = replace(nodes, node_memory=(GIB, GIB))
     assert plan_for(EngineConfig(stages=4), tiny_args(), roomy).stages_at_once == 4
     assert plan_for(EngineConfig(stages=4, threads_per_stage=4), tiny_args(), roomy).stages_at_once == 3
+
+
+def test_stages_that_share_cores_get_one_micro_batch() -> None:
+    node, config = Hardware((2,), (GIB,)), EngineConfig(stages=2, threads_per_stage=2)
+    plan = plan_for(config, tiny_args(), node)
+    assert plan.takes_turns
+    policy = scheduler_for(config, plan).policy
+    assert isinstance(policy, BalancedPolicy)
+    assert policy.max_in_flight == 1
+    apart = plan_for(EngineConfig(stages=2), tiny_args(), node)
+    assert not apart.takes_turns
+    assert scheduler_for(config, apart).policy.max_in_flight == 3
     gpus = (Gpu("A100", 77), Gpu("A100", 99))
     assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
 

@@ -43,6 +43,7 @@ from serving import (
 )
 
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.hardware import joined_cluster, this_machine
 from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.serve_app import APPLICATION
@@ -60,6 +61,12 @@ WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING
 def _app() -> Iterator[None]:
     with own_ray(num_cpus=4), served(**SETTINGS):
         yield
+
+
+def test_a_cluster_of_our_own_has_no_more_cores_than_the_machine() -> None:
+    """However many CPUs Ray was promised, so that it places all stages."""
+    assert ray.cluster_resources()["CPU"] == 4  # type: ignore[no-untyped-call]
+    assert joined_cluster().node_cpus == this_machine().node_cpus
 
 
 def _prompt(rng: random.Random, most: int = 12) -> str:

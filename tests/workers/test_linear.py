@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers import linear
-from tramontane.workers.linear import FEW_TOKENS, WEIGHTS_FIRST, Linear, has_products, product_in_blocks
+from tramontane.workers.linear import FEW_TOKENS, WEIGHTS_FIRST, Linear, has_products, packed, padded_len, product_in_blocks
 
 # of numbers near one, rounded once at the end
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -69,23 +69,29 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
 def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
     layer = _linear(*shape, torch.float32)
     exact_NK = layer.weight.detach().double()
-    layer.pack()
-    assert layer.weight.is_mkldnn == torch._C._has_mkldnn
+    layer.weight = torch.nn.Parameter(packed(layer.weight.detach()), requires_grad=False)
+    assert layer.weight.is_mkldnn == torch.backends.mkldnn.is_available()
     with torch.inference_mode():
         for tokens in (0, 1, 2, 9, 70):
             x_TK = _random(tokens, shape[1], dtype=torch.float32, seed=1)
             across_TK = x_TK.T.contiguous().T
             for given_TK in (x_TK, across_TK):
                 out_TN = layer(given_TK)
+                assert out_TN.shape == (tokens, shape[0])
                 assert out_TN.is_contiguous()
                 torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(has_products("cpu", torch.bfloat16), reason="this processor multiplies bfloat16")
-def test_what_the_processor_cannot_multiply_is_not_packed() -> None:
-    layer = _linear(48, 32, torch.bfloat16)
-    layer.pack()
-    assert not layer.weight.is_mkldnn
+def test_packed_products_are_of_few_lengths() -> None:
+    """For each of which oneDNN keeps code and buffers."""
+    padded = [padded_len(tokens) for tokens in range(1, 513)]
+    assert len(set(padded)) == 29
+    assert all(tokens <= length < 1.5 * tokens or length - tokens < 8 for tokens, length in enumerate(padded, start=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_float32_is_packed(dtype: torch.dtype) -> None:
+    assert not packed(_random(48, 32, dtype=dtype)).is_mkldnn
 
 
 def test_float32_and_gpus_need_no_help() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import INDEX_NAME, tiny_args
+from tiny import INDEX_NAME, tiny_args, unpacked
 
 from tramontane.cluster.model_commands import LayoutName, Scale, make_random
 from tramontane.proto.errors import ConfigError
@@ -25,12 +25,12 @@ MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
     layers = range(args.n_layers)
-    made = random_state(args, layers, "float32", "cpu")
+    made = unpacked(random_state(args, layers, "float32", "cpu"))
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, args, layout)
         checkpoint = Checkpoint(tmp_path / layout.name)
         checkpoint.check(args)
-        read = checkpoint.load(args, layers, "float32", "cpu")
+        read = unpacked(checkpoint.load(args, layers, "float32", "cpu"))
         assert read.keys() == made.keys()
         assert all(torch.equal(read[name], made[name]) for name in made)
     if args.tied_embeddings:
@@ -44,9 +44,9 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
 ) -> None:
     args = scaled_down(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    read = Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu", quantize)
+    read = unpacked(Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu", quantize))
     heard: list[tuple[int, int]] = []
-    made = random_state(args, range(2), dtype, "cpu", quantize, lambda *sizes: heard.append(sizes))
+    made = unpacked(random_state(args, range(2), dtype, "cpu", quantize, lambda *sizes: heard.append(sizes)))
     assert made.keys() == read.keys()
     assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
     assert all(num_read == 0 for num_read, _ in heard)
