@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
@@ -116,7 +117,9 @@ def _print(outcomes: Sequence[tuple[Summary, Trace]], measured: "Calibration | N
             data["calibration"] = {"errors": measured.errors, "hop_s": measured.hop_s, "stages": CALIBRATED_STAGES}
         print(json.dumps(data))
         return
-    table = Table("policy", "bubble", "tokens/s", *(f"{name} {p}%" for name in ("TTFT", "ITL", "E2E") for p in PERCENTILES[::2]))
+    times = (f"{name}\n{p}%" for name in ("TTFT", "ITL", "E2E") for p in PERCENTILES[::2])
+    figures = (Column(name, no_wrap=True) for name in ("bubble", "tokens/s", *times))
+    table = Table("policy", *figures, box=box.SIMPLE, padding=(0, 1, 0, 0))  # 80 characters wide, no figure is cut
     for each, _ in outcomes:
         seconds = (_milliseconds(value) for values in (each.ttft_s, each.itl_s, each.e2e_s) for value in values[::2])
         table.add_row(each.name, f"{each.bubble:.1%}", f"{each.tokens_per_s:,.0f}", *seconds)
