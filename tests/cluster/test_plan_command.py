@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,26 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
             assert sum(t.nbytes for t in held) == stage.weight_bytes
         for layer in worker.cache.layers.values():
             held += [layer.k_NGd, layer.v_NGd]
-        allocated = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
-        assert allocated == pytest.approx(stage.weight_bytes + stage.cache_bytes, rel=0.02)
+        packed = [t for t in held if t.is_mkldnn]
+        plain = {t.data_ptr(): t.untyped_storage().nbytes() for t in held if not t.is_mkldnn}
+        sizes = [torch.ops.mkldnn._nbytes(t) for t in packed]
+        assert all(t.nbytes <= size <= _at_most(*t.shape) for t, size in zip(packed, sizes, strict=True))
+        assert bool(packed) == (dtype == "float32" and quantize is None)
+        allocated, filled_up = sum(plain.values()) + sum(sizes), sum(sizes) - sum(t.nbytes for t in packed)
+        assert allocated == pytest.approx(stage.weight_bytes + filled_up + stage.cache_bytes, rel=0.02)
+
+
+def _at_most(rows: int, columns: int) -> int:
+    """Bytes of a packed matrix: oneDNN fills up blocks, of up to 64 rows and columns."""
+    return 4 * (-(-rows // 64) * 64) * (-(-columns // 64) * 64)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_packing_fills_up_nothing_of_a_published_geometry(name: str) -> None:
+    args = PRESETS[name]
+    for spec in stage_tensors(args, range(args.n_layers)):
+        if spec.quantizable:
+            assert _at_most(*spec.parameter_shape) == 4 * prod(spec.parameter_shape)
 
 
 def test_planning_needs_neither_ray_nor_torch() -> None:
