@@ -64,7 +64,8 @@ def _has_onednn() -> bool:
 def packed_product(x_TK: Tensor, packed_NK: Tensor) -> Tensor:
     """x W^T. oneDNN keeps code and buffers for every number of tokens that it meets, half a MiB each: it meets few."""
     num_tokens = len(x_TK)
-    padded_PK = F.pad(x_TK, (0, 0, 0, padded_len(num_tokens) - num_tokens))
+    missing = padded_len(num_tokens) - num_tokens
+    padded_PK = F.pad(x_TK, (0, 0, 0, missing)) if missing else x_TK  # F.pad copies also where nothing is missing
     out_PN: Tensor = torch.ops.mkldnn._linear_pointwise(padded_PK, packed_NK, None, "none", [], "")
     return out_PN[:num_tokens]
 

@@ -72,7 +72,7 @@ def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
     layer.weight = torch.nn.Parameter(packed(layer.weight.detach()), requires_grad=False)
     assert layer.weight.is_mkldnn == torch.backends.mkldnn.is_available()
     with torch.inference_mode():
-        for tokens in (0, 1, 2, 9, 70):
+        for tokens in (0, 1, 2, 9, 16, 70, 96):
             x_TK = _random(tokens, shape[1], dtype=torch.float32, seed=1)
             across_TK = x_TK.T.contiguous().T
             for given_TK in (x_TK, across_TK):
