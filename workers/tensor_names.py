@@ -145,9 +145,14 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
     gate_shape = (args.moe.num_experts, args.dim)
     yield TensorSpec(names.gate.format(layer), f"{here}.gate.scores.weight", gate_shape)
     for expert in range(args.moe.num_experts):
-        prefix = names.expert.format(layer, expert)
-        own = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
-        yield from _swiglu(args, own, f"experts.layers.{layer}.{expert}")
+        yield from expert_tensors(args, layer, expert, layout)
+
+
+def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    """One expert of one layer."""
+    prefix = NAMES[layout].expert.format(layer, expert)
+    own = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
+    yield from _swiglu(args, own, f"experts.layers.{layer}.{expert}")
 
 
 def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
