@@ -6,8 +6,10 @@ from fractions import Fraction
 
 from tramontane.cluster.capacity import ways_out
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.expert_load import by_expert
+from tramontane.cluster.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.hardware import Hardware
-from tramontane.cluster.places import Place, place_choices
+from tramontane.cluster.places import Place, expert_places, place_choices, shared_out
 from tramontane.cluster.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
@@ -20,13 +22,30 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
 
 
 def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
-    """The fastest plan that fits, and what its stages run on; of equally fast ones that on the roomiest GPUs.
+    """The fastest plan that fits, and what its stages and then its expert actors run on."""
+    for_stages, for_experts = shared_out(config, hardware)
+    plan, places = _best_stages(config, args, for_stages)
+    if not config.expert_actors:
+        return plan, places
+    holding = expert_places(config, len(plan.stages), for_experts)
+    request = ExpertRequest(
+        rooms=tuple(place.room for place in holding),
+        dtype=plan.stages[0].dtype,
+        quantize=config.quantize,
+        replicas=None if config.expert_replicas == "auto" else config.expert_replicas,
+        loads=None if config.expert_load is None else by_expert(config.expert_load),
+    )
+    return replace(plan, experts=plan_experts(args, request)), (*places, *holding)
+
+
+def _best_stages(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
+    """Of equally fast plans that on the roomiest GPUs.
 
     No plan is faster than the sum of its stages' speeds, which is why most choices need no planning:
     once one takes 10, choices with speeds 2 and 2 are of no use to a model of cost 40.
     """
     choices = place_choices(config, args.n_layers, hardware)
-    costs = layer_costs(args)
+    costs = layer_costs(args, experts_inside=not config.expert_actors)
     best: tuple[Fraction, ClusterPlan, tuple[Place, ...]] | None = None
     for places in sorted(choices, key=lambda places: -_total_speed(places)):  # stable: the roomiest of equals first
         if best is not None and Fraction(sum(costs), _total_speed(places)) >= best[0]:
@@ -49,8 +68,8 @@ def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tupl
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
-    """CPU threads of each stage of a pipeline: as was asked for, or an even share of the cores."""
-    return config.threads_per_stage or hardware.threads_per_stage(num_stages * config.replicas)
+    """CPU threads of each stage and expert actor of a pipeline: as was asked for, or an even share of the cores."""
+    return config.threads_per_stage or hardware.threads_per_stage((num_stages + config.expert_actors) * config.replicas)
 
 
 def _total_speed(places: Sequence[Place]) -> int:
@@ -66,6 +85,7 @@ def _request(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> 
         page_size=config.page_size,
         kv_cache_memory=config.kv_cache_memory,
         quantize=config.quantize,
+        experts_inside=not config.expert_actors,
     )
 
 

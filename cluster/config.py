@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
+from tramontane.cluster.expert_load import ExpertLoad, given_load
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
@@ -16,6 +17,7 @@ from tramontane.proto.plan import Link
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
     *("model", "load_format", "stages", "dtype", "quantize", "max_model_len", "max_num_seqs"),
     *("page_size", "kv_cache_memory", "threads_per_stage", "link", "gpu_memory", "gpu_speed"),
+    *("expert_actors", "expert_replicas", "expert_memory", "expert_load", "ping_pong"),
 }
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
@@ -25,7 +27,12 @@ SMALLEST_GPU = 2**10  # bytes; 24 without a unit is a slip
 
 def gpu_sizes(given: object) -> tuple[int, ...] | None:
     """Bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
-    return None if given is None else tuple(_size(part) for part in _parts(given))
+    return None if given is None else tuple(_size(part, "--gpu-memory") for part in _parts(given))
+
+
+def expert_sizes(given: object) -> tuple[int, ...] | None:
+    """As ``gpu_sizes``."""
+    return None if given is None else tuple(_size(part, "--expert-memory") for part in _parts(given))
 
 
 def gpu_speeds(given: object) -> tuple[int, ...] | None:
@@ -37,13 +44,13 @@ def _parts(given: object) -> list[str]:
     return [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
 
 
-def _size(text: str) -> int:
+def _size(text: str, name: str) -> int:
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
     if size < SMALLEST_GPU:
-        raise ConfigError(f"--gpu-memory has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+        raise ConfigError(f"{name} has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
     return size
 
 
@@ -83,6 +90,13 @@ class EngineConfig(BaseModel):
     )
     gpu_speed: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_speeds)] = Field(None, description="of each stage, relative")
     link: Link = "object-store"
+    expert_actors: Annotated[int, Field(ge=0, le=2**14)] = Field(0, description="0: experts inside the stages")
+    expert_replicas: Literal["auto"] | Few = Field(1, description="of every expert; auto: of those that have most to do")
+    expert_memory: Annotated[tuple[int, ...] | None, BeforeValidator(expert_sizes)] = Field(
+        None, description="of each expert actor, or of all"
+    )
+    expert_load: Annotated[ExpertLoad | None, BeforeValidator(given_load)] = Field(None, description="a file of measured load")
+    ping_pong: Few = Field(2, description="micro-batches a stage keeps open while experts on actors of their own work")
     seed: int = 0
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
@@ -128,6 +142,8 @@ class EngineConfig(BaseModel):
             raise ConfigError(
                 "--local keeps the stages in one process, where nothing travels, so --link direct cannot be used with it"
             )
+        if config.local and config.expert_actors:
+            raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
         if config.load_format == "auto" and is_preset(config.model):
             raise ConfigError(
                 f"--model is {config.model}, a published geometry without weights; "

@@ -38,13 +38,13 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     num_actors, least = len(places), request.replicas or 1
     if sum(min(count, len(experts)) for count in places) < least * len(experts):
         raise PlanError(
-            f"too little memory for {least * len(experts)} experts of {size / GIB:.3g} GiB on {num_actors} expert actors, which may "
-            f"hold {', '.join(map(str, places))}; use more --expert-actors, fewer --expert-replicas or --quantize int8"
+            f"too little memory for {least * len(experts)} experts of {size / GIB:.3g} GiB on {num_actors} expert actors, "
+            f"which may hold {', '.join(map(str, places))}; use more --expert-actors, fewer --expert-replicas or --quantize int8"
         )
     spare = sum(places) - least * len(experts)
     copies = dict.fromkeys(experts, least) if request.replicas else _replicas(loads, num_actors, spare)
     held = _spread(loads, copies, places) or _spread_by_room(copies, places)
-    actors = (ExpertActorPlan(actor, tuple(sorted(own)), len(own) * size) for actor, own in enumerate(held))
+    actors = (ExpertActorPlan(actor, num_actors, tuple(sorted(own)), len(own) * size) for actor, own in enumerate(held))
     return ExpertPlan(args, request.dtype, request.quantize, tuple(actors))
 
 

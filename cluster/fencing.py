@@ -14,8 +14,8 @@ FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the rou
 
 def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: Link) -> None:
     """Make the stages obey ``epoch``; where the link is direct, with new edges between all of them."""
-    if link == "direct":  # a step that waits for a neighbour must not keep the fence waiting
-        ray.get([stage.unlink.options(concurrency_group="control").remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    # A step that waits, for a neighbour or for experts, must not keep the fence waiting.
+    ray.get([stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
     ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
     if link == "direct":
         _link_up(stages, epoch)

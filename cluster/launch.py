@@ -156,7 +156,7 @@ async def _ray_pipeline(
         return
     spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
     report("starting Ray")
-    with own_ray(num_cpus=len(spec.plan.stages) * spec.threads_per_stage):
+    with own_ray(num_cpus=spec.num_bundles * spec.threads_per_stage):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain
 
@@ -178,4 +178,5 @@ def pipeline_spec(
         nodes=tuple(place.nodes for place in places),
         fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
         link=config.link,
+        ping_pong=config.ping_pong,
     )

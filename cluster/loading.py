@@ -1,5 +1,6 @@
-"""How far stages are with their weights: asked, and shown, while somebody waits for them."""
+"""How far stages and expert actors are with their weights: asked, and shown, while somebody waits for them."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,17 +11,19 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names
 from tramontane.cluster.background import repeated
-from tramontane.cluster.supervisor import STAGE
-from tramontane.proto.plan import ClusterPlan
+from tramontane.cluster.supervisor import EXPERTS, STAGE
+from tramontane.cluster.worker_actor import NAMESPACE, WorkerHealth, actor_names
+from tramontane.proto.expert_plan import ExpertActorPlan
+from tramontane.proto.plan import ClusterPlan, StagePlan
 
 POLL_S = 0.5
+WORKER = rf"({STAGE}|{EXPERTS})\d+$"  # what follows a pipeline's name in a worker's
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """One stage: so many bytes of its weights are there, of so many."""
+    """One stage, or one expert actor: so many bytes of its weights are there, of so many."""
 
     label: str
     num_bytes: int
@@ -31,21 +34,30 @@ ShowLoading = Callable[[Sequence[Loading]], None]
 
 
 def loading_of(plan: ClusterPlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[Loading]:
-    """Every stage of pipelines that were all planned alike; ``loaded`` has the bytes by name, of stages that have answered.
+    """Every stage and expert actor of pipelines that were all planned alike; ``loaded`` has the bytes by name, of those that
+    have answered.
 
     Of two pipelines a-0 and a-1, ``{"a-0-stage-1": 7}`` is the second stage of the first.
     """
-    pipelines = sorted({name.rpartition(STAGE)[0] for name in loaded})[:num_pipelines]
+    pipelines = sorted({re.sub(WORKER, "", name) for name in loaded})[:num_pipelines]
     pipelines += [""] * (num_pipelines - len(pipelines))  # of which nothing is known yet
     return [
         Loading(
-            f"pipeline {number}: {stage.label}" if num_pipelines > 1 else stage.label,
-            loaded.get(f"{pipeline}{STAGE}{stage.stage_id}", 0),
-            stage.weight_bytes,
+            f"pipeline {number}: {worker.label}" if num_pipelines > 1 else worker.label,
+            loaded.get(pipeline + suffix, 0),
+            worker.weight_bytes,
         )
         for number, pipeline in enumerate(pipelines, start=1)
-        for stage in plan.stages
+        for suffix, worker in _workers(plan)
     ]
+
+
+def _workers(plan: ClusterPlan) -> Iterator[tuple[str, StagePlan | ExpertActorPlan]]:
+    """What each is called after the pipeline's name, and its plan."""
+    for stage in plan.stages:
+        yield f"{STAGE}{stage.stage_id}", stage
+    for actor in plan.experts.actors if plan.experts else ():
+        yield f"{EXPERTS}{actor.actor_id}", actor
 
 
 @contextmanager
@@ -57,23 +69,23 @@ def shown_loading(pipelines: str, plan: ClusterPlan, show: ShowLoading | None, n
     if show is None:
         yield
         return
-    stages = _Asked(rf"{pipelines}{STAGE}\d+")
+    workers = _Asked(pipelines + WORKER)
 
     def follow() -> None:
         with suppress(Exception):  # of Ray, which may be ending: whoever waits learns why, this is only for the eye
-            show(loading_of(plan, stages.ask(), num_pipelines))
+            show(loading_of(plan, workers.ask(), num_pipelines))
 
     with repeated(POLL_S, follow):
         yield
 
 
 class _Asked:
-    """Stages by name, as they come up: none is asked again before it has answered, however long its process takes to start."""
+    """Workers by name, as they come up: none is asked again before it has answered, however long its process takes to start."""
 
     def __init__(self, names: str) -> None:
         self._names = names
         self._handles: dict[str, ActorHandle[Any]] = {}
-        self._unanswered: dict[str, ObjectRef[StageHealth]] = {}
+        self._unanswered: dict[str, ObjectRef[WorkerHealth]] = {}
         self._loaded: dict[str, int] = {}
 
     def ask(self) -> Mapping[str, int]:

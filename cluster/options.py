@@ -42,6 +42,21 @@ GpuSpeed = Annotated[
     str | None, option("--gpu-speed", help="Relative, of each stage's GPU: 1,1,3. Default: measured, where unlike.")
 ]
 Link = Annotated[str | None, option("--link", help="How hidden states travel: object-store or direct. Default: object-store.")]
+ExpertActors = Annotated[
+    int | None, option("--expert-actors", help="Actors that hold the experts. Default 0: experts are inside the stages.")
+]
+ExpertReplicas = Annotated[
+    str | None, option("--expert-replicas", help="Actors that hold each expert; auto: more for those with most to do. Default 1.")
+]
+ExpertMemory = Annotated[
+    str | None, option("--expert-memory", help="Of each expert actor's GPU: 80GiB,40GiB. Default: asked of it.")
+]
+ExpertLoadFile = Annotated[
+    Path | None, option("--expert-load", help="What tramontane experts --json measured: experts are spread by it.")
+]
+PingPong = Annotated[
+    int | None, option("--ping-pong", help="Micro-batches a stage keeps open while experts work elsewhere. Default 2.")
+]
 Seed = Annotated[int | None, option("--seed", help="Seed of sampling, or of random prompts. Default 0.")]
 Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]
 Json = Annotated[bool | None, option("--json", help="Machine-readable output on standard output.")]
@@ -66,6 +81,11 @@ PIPELINE: Mapping[str, Any] = MappingProxyType(
         "gpu_memory": GpuMemory,
         "gpu_speed": GpuSpeed,
         "link": Link,
+        "expert_actors": ExpertActors,
+        "expert_replicas": ExpertReplicas,
+        "expert_memory": ExpertMemory,
+        "expert_load": ExpertLoadFile,
+        "ping_pong": PingPong,
         "config": Config,
         "json": Json,
     }

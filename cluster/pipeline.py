@@ -17,7 +17,6 @@ from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors import NAMESPACE
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
@@ -29,6 +28,7 @@ from tramontane.cluster.supervisor import (
     driver_as_holder,
     remove_pipeline,
 )
+from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ async def running_pipeline(
         raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
     renewing = asyncio.create_task(_renew(supervisor, holder))
     try:
-        report(f"loading {len(spec.plan.stages)} stages")
+        report(f"loading {spec.workers}")
         with shown_loading(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec)
         chain = DirectStageChain if spec.link == "direct" else RayStageChain
@@ -211,8 +211,8 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[Actor
     if stages is None:
         free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
         raise PlanError(
-            f"the cluster has no room for {len(spec.bundles)} stages of {spec.bundles[0]}"
+            f"the cluster has no room for {spec.workers} of {spec.bundles[0]}"
             f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
-            "use fewer --stages or --threads-per-stage"
+            f"use fewer --stages{', --expert-actors' if spec.plan.experts else ''} or --threads-per-stage"
         )
     return stages

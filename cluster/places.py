@@ -28,12 +28,49 @@ def place_choices(config: EngineConfig, n_layers: int, hardware: Hardware) -> li
     num_stages = _num_stages(config, n_layers, hardware)
     num_all = num_stages * config.replicas
     if not hardware.gpus or config.local:
-        choices: list[tuple[Place, ...]] = [(Place(StageRoom(hardware.stage_memory(num_all))),) * num_stages]
+        share = hardware.stage_memory(num_all + config.expert_actors * config.replicas)
+        choices: list[tuple[Place, ...]] = [(Place(StageRoom(share)),) * num_stages]
     elif num_all > len(hardware.gpus):
         raise PlanError(f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas")
     else:
         choices = gpu_choices(hardware.gpus, num_stages, config.replicas)
     return [_as_given(places, config.gpu_memory, config.gpu_speed) for places in choices]
+
+
+def shared_out(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hardware]:
+    """What the stages are placed on, and what the expert actors are.
+
+    Of GPUs the experts, which are most of a model, get the roomiest. GPUs of 24, 80, 24 and 80 GiB, two expert actors: those
+    of 80 are theirs. Processors and their memory both use.
+    """
+    num_experts = config.expert_actors * config.replicas
+    if not hardware.gpus or not num_experts:
+        return hardware, hardware
+    if len(hardware.gpus) < num_experts + config.replicas:
+        raise PlanError(
+            f"{num_experts} expert actors and at least {config.replicas} stages need a GPU each, and there are "
+            f"{len(hardware.gpus)}; use fewer --expert-actors"
+        )
+    least = {
+        here[0].node: min(gpu.memory for gpu in here) for here in by_node(hardware.gpus)
+    }  # which GPU of a node is Ray's to say
+    roomiest = sorted(hardware.gpus, key=lambda gpu: (-least[gpu.node], gpu.node, gpu.index))
+    return replace(hardware, gpus=tuple(roomiest[num_experts:])), replace(hardware, gpus=tuple(roomiest[:num_experts]))
+
+
+def expert_places(config: EngineConfig, num_stages: int, hardware: Hardware) -> tuple[Place, ...]:
+    """Of one pipeline's expert actors, on their own share of the hardware."""
+    num_actors = config.expert_actors
+    if hardware.gpus:
+        places = gpu_choices(hardware.gpus, num_actors, config.replicas)[0]
+    else:
+        places = (Place(StageRoom(hardware.stage_memory((num_stages + num_actors) * config.replicas))),) * num_actors
+    if config.expert_memory and len(config.expert_memory) not in (1, num_actors):
+        raise ConfigError(
+            f"--expert-memory is for {len(config.expert_memory)} actors and --expert-actors is {num_actors}; "
+            "give one value for all, or one for each"
+        )
+    return _as_given(places, config.expert_memory, None)
 
 
 def gpu_choices(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> list[tuple[Place, ...]]:

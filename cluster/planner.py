@@ -42,6 +42,7 @@ class PlanRequest:
     page_size: int
     kv_cache_memory: int | None = None
     quantize: Quantization | None = None
+    experts_inside: bool = True  # of the stages, where the model has experts
 
     @property
     def num_stages(self) -> int:
@@ -86,22 +87,23 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
             # every sequence holds a page of each class, and has a row in the stages' page tables
             max_num_seqs=min(request.max_num_seqs, *(c.num_pages for c in cache.classes)),
             weight_bytes=weights[stage_id],
+            experts_inside=request.experts_inside,
         )
         for stage_id, span in enumerate(spans)
     )
     return ClusterPlan(stages, request.max_model_len, stages_at_once=len(stages))
 
 
-def layer_costs(args: ModelArgs) -> list[int]:
+def layer_costs(args: ModelArgs, experts_inside: bool = True) -> list[int]:
     """Parameters that one token uses, per layer; the head weighs on the last one. Of the embedding a token uses one row."""
-    costs = [_active_parameters(args, layer) for layer in range(args.n_layers)]
+    costs = [_active_parameters(args, layer, experts_inside) for layer in range(args.n_layers)]
     costs[-1] += args.vocab_size * args.dim
     return costs
 
 
-def _active_parameters(args: ModelArgs, layer: int) -> int:
-    total = sum(spec.num_elements for spec in layer_tensors(args, layer))
-    if args.moe is None:
+def _active_parameters(args: ModelArgs, layer: int, experts_inside: bool) -> int:
+    total = sum(spec.num_elements for spec in layer_tensors(args, layer, with_experts=experts_inside))
+    if args.moe is None or not experts_inside:
         return total
     expert = 3 * args.dim * args.hidden_dim
     return total - (args.moe.num_experts - args.moe.num_experts_per_tok) * expert
@@ -115,7 +117,10 @@ class _Need:
         self.rings = {w: ring_pages(w, request.page_size, request.max_model_len) for w in args.window_classes}
         page_bytes = kv_bytes_per_position(args, request.dtype) * request.page_size
         layers = range(args.n_layers)
-        self._weights = [0, *accumulate(self._num_bytes(*layer_tensors(args, layer)) for layer in layers)]
+        self._weights = [
+            0,
+            *accumulate(self._num_bytes(*layer_tensors(args, layer, with_experts=request.experts_inside)) for layer in layers),
+        ]
         self._one_sequence = [0, *accumulate(self.rings[args.windows[layer]] * page_bytes for layer in layers)]
         self._embedding = self._num_bytes(embedding_tensor(args))
         self._head = self._num_bytes(*head_tensors(args))
@@ -138,7 +143,7 @@ class _Need:
 
 
 def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:
-    costs, speeds = layer_costs(args), [room.speed for room in request.rooms]
+    costs, speeds = layer_costs(args, request.experts_inside), [room.speed for room in request.rooms]
     spans = split_layers(costs, speeds, _fits(request, need))
     if spans is None:
         raise TooLittleMemoryError(_too_little(split_layers(costs, speeds) or [], request, need))

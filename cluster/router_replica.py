@@ -16,7 +16,6 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors import NAMESPACE, actor_names, naming_the_node
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
@@ -25,6 +24,7 @@ from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.supervisor import SUPERVISOR, Application, PipelineSpec, actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
+from tramontane.cluster.worker_actor import NAMESPACE, actor_names, naming_the_node
 from tramontane.proto.errors import LeaseError, PipelineError
 from tramontane.router.router import Router
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint

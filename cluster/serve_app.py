@@ -11,7 +11,6 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from tramontane.cluster.actors import naming_the_node
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.launch import fingerprint_for
@@ -19,6 +18,7 @@ from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
+from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import find_model_args
 from tramontane.router.completions import ServedModel

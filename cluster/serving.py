@@ -17,7 +17,6 @@ from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
-from tramontane.cluster.actors import NAMESPACE, actor_names
 from tramontane.cluster.background import repeated
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
@@ -28,6 +27,7 @@ from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
 from tramontane.cluster.serve_checks import check_doors, check_port, check_room
 from tramontane.cluster.supervisor import RENEW_EVERY_S, SUPERVISOR, PipelineSpec
+from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -90,7 +90,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
     check_port(config)
     report("starting Ray")
-    with own_ray(num_cpus=config.replicas * len(spec.plan.stages) * spec.threads_per_stage):
+    with own_ray(num_cpus=config.replicas * spec.num_bundles * spec.threads_per_stage):
         report("starting Ray Serve")
         _start_serve(config)
         report(f"loading {config.replicas * len(spec.plan.stages)} stages")

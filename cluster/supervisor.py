@@ -14,9 +14,11 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names, create_stage
+from tramontane.cluster.actors import ExpertActors, StageHealth, create_stage
+from tramontane.cluster.expert_actors import create_experts
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
+from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, Link
@@ -24,7 +26,7 @@ from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR, STAGE = "-supervisor", "-stage-"  # after the pipeline's name; a stage's number follows
+SUPERVISOR, STAGE, EXPERTS = "-supervisor", "-stage-", "-experts-"  # after the pipeline's name; a number follows the last two
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
@@ -57,20 +59,32 @@ class PipelineSpec:
     weights: Weights
     threads_per_stage: int
     use_gpus: bool
-    nodes: tuple[tuple[str, ...], ...] = ()  # of each stage, where the plan wants it (see ``places``); () is anywhere
+    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle, where the plan wants it (see ``places``); () is anywhere
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: Application | None = None
     link: Link = "object-store"
+    ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
+
+    @property
+    def num_bundles(self) -> int:
+        """One per stage, then one per expert actor."""
+        return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
+
+    @property
+    def workers(self) -> str:
+        """``2 stages``, or ``2 stages and 4 expert actors``."""
+        stages, experts = len(self.plan.stages), self.plan.experts
+        return f"{stages} stages" + (f" and {len(experts.actors)} expert actors" if experts else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         bundle: dict[str, float] = {"CPU": self.threads_per_stage}
-        return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in self.plan.stages]
+        return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in range(self.num_bundles)]
 
     @property
     def node_selectors(self) -> list[dict[str, str]]:
         """Which nodes each bundle may go to, in Ray's words."""
-        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * len(self.plan.stages)]
+        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * self.num_bundles]
 
     @property
     def supervisor_name(self) -> str:
@@ -78,6 +92,17 @@ class PipelineSpec:
 
     def stage_name(self, stage_id: int) -> str:
         return f"{self.name}{STAGE}{stage_id}"
+
+    def expert_name(self, actor_id: int) -> str:
+        return f"{self.name}{EXPERTS}{actor_id}"
+
+    @property
+    def expert_actors(self) -> ExpertActors | None:
+        """As every stage has to know them."""
+        experts = self.plan.experts
+        if experts is None:
+            return None
+        return ExpertActors(experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong)
 
 
 class Supervisor:
@@ -106,8 +131,10 @@ class Supervisor:
         if not group.wait(timeout_s):
             return None
         with self._making_allowed():
+            experts = self.spec.plan.experts
+            holders = [create_experts(self.spec, actor.actor_id, group) for actor in experts.actors] if experts else []
             stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
-        wait_until_ready(stages)
+        wait_until_ready([*holders, *stages])
         return stages
 
     def fence(self, holder: str) -> int:
@@ -186,24 +213,24 @@ class Supervisor:
 
 def remove_pipeline(name: str) -> None:
     """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-    for stage in actor_names(rf"{re.escape(name)}{STAGE}\d+"):
+    for worker in actor_names(rf"{re.escape(name)}({STAGE}|{EXPERTS})\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
-            ray.kill(ray.get_actor(stage, NAMESPACE))
+            ray.kill(ray.get_actor(worker, NAMESPACE))
     with contextlib.suppress(ValueError):  # it was never made, or is gone
         remove_placement_group(get_placement_group(name))
 
 
-def wait_until_ready(stages: list[ActorHandle[Any]]) -> None:
-    """Raises what keeps a stage from loading, as soon as there is one. If its process died, its next life knows more than Ray."""
-    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {stage.ready.remote(): stage for stage in stages}
+def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
+    """Raises what keeps one from loading, as soon as there is one. If its process died, its next life knows more than Ray."""
+    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
     while waiting:
         (answered, *_), _ = ray.wait(list(waiting))
-        stage = waiting.pop(answered)
+        worker = waiting.pop(answered)
         try:
             ray.get(answered)
         except ActorUnavailableError:
             time.sleep(REBIRTH_POLL_S)
-            waiting[stage.ready.remote()] = stage
+            waiting[worker.ready.remote()] = worker
 
 
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
@@ -216,7 +243,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "num_cpus": 0,
         "max_restarts": -1,
     }
-    # The lease's calls are answered also while stages are loading.
+    # The lease's calls are answered also while workers are loading.
     actor: Any = ray.remote(concurrency_groups={"lease": 2})(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec))
 

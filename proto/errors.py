@@ -71,6 +71,10 @@ class LinkError(PipelineError):
     """A stage cannot hear from its neighbour, or send to it; why the neighbour fell silent, others know."""
 
 
+class ExpertLostError(PipelineError):
+    """An expert actor died, or cannot be reached, before it answered; what it was asked can be asked again."""
+
+
 class LeaseError(PipelineError):
     """The pipeline's lease is another router's."""
 

@@ -18,8 +18,14 @@ class ExpertActorPlan:
     """What one actor loads; ``weight_bytes`` is all that it keeps."""
 
     actor_id: int
+    num_actors: int
     experts: tuple[ExpertId, ...]
     weight_bytes: int
+
+    @property
+    def label(self) -> str:
+        """As people see it, counted from one: ``Experts 1/4``."""
+        return f"Experts {self.actor_id + 1}/{self.num_actors}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 
 Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
@@ -57,6 +58,7 @@ class StagePlan:
     cache: CachePlan
     max_num_seqs: int
     weight_bytes: int
+    experts_inside: bool = True  # of models that have experts; else they are on actors of their own
 
     @property
     def layers(self) -> range:
@@ -84,11 +86,15 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class ClusterPlan:
-    """One pipeline. ``stages_at_once``: how many of its stages there are processors for at the same time."""
+    """One pipeline. ``stages_at_once``: how many of its stages there are processors for at the same time.
+
+    ``experts``: who holds them, where they are not inside the stages.
+    """
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
     stages_at_once: int
+    experts: ExpertPlan | None = None
 
     @property
     def takes_turns(self) -> bool:

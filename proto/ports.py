@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import ExpertUsage, MicroBatch, StepResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,9 +45,41 @@ class StageChain(Protocol):
         ...
 
 
+class AskedExperts(Protocol):
+    """Rows that experts of one layer have been asked to run. For the thread that computes."""
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether ``advance`` has something to do."""
+        ...
+
+    def wait(self) -> None:
+        """Until there is news."""
+        ...
+
+    def advance(self) -> bool:
+        """Do what there is to do about answers that came, or never will; whether all are there.
+
+        Raises PipelineError where one of them is out of reach for good.
+        """
+        ...
+
+    @property
+    def usage(self) -> ExpertUsage:
+        """What it took, once all are there."""
+        ...
+
+    def result(self) -> "Tensor":
+        """The rows that experts made of those that they were given, in the same order; once all are there."""
+        ...
+
+
 class ExpertBackend(Protocol):
     """Whoever runs the experts of a layer: the stage itself, or actors of their own."""
 
-    def forward(self, layer: int, hidden_TD: "Tensor", expert_ids_Tk: "Tensor", weights_Tk: "Tensor") -> "Tensor":
-        """Return the weighted sum over each token's experts, [T, D]."""
+    def ask(self, layer: int, rows_CD: "Tensor", sizes: Sequence[int]) -> AskedExperts:
+        """Have each expert run its group of rows, which lie one after the other: ``sizes`` has one number per expert."""
         ...

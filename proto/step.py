@@ -73,17 +73,40 @@ class MicroBatch:
         return *(chunk.seq_id for chunk in self.chunks if chunk.wants_token), *self.decodes.seq_ids
 
 
+class ExpertTiming(NamedTuple):
+    """What one expert actor did for one micro-batch in one stage; ``num_rows`` counts a token once for each of its experts."""
+
+    actor_id: int
+    busy_s: float
+    num_rows: int
+
+
+class ExpertUsage(NamedTuple):
+    """Of one layer's experts for one micro-batch: from being asked to the last answer, and what each actor did."""
+
+    asked_s: float = 0.0
+    actors: tuple[ExpertTiming, ...] = ()
+
+
 class StageTiming(NamedTuple):
-    """When one stage worked on one micro-batch, by that stage's own clock (seconds since 1970)."""
+    """When one stage worked on one micro-batch, by that stage's own clock (seconds since 1970).
+
+    ``open_s``: from its start to its end. It is longer than ``busy_s`` where experts are on actors of their own: ``asked_s`` is
+    how long those had been asked and had not all answered, in ``experts_busy_s`` of which the busiest of each layer worked.
+    """
 
     stage_id: int
     started_at: float
     busy_s: float
     num_tokens: int
+    open_s: float = 0.0
+    asked_s: float = 0.0
+    experts_busy_s: float = 0.0
+    experts: tuple[ExpertTiming, ...] = ()
 
     @property
     def ended_at(self) -> float:
-        return self.started_at + self.busy_s
+        return self.started_at + max(self.busy_s, self.open_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 REFUSALS: dict[str, type[TramontaneError]] = {
     "request": RequestError,
@@ -48,22 +48,22 @@ def decode_batch(data: bytes) -> MicroBatch:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return _pack((result.epoch, result.step_id, result.token_ids, [_timing_fields(t) for t in result.timings]))
+    return _pack((result.epoch, result.step_id, result.token_ids, result.timings))
 
 
 def decode_result(data: bytes) -> StepResult:
     epoch, step_id, token_ids, timings = _unpack(data)
-    return StepResult(epoch, step_id, token_ids, tuple(StageTiming(*fields) for fields in timings))
+    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)))
 
 
 def encode_header(dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...]) -> bytes:
     """What travels beside the raw bytes of hidden states."""
-    return _pack((dtype, shape, [_timing_fields(t) for t in timings]))
+    return _pack((dtype, shape, timings))
 
 
 def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...]]:
     dtype, shape, timings = _unpack(data)
-    return dtype, shape, tuple(StageTiming(*fields) for fields in timings)
+    return dtype, shape, tuple(map(_timing, timings))
 
 
 def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
@@ -117,8 +117,8 @@ def _sampling_fields(s: SamplingParams) -> tuple[Any, ...]:
     return (s.max_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.choice, s.ignore_eos)
 
 
-def _timing_fields(t: StageTiming) -> tuple[Any, ...]:
-    return (t.stage_id, t.started_at, t.busy_s, t.num_tokens)
+def _timing(fields: Any) -> StageTiming:  # noqa: ANN401
+    return StageTiming._make((*fields[:-1], tuple(map(ExpertTiming._make, fields[-1]))))
 
 
 def _pack(value: Any) -> bytes:  # noqa: ANN401 - msgpack takes any nesting of plain values

@@ -15,7 +15,9 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
 from tramontane.workers.activation import Activation
+from tramontane.workers.model import StageModel
 from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.waiting import Waiting
 
 SAMPLING = SamplingParams(temperature=0.0)
 
@@ -27,13 +29,24 @@ def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantizati
     return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([list(ids)], [[len(ids)]])[0]
 
 
+def keep_hidden(model: StageModel, into: list[Tensor]) -> None:
+    """Every step's hidden states of all rows, as they leave the last layer."""
+
+    def kept(waiting: Waiting[Tensor]) -> Waiting[Tensor]:
+        hidden = yield from waiting
+        into.append(hidden)
+        return hidden
+
+    model.register_forward_hook(lambda _model, _args, waiting: kept(waiting))
+
+
 class Driver:
     """Prompts through real stages, step after step; keeps the hidden states of all rows, not only the sampled ones."""
 
     def __init__(self, plan: ClusterPlan, workers: list[StageWorker]) -> None:
         self.plan, self.workers = plan, workers
         self.last_hidden: list[Tensor] = []
-        workers[-1].model.register_forward_hook(lambda _model, _args, hidden: self.last_hidden.append(hidden))
+        keep_hidden(workers[-1].model, self.last_hidden)
         for worker in workers:
             worker.fence(0)
 

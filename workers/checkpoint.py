@@ -16,7 +16,7 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of
 from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
-from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.tensor_names import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,22 +65,21 @@ class Checkpoint:
 
     def load(
         self,
-        args: ModelArgs,
-        layers: range,
+        tensors_of: TensorsOf,
         dtype: str,
         device: str,
         quantize: Quantization | None = None,
         on_tensor: OnTensor = lambda _read, _loaded: None,
     ) -> dict[str, "Tensor"]:
-        """Read the tensors of these layers and no others, by parameter name, in the wanted dtype on the wanted device.
+        """Read these tensors and no others, by parameter name, in the wanted dtype on the wanted device.
 
-        Each is quantised as it is read, so that beside the quantised stage there is never more than a piece of a tensor
+        Each is quantised as it is read, so that beside what is quantised there is never more than a piece of a tensor
         as it is stored.
         """
         from tramontane.workers.quantize import hold  # here, not above: checking a checkpoint must not cost the import of torch
 
         state: dict[str, Tensor] = {}
-        for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(stage_tensors(args, layers, self.layout))]:
+        for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]:
             stored = _StoredRows(path, spec)
             hold(state, spec, stored, dtype, device, quantize)
             on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))

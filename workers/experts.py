@@ -3,12 +3,15 @@
 Shape letters: T tokens, k experts of each, C = T * k choices, D model width.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.step import ExpertUsage
 from tramontane.workers.layers import FeedForward
 
 
@@ -38,21 +41,55 @@ class ByExpert:
         return (by_choice_CD.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(dim=1)
 
 
-class LocalExperts(nn.Module):
+class ExpertSet(nn.Module):
+    """Some experts of some layers, by their global numbers."""
+
+    def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
+        super().__init__()
+        by_layer: dict[str, nn.ModuleDict] = {}
+        for layer, expert in held:
+            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args)
+        self.layers = nn.ModuleDict(by_layer)
+
+    def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+        """Each of these experts on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4."""
+        own = self.layers[str(layer)]
+        assert isinstance(own, nn.ModuleDict)
+        groups = torch.split(rows_CD, list(sizes))
+        return torch.cat([own[str(expert)](group) for expert, group in zip(experts, groups, strict=True) if len(group)])
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """``AskedExperts`` that have answered already."""
+
+    layer: int
+    done_CD: Tensor
+
+    @property
+    def has_news(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def advance(self) -> bool:
+        return True
+
+    @property
+    def usage(self) -> ExpertUsage:
+        return ExpertUsage()
+
+    def result(self) -> Tensor:
+        return self.done_CD
+
+
+class LocalExperts(ExpertSet):
     """All experts of a stage's layers; the in-process ``ExpertBackend``."""
 
     def __init__(self, args: ModelArgs, layers: range) -> None:
-        super().__init__()
         num_experts = args.moe.num_experts if args.moe else 0
-        self.layers = nn.ModuleDict(
-            {str(layer): nn.ModuleList(FeedForward(args) for _ in range(num_experts)) for layer in layers if args.moe}
-        )
+        super().__init__(args, (ExpertId(layer, expert) for layer in layers for expert in range(num_experts)))
 
-    def forward(self, layer: int, hidden_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Weighted sum of each token's experts, [T, D]."""
-        experts = self.layers[str(layer)]
-        assert isinstance(experts, nn.ModuleList)
-        by_expert = ByExpert.of(expert_ids_Tk, len(experts))
-        groups = torch.split(by_expert.sort(hidden_TD), by_expert.sizes)
-        done_CD = torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
-        return by_expert.mix(done_CD, weights_Tk)
+    def ask(self, layer: int, rows_CD: Tensor, sizes: Sequence[int]) -> Answered:
+        return Answered(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))

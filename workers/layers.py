@@ -1,7 +1,7 @@
 """The parts of a Mistral-family transformer layer, as the paper writes them.
 
-No cache, no scheduling, no device choice: a layer gets rotary tables, a
-function that attends, and a backend that runs experts.
+No cache, no scheduling, no device choice: a layer gets rotary tables and a
+function that attends.
 
 Shape letters: T tokens of a micro-batch in one packed row, D model width (dim),
 H query heads, G key/value heads, d head_dim, F feed-forward width (hidden_dim).
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.ports import ExpertBackend
 from tramontane.workers.linear import Linear
 from tramontane.workers.rotary import Rotary
 
@@ -93,13 +92,7 @@ class TransformerBlock(nn.Module):
         self.feed_forward = None if args.moe else FeedForward(args)
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
-    def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend, experts: ExpertBackend) -> Tensor:
+    def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
         h_TD = h_TD + self.attention(self.attention_norm(h_TD), rotary, attend)
-        x_TD = self.ffn_norm(h_TD)
-        if self.gate is None:
-            assert self.feed_forward is not None
-            dense_TD: Tensor = h_TD + self.feed_forward(x_TD)
-            return dense_TD
-        expert_ids_Tk, weights_Tk = self.gate(x_TD)
-        mixed_TD: Tensor = h_TD + experts.forward(self.layer, x_TD, expert_ids_Tk, weights_Tk)
-        return mixed_TD
+        return h_TD, self.ffn_norm(h_TD)

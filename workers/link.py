@@ -9,17 +9,18 @@ from tramontane.workers.edge import Address, Edge, Edges, Listener
 from tramontane.workers.group_edge import GroupEdges, why
 from tramontane.workers.socket_edge import SocketEdges
 from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.steps import Outcome, Steps
 
 
 class StageLink:
     """The edges of one stage in one epoch. What breaks one closes both, so that no stage beyond is left waiting.
 
-    One thread calls ``listen``, ``connect`` and ``step``; ``close`` may come from any other.
+    One thread calls ``listen``, ``connect`` and ``step``, or as many as ``steps`` is for; ``close`` may come from any other.
     ``host`` is the only address at which anything listens.
     """
 
-    def __init__(self, worker: StageWorker, host: str, edges: Edges | None = None) -> None:
-        self._worker = worker
+    def __init__(self, worker: StageWorker, steps: Steps, host: str, edges: Edges | None = None) -> None:
+        self._worker, self._steps = worker, steps
         self._host = host
         self._edges = edges or edges_for(worker.device)
         self._listener: Listener | None = None
@@ -69,22 +70,25 @@ class StageLink:
                 end.close()
 
     def _linked_step(self, batch: MicroBatch) -> StepResult:
-        plan, incoming = self._worker.plan, None
+        plan = self._worker.plan
         if self._is_closed:
             raise LinkError(f"the link of {plan.label} to its neighbours is closed")
         if (self._inlet is None) != plan.is_first or (self._outlet is None) != plan.is_last:
             raise LinkError(f"{plan.label} is not linked to its neighbours")
-        self._worker.check_turn(batch)  # before anything is taken from the stage before
-        if self._inlet is not None:
-            hidden_TD = torch.empty(batch.num_tokens, plan.args.dim, dtype=self._worker.dtype, device=self._worker.device)
-            self._inlet.receive(hidden_TD)
-            incoming = Activation(hidden_TD, ())
-        outcome = self._worker.step(batch, incoming)
-        if isinstance(outcome, StepResult):
-            return outcome
-        assert self._outlet is not None
-        self._outlet.send(outcome.hidden_TD)
-        return StepResult(batch.epoch, batch.step_id, (), outcome.timings)
+        outcome = self._steps.step(batch, lambda: self._received(batch.num_tokens), self._deliver)
+        return outcome if isinstance(outcome, StepResult) else StepResult(batch.epoch, batch.step_id, (), outcome.timings)
+
+    def _received(self, num_tokens: int) -> Activation | None:
+        if self._inlet is None:
+            return None
+        hidden_TD = torch.empty(num_tokens, self._worker.plan.args.dim, dtype=self._worker.dtype, device=self._worker.device)
+        self._inlet.receive(hidden_TD)
+        return Activation(hidden_TD, ())
+
+    def _deliver(self, outcome: Outcome) -> None:
+        if isinstance(outcome, Activation):
+            assert self._outlet is not None
+            self._outlet.send(outcome.hidden_TD)
 
 
 def edges_for(device: torch.device) -> Edges:

@@ -1,13 +1,25 @@
 """A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head."""
 
+from operator import add
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.workers.experts import LocalExperts
-from tramontane.workers.layers import Attend, RMSNorm, TransformerBlock
+from tramontane.proto.ports import AskedExperts, ExpertBackend
+from tramontane.workers.experts import ByExpert, LocalExperts
+from tramontane.workers.layers import Attend, FeedForward, Gate, RMSNorm, TransformerBlock
 from tramontane.workers.linear import Linear
 from tramontane.workers.rotary import Rotary
+from tramontane.workers.waiting import Waiting
+
+
+class Notes(Protocol):
+    """Whoever wants to know what experts did."""
+
+    def chosen(self, layer: int, expert_ids_Tk: Tensor) -> None: ...
+    def answered(self, asked: AskedExperts) -> None: ...
 
 
 class StageModel(nn.Module):
@@ -17,17 +29,19 @@ class StageModel(nn.Module):
     With tied embeddings the head is the embedding matrix, so both ends hold it.
     """
 
-    def __init__(self, args: ModelArgs, layers: range) -> None:
+    def __init__(self, args: ModelArgs, layers: range, experts_inside: bool = True) -> None:
         super().__init__()
         assert len(layers) > 0
         assert layers.start >= 0
         assert layers.stop <= args.n_layers
         self.args = args
+        self.global_layers = layers
         self.is_first = layers.start == 0
         self.is_last = layers.stop == args.n_layers
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
-        self.experts = LocalExperts(args, layers)
+        self.experts: ExpertBackend | None = LocalExperts(args, layers) if experts_inside else None  # None: still to be found
+        self.expert_load = {layer: [0] * args.moe.num_experts for layer in layers if args.moe}  # tokens that each was given
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
@@ -36,10 +50,38 @@ class StageModel(nn.Module):
         hidden_TD: Tensor = self.tok_embeddings(token_ids_T)
         return hidden_TD
 
-    def forward(self, hidden_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        for block in self.layers.values():
-            hidden_TD = block(hidden_TD, rotary, attend, self.experts)
+    def forward(self, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None) -> Waiting[Tensor]:
+        """All layers; gives way wherever experts have been asked."""
+        for layer in self.global_layers:
+            hidden_TD = yield from self.layer(layer, hidden_TD, rotary, attend, notes)
         return hidden_TD
+
+    def layer(self, layer: int, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None) -> Waiting[Tensor]:
+        """One of them, by its global number."""
+        block = self.layers[str(layer)]
+        hidden_TD, x_TD = block(hidden_TD, rotary, attend)
+        if block.gate is None:
+            assert isinstance(block.feed_forward, FeedForward)
+            return hidden_TD + block.feed_forward(x_TD)
+        assert isinstance(block.gate, Gate)
+        expert_ids_Tk, weights_Tk = block.gate(x_TD)
+        return hidden_TD + (yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
+
+    def _mixed(self, layer: int, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, notes: Notes | None) -> Waiting[Tensor]:
+        """What each token's experts make of it, weighted and added."""
+        assert self.experts is not None
+        if notes is not None:
+            notes.chosen(layer, expert_ids_Tk)
+        load = self.expert_load[layer]
+        by_expert = ByExpert.of(expert_ids_Tk, len(load))
+        load[:] = map(add, load, by_expert.sizes)
+        asked = self.experts.ask(layer, by_expert.sort(x_TD), by_expert.sizes)
+        yield asked
+        while not asked.advance():
+            yield asked
+        if notes is not None:
+            notes.answered(asked)
+        return by_expert.mix(asked.result(), weights_Tk)
 
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] in float32 for the S rows that want a token."""

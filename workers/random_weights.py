@@ -7,9 +7,10 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import Layout
 from tramontane.workers.quantize import hold
-from tramontane.workers.tensor_names import NAMES, OnTensor, TensorSpec, largest_first, stage_tensors
+from tramontane.workers.tensor_names import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first
 
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
@@ -38,8 +39,8 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
 
 
 def random_state(
-    args: ModelArgs,
-    layers: range,
+    tensors_of: TensorsOf,
+    stored_dtype: str,
     dtype: str,
     device: str,
     quantize: Quantization | None = None,
@@ -47,10 +48,10 @@ def random_state(
 ) -> dict[str, Tensor]:
     """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
 
-    Numbers are drawn in the model's own dtype, in which they would be stored, and then converted or quantised.
+    Numbers are drawn in the dtype in which they would be stored, and then converted or quantised.
     """
     state: dict[str, Tensor] = {}
-    for spec in largest_first(stage_tensors(args, layers)):
-        hold(state, spec, random_pieces(spec, args.dtype, device), dtype, device, quantize)
+    for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
+        hold(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
         on_tensor(0, spec.num_bytes(dtype, quantize))
     return state

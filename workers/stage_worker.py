@@ -1,24 +1,22 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
-import time
-
 import torch
 
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.model_folder import RandomWeights, Weights
+from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import StagePlan
-from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
-from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.model import StageModel
-from tramontane.workers.quantize import quantize_linears
-from tramontane.workers.random_weights import random_state
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.sampler import sample
 from tramontane.workers.step_index import StepIndex, build_step_index
+from tramontane.workers.step_notes import StepNotes
 from tramontane.workers.tensor_names import OnTensor, stage_tensors
+from tramontane.workers.waiting import Waiting, completed
+from tramontane.workers.weights import with_weights
 
 NOT_FENCED = -1
 
@@ -46,14 +44,17 @@ class StageWorker:
         cls, plan: StagePlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
     ) -> "StageWorker":
         """Read or make this stage's tensors, and only those, straight to their dtype and device."""
-        with torch.device("meta"):
-            model = StageModel(plan.args, plan.layers)
-            if plan.quantize:
-                quantize_linears(model, stage_tensors(plan.args, plan.layers), plan.dtype)
-        source = random_state if isinstance(weights, RandomWeights) else Checkpoint(weights).load
-        state = source(plan.args, plan.layers, plan.dtype, device, plan.quantize, on_tensor)
-        model.load_state_dict(state, assign=True)
-        return cls(plan, model.eval(), device)
+        model = with_weights(
+            lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
+            plan.args,
+            lambda layout: stage_tensors(plan.args, plan.layers, layout, plan.experts_inside),
+            weights,
+            plan.dtype,
+            plan.quantize,
+            device,
+            on_tensor,
+        )
+        return cls(plan, model, device)
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
@@ -74,36 +75,40 @@ class StageWorker:
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
 
-        Raises as ``check_epoch`` does.
+        Raises as ``check_epoch`` does, and PipelineError where experts are out of reach.
         """
-        started_at, started = time.time(), time.perf_counter()
+        with torch.inference_mode():
+            return completed(self.open(batch, incoming))
+
+    def open(self, batch: MicroBatch, incoming: Activation | None) -> Waiting[Activation | StepResult]:
+        """A step that gives way in every layer, once its experts have been asked. Steps begin in their order, and none may be
+        resumed before the one before it is a layer ahead: what it wrote to the next layer's caches may be needed.
+        """
+        notes = StepNotes()
         self.check_epoch(batch)
         self.check_turn(batch)
         self._next_step += 1
         self.table.update(batch)
-        with torch.inference_mode():
-            hidden_TD, index = self._forward(batch, incoming)
-            token_ids = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
-        busy_s = time.perf_counter() - started
-        timings = (
-            *(incoming.timings if incoming else ()),
-            StageTiming(self.plan.stage_id, started_at, busy_s, batch.num_tokens),
-        )
+        index = build_step_index(batch, self.table, self.device)
+        hidden_TD = yield from notes.timed(self._layers(batch, incoming, index, notes))
+        token_ids = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
+        timings = (*(incoming.timings if incoming else ()), notes.timing(self.plan.stage_id, batch.num_tokens))
         if self.plan.is_last:
             return StepResult(batch.epoch, batch.step_id, token_ids, timings)
         return Activation(hidden_TD, timings)
 
-    def _forward(self, batch: MicroBatch, incoming: Activation | None) -> tuple[torch.Tensor, StepIndex]:
-        args = self.plan.args
-        index = build_step_index(batch, self.table, self.device)
+    def _layers(
+        self, batch: MicroBatch, incoming: Activation | None, index: StepIndex, notes: StepNotes
+    ) -> Waiting[torch.Tensor]:
         if incoming is None:
             assert self.plan.is_first
             hidden_TD = self.model.embed(index.token_ids)
         else:
             hidden_TD = incoming.hidden_TD.to(self.device)
-        assert hidden_TD.shape == (batch.num_tokens, args.dim)
-        rotary = rotary_tables(index.positions, args, self.dtype)
-        return self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels)), index
+        assert hidden_TD.shape == (batch.num_tokens, self.plan.args.dim)
+        rotary = rotary_tables(index.positions, self.plan.args, self.dtype)
+        outcome: torch.Tensor = yield from self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels), notes)
+        return outcome
 
     def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[int, ...]:
         seq_ids = batch.sampled_ids

@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
+from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.model_args import DTYPE_BYTES, SCALE_DTYPES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
 
 # Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
 OnTensor = Callable[[int, int], None]
-
+TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # what is wanted of a checkpoint, in its spelling
 
 PIECE = 2**24  # elements that are in memory as they are stored, beside what a stage holds
 
@@ -116,7 +117,9 @@ class TensorSpec:
         return self.num_elements * DTYPE_BYTES[dtype]
 
 
-def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+def layer_tensors(
+    args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True
+) -> Iterator[TensorSpec]:
     """Attention of one layer, and its feed-forward network or its gate and experts."""
     names, here = NAMES[layout], f"layers.{layer}"
     q_width, kv_width = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
@@ -144,7 +147,7 @@ def layer_tensors(args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_F
         return
     gate_shape = (args.moe.num_experts, args.dim)
     yield TensorSpec(names.gate.format(layer), f"{here}.gate.scores.weight", gate_shape)
-    for expert in range(args.moe.num_experts):
+    for expert in range(args.moe.num_experts if with_experts else 0):
         yield from expert_tensors(args, layer, expert, layout)
 
 
@@ -168,14 +171,22 @@ def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[
     yield TensorSpec(names["w2"], f"{parameter}.w2.weight", (args.dim, args.hidden_dim), quantizable=True)
 
 
-def stage_tensors(args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+def stage_tensors(
+    args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True
+) -> Iterator[TensorSpec]:
     """Everything the stage with these global layers reads."""
     if layers.start == 0:
         yield embedding_tensor(args, layout)
     for layer in layers:
-        yield from layer_tensors(args, layer, layout)
+        yield from layer_tensors(args, layer, layout, with_experts)
     if layers.stop == args.n_layers:
         yield from head_tensors(args, layout)
+
+
+def tensors_of_experts(args: ModelArgs, held: Iterable[ExpertId], layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    """Everything an actor with these experts reads."""
+    for layer, expert in held:
+        yield from expert_tensors(args, layer, expert, layout)
 
 
 def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster import supervisor as supervisor_module
-from tramontane.cluster.actors import NAMESPACE, StageHealth, actor_names
+from tramontane.cluster.actors import StageHealth
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import end_pipeline, running_pipeline
 from tramontane.cluster.ray_chain import RayStageChain
@@ -34,6 +34,7 @@ from tramontane.cluster.supervisor import (
     driver_as_holder,
     remove_pipeline,
 )
+from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 

@@ -404,6 +404,11 @@ DEFAULTS = {
     "gpu_memory": None,
     "gpu_speed": None,
     "link": "object-store",
+    "expert_actors": 0,
+    "expert_replicas": 1,
+    "expert_memory": None,
+    "expert_load": None,
+    "ping_pong": 2,
     "seed": 0,
     "served_model_name": None,
     "host": "127.0.0.1",
@@ -461,6 +466,11 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("gpu-memory", "24GiB,80GiB", (24 * GIB, 80 * GIB)),
     ("gpu-speed", "1,3", (1, 3)),
     ("link", "direct", "direct"),
+    ("expert-actors", "4", 4),
+    ("expert-replicas", "auto", "auto"),
+    ("expert-replicas", "2", 2),
+    ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
+    ("ping-pong", "3", 3),
     ("seed", "-7", -7),
 ]
 

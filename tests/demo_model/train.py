@@ -27,6 +27,7 @@ from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.model import StageModel
 from tramontane.workers.rotary import rotary_tables
 from tramontane.workers.tensor_names import stage_tensors
+from tramontane.workers.waiting import completed
 
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],
@@ -134,9 +135,9 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
     batch, length = ids.shape
     rotary = rotary_tables(torch.arange(length).repeat(batch), args, torch.float32)
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
-    for block in model.layers.values():
+    for layer in range(args.n_layers):
         before = hidden
-        hidden = block(hidden, rotary, attend, model.experts)
+        hidden = completed(model.layer(layer, hidden, rotary, attend))
         if dropout:
             hidden = before + F.dropout(hidden - before, dropout)
     return model.head(hidden)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto import wire
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 ids = st.integers(0, 2**40)
 sampling = st.builds(
@@ -35,7 +35,8 @@ decodes = st.builds(lambda columns, gained: Decodes(*columns, gained), columns, 
 some_chunks = st.lists(chunks, max_size=5).map(tuple)
 batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, released=pages, decodes=decodes)
 times = st.floats(0, 2e9)
-timings = st.lists(st.builds(StageTiming, ids, times, times, ids), max_size=4).map(tuple)
+experts = st.lists(st.builds(ExpertTiming, ids, times, ids), max_size=3).map(tuple)
+timings = st.lists(st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4).map(tuple)
 results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings)
 
 

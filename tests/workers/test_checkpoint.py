@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,10 @@ def test_a_missing_tensor_is_named(tmp_path: Path, sharded: bool) -> None:
     _rewrite(folder, lambda tensors: tensors.pop(K_PROJ))
     if sharded:
         _shard(folder)
-    for use in (lambda: Checkpoint(folder).check(ARGS), lambda: Checkpoint(folder).load(ARGS, range(3), "float32", "cpu")):
+    for use in (
+        lambda: Checkpoint(folder).check(ARGS),
+        lambda: Checkpoint(folder).load(partial(stage_tensors, ARGS, range(3)), "float32", "cpu"),
+    ):
         message = _refused(use)
         assert f"lacks the tensor {K_PROJ}" in message
         assert str(folder) in message
@@ -170,7 +174,7 @@ def test_weights_come_in_the_wanted_dtype(tmp_path: Path, stored: str, wanted: s
     dtype = getattr(torch, stored)
     _rewrite(folder, lambda tensors: tensors.update({name: tensor.to(dtype) for name, tensor in tensors.items()}))
     Checkpoint(folder).check(DENSE)
-    state = unpacked(Checkpoint(folder).load(DENSE, range(3), wanted, "cpu"))
+    state = unpacked(Checkpoint(folder).load(partial(stage_tensors, DENSE, range(3)), wanted, "cpu"))
     expected = {name: tensor.to(dtype).to(getattr(torch, wanted)) for name, tensor in random_model(DENSE).state_dict().items()}
     assert {tensor.dtype for tensor in state.values()} == {getattr(torch, wanted)}
     assert all(torch.equal(state[name], expected[name]) for name in expected)
@@ -182,7 +186,7 @@ def test_matrices_of_one_product_lie_one_after_the_other(tmp_path: Path, args: M
     """Every tensor in its rows, every row of every parameter one tensor's."""
     folder = write_checkpoint(tmp_path / "model", args)
     stored = load_file(folder / SINGLE_NAME)
-    state = unpacked(Checkpoint(folder).load(args, range(3), "float32", "cpu", quantize))
+    state = unpacked(Checkpoint(folder).load(partial(stage_tensors, args, range(3)), "float32", "cpu", quantize))
     owned = {name: torch.zeros(len(tensor)) for name, tensor in state.items()}
     for spec in _specs(args):
         held, owner = state[spec.parameter][spec.rows].float(), owned[spec.parameter]

@@ -24,6 +24,7 @@ from tramontane.workers.group_edge import GroupEdge, GroupEdges, interface_of
 from tramontane.workers.link import StageLink
 from tramontane.workers.socket_edge import SocketEdge, SocketEdges, SocketListener
 from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.steps import OneAtATime
 
 ARGS = tiny_args(n_layers=3)
 HOST = "127.0.0.1"
@@ -33,6 +34,10 @@ both_kinds = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups"])
 
 def _workers(num_stages: int) -> list[StageWorker]:
     return split_model(random_model(ARGS), tiny_plan(ARGS, num_stages))
+
+
+def _link(worker: StageWorker, edges: Edges) -> StageLink:
+    return StageLink(worker, OneAtATime(worker, 1), HOST, edges)
 
 
 def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
@@ -75,7 +80,7 @@ class LinkedThreads:
         for link in self.links:
             link.close()
         self._in_threads([worker.fence for worker in self.workers], [(epoch,)] * self.num_stages)
-        self.links = [StageLink(worker, HOST, self.edges) for worker in self.workers]
+        self.links = [_link(worker, self.edges) for worker in self.workers]
         outlets = self._in_threads([link.listen for link in self.links], [()] * self.num_stages)
         self._in_threads([link.connect for link in self.links], [(inlet,) for inlet in [None, *outlets[:-1]]])
 
@@ -271,7 +276,7 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
     worker = _workers(2)[1]
     worker.fence(0)
     with pytest.raises(LinkError, match="is not linked"):
-        StageLink(worker, HOST).step(_batch(0))
+        _link(worker, SocketEdges()).step(_batch(0))
 
 
 @both_kinds
@@ -283,13 +288,13 @@ def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, e
     with socket.create_server((HOST, 0)) as nobody:
         port = nobody.getsockname()[1]
     with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
-        StageLink(worker, HOST, edges).connect((HOST, port, "word"))
+        _link(worker, edges).connect((HOST, port, "word"))
 
 
 @both_kinds
 def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: Edges) -> None:
     before = _listening()
-    link = StageLink(_workers(2)[0], HOST, edges)
+    link = _link(_workers(2)[0], edges)
     address = link.listen()
     assert address is not None
     assert _listening() - before == {address[:2]}
@@ -312,7 +317,7 @@ def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> Non
     """Stage 2 of 3, which runs one step."""
     worker = _workers(3)[1]
     worker.fence(0)
-    link = StageLink(worker, HOST, EDGES[kind])
+    link = _link(worker, EDGES[kind])
     pipe.send(link.listen())
     link.connect(pipe.recv())
     link.step(_batch(0))
@@ -328,7 +333,7 @@ def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: Edges
     ours, theirs = context.Pipe()
     middle = context.Process(target=_middle_stage, args=(theirs, EDGES.index(edges)))
     middle.start()
-    links = [StageLink(first, HOST, edges), StageLink(last, HOST, edges)]
+    links = [_link(first, edges), _link(last, edges)]
     with ThreadPoolExecutor(1) as thread:
         outlet = ours.recv()
         ours.send(links[0].listen())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tramontane.workers import random_checkpoint
 from tramontane.workers.checkpoint import Checkpoint
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.random_weights import random_state
+from tramontane.workers.tensor_names import stage_tensors
 
 MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe=False), "tied": tiny_args(n_layers=2, tied=True)}
 
@@ -25,12 +27,12 @@ MODELS = {"mixtral": tiny_args(n_layers=3), "mistral": tiny_args(n_layers=3, moe
 @pytest.mark.parametrize("args", MODELS.values(), ids=MODELS)
 def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path, args: ModelArgs) -> None:
     layers = range(args.n_layers)
-    made = unpacked(random_state(args, layers, "float32", "cpu"))
+    made = unpacked(random_state(partial(stage_tensors, args, layers), args.dtype, "float32", "cpu"))
     for layout in Layout:
         write_random_checkpoint(tmp_path / layout.name, args, layout)
         checkpoint = Checkpoint(tmp_path / layout.name)
         checkpoint.check(args)
-        read = unpacked(checkpoint.load(args, layers, "float32", "cpu"))
+        read = unpacked(checkpoint.load(partial(stage_tensors, args, layers), "float32", "cpu"))
         assert read.keys() == made.keys()
         assert all(torch.equal(read[name], made[name]) for name in made)
     if args.tied_embeddings:
@@ -44,9 +46,13 @@ def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
 ) -> None:
     args = scaled_down(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
-    read = unpacked(Checkpoint(tmp_path / "model").load(args, range(2), dtype, "cpu", quantize))
+    read = unpacked(Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), dtype, "cpu", quantize))
     heard: list[tuple[int, int]] = []
-    made = unpacked(random_state(args, range(2), dtype, "cpu", quantize, lambda *sizes: heard.append(sizes)))
+    made = unpacked(
+        random_state(
+            partial(stage_tensors, args, range(2)), args.dtype, dtype, "cpu", quantize, lambda *sizes: heard.append(sizes)
+        )
+    )
     assert made.keys() == read.keys()
     assert all(torch.equal(made[name], read[name]) and made[name].dtype is read[name].dtype for name in read)
     assert all(num_read == 0 for num_read, _ in heard)

@@ -7,6 +7,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 import torch
+from driver import keep_hidden
 from tiny import random_model, split_model, tiny_args, tiny_plan
 from torch import Tensor
 
@@ -28,7 +29,7 @@ def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_si
     workers = split_model(random_model(args), plan)
     after: list[list[Tensor]] = [[] for _ in workers]
     for worker, states in zip(workers, after, strict=True):
-        worker.model.register_forward_hook(lambda _model, _args, hidden, states=states: states.append(hidden))
+        keep_hidden(worker.model, states)
         worker.fence(0)
     ledger = PageLedger(plan.cache)
     sequence = Sequence(0, tuple(prompt), SAMPLING, max_len=len(prompt) + 1)

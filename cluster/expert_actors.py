@@ -1,0 +1,85 @@
+"""Where experts become Ray actors."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+
+from tramontane.cluster.actors import placed_in
+from tramontane.cluster.worker_actor import WorkerActor, WorkerHealth
+from tramontane.proto.errors import ExpertLostError
+from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.model_folder import Weights
+from tramontane.workers.fingerprint import Fingerprint
+
+if TYPE_CHECKING:
+    from tramontane.cluster.supervisor import PipelineSpec
+    from tramontane.workers.edge import Address
+    from tramontane.workers.expert_link import ExpertDoor
+    from tramontane.workers.expert_worker import ExpertWorker
+
+RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an ExpertCall
+
+
+class ExpertActor(WorkerActor["ExpertWorker"]):
+    """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
+
+    def __init__(
+        self, plan: ExpertPlan, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
+    ) -> None:
+        self._plan, self._actor_id, self._threads = plan, actor_id, threads
+        self._door: ExpertDoor | None = None
+        own = plan.actors[actor_id]
+        super().__init__(own.label, own.weight_bytes, weights, device, fingerprint)
+
+    def _load(self) -> "ExpertWorker":
+        from tramontane.workers.expert_link import ExpertDoor
+        from tramontane.workers.expert_worker import ExpertWorker
+        from tramontane.workers.link import edges_for
+
+        worker = ExpertWorker.load(self._plan, self._actor_id, self._weights, self._device, self._on_tensor)
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        self._door = ExpertDoor(worker, self._plan, host, edges_for(worker.device), self._threads)
+        return worker
+
+    @ray.method(enable_task_events=False)
+    def run(self, call: RunMessage, rows: Any) -> tuple[float, Any]:  # noqa: ANN401 - bytes as an array, without importing torch
+        """Over the object store: how long the experts worked, and the rows that they made."""
+        import torch
+
+        from tramontane.workers.expert_worker import ExpertCall
+
+        worker, expert_call = self._wait_until_loaded(), ExpertCall(*call)
+        torch.set_num_threads(self._threads)  # counts per thread
+        dtype = getattr(torch, self._plan.dtype)
+        rows_CD = torch.from_numpy(rows).view(dtype).view(expert_call.num_rows, -1)
+        reply = worker.run(expert_call, rows_CD.to(worker.device))
+        return reply.busy_s, reply.rows_CD.cpu().view(torch.uint8).reshape(-1).numpy()
+
+    @ray.method(concurrency_group="control")
+    def open(self, calls: "Address") -> "Address":
+        """For the direct link of a stage, whose calls come from there; where its replies will come from.
+
+        Raises ExpertLostError while it is loading, and whatever kept it from loading.
+        """
+        if self._is_loading:
+            raise ExpertLostError(f"{self.label} is loading")
+        self._wait_until_loaded()
+        assert self._door is not None
+        return self._door.open(calls)
+
+    @ray.method(concurrency_group="control")
+    def health(self) -> WorkerHealth:
+        """Answered also while experts work or weights are loaded. Call it with ``.options(concurrency_group="control")``."""
+        return WorkerHealth(**self._health())
+
+
+def create_experts(spec: "PipelineSpec", actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:
+    """Make the named, detached actor of some experts in its bundle, or find the one that is there."""
+    assert spec.plan.experts is not None
+    kind: Any = ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
+    options = placed_in(spec, len(spec.plan.stages) + actor_id, group) | {"name": spec.expert_name(actor_id)}
+    device = "cuda" if spec.use_gpus else "cpu"
+    arguments = (spec.plan.experts, actor_id, spec.weights, device, spec.threads_per_stage, spec.fingerprint)
+    return cast("ActorHandle[Any]", kind.options(**options).remote(*arguments))

@@ -1,0 +1,110 @@
+"""A stage's ways to expert actors over Ray: calls through the object store, or only the introduction to a direct link."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import ray
+import torch
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayError
+from torch import Tensor
+
+from tramontane.cluster.actors import ExpertActors
+from tramontane.cluster.ray_chain import last_line
+from tramontane.cluster.worker_actor import NAMESPACE
+from tramontane.proto.errors import ExpertLostError, PipelineError
+from tramontane.workers.edge import Address
+from tramontane.workers.expert_link import RETRY_S, DirectExpert, RowFormat
+from tramontane.workers.expert_worker import ExpertCall, ExpertReply
+from tramontane.workers.link import edges_for
+from tramontane.workers.remote_experts import Connect, ExpertConnection
+
+
+def connect(experts: ExpertActors, device: torch.device) -> Connect:
+    """For ``RemoteExperts`` of a stage on this device."""
+    row_format = RowFormat.of(experts.plan, device)
+    host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+
+    def connect_to(actor_id: int, notify: Callable[[], None]) -> ExpertConnection:
+        label = experts.plan.actors[actor_id].label
+        actor = ray.get_actor(experts.names[actor_id], NAMESPACE)
+        if experts.link == "direct":
+            return DirectExpert(lambda calls: _introduced(actor, calls), notify, row_format, host, edges_for(device), label)
+        return StoreExpert(actor, notify, row_format, label)
+
+    return connect_to
+
+
+def _introduced(actor: ActorHandle[Any], calls: Address) -> Address:
+    """See ``DirectExpert``."""
+    try:
+        asked: ray.ObjectRef[Address] = actor.open.options(concurrency_group="control").remote(calls)
+        return ray.get(asked)
+    except RayError as error:
+        raise _lost_or_failed(error) from None
+
+
+def _lost_or_failed(error: RayError) -> PipelineError:
+    kind = ExpertLostError if isinstance(error, RayActorError | ExpertLostError) else PipelineError
+    return kind(last_line(error))
+
+
+class StoreExpert:
+    """``ExpertConnection`` by Ray calls, whose rows travel through the object store; small ones ride inline."""
+
+    def __init__(self, actor: ActorHandle[Any], notify: Callable[[], None], row_format: RowFormat, label: str) -> None:
+        self._actor, self._notify, self._format, self._label = actor, notify, row_format, label
+        self._lock = threading.Lock()
+        self._is_sought = self._is_closed = self.is_up = False
+        self.failure: PipelineError | None = None
+        self._seek()
+
+    def call(self, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
+        future: Future[ExpertReply] = Future()
+        if not self.is_up:
+            future.set_exception(ExpertLostError(f"{self._label} is not there"))
+            return future
+        rows = rows_CD.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+        answer: ray.ObjectRef[tuple[float, Any]] = self._actor.run.remote(tuple(call), rows)
+        answer.future().add_done_callback(lambda done: self._hear(future, call, done))
+        return future
+
+    def close(self) -> None:
+        self._is_closed = True
+
+    def _hear(self, future: "Future[ExpertReply]", call: ExpertCall, done: "Future[tuple[float, Any]]") -> None:
+        """In a thread of Ray's."""
+        error = done.exception()
+        if error is None:
+            busy_s, rows = done.result()
+            rows_CD = torch.from_numpy(rows).view(self._format.dtype).view(call.num_rows, -1)
+            future.set_result(ExpertReply(rows_CD.to(self._format.device), busy_s))
+        elif isinstance(error, RayActorError):
+            self.is_up = False
+            self._seek()
+            future.set_exception(ExpertLostError(f"{self._label} is gone"))
+        else:
+            future.set_exception(PipelineError(f"{self._label} failed: {last_line(error)}"))
+
+    def _seek(self) -> None:
+        with self._lock:
+            if not self._is_sought and not self._is_closed:
+                self._is_sought = True
+                threading.Thread(target=self._find, name=self._label, daemon=True).start()
+
+    def _find(self) -> None:
+        """Until the actor answers, or says why it never will."""
+        while not self._is_closed and not self.is_up and self.failure is None:
+            try:
+                ray.get(self._actor.ready.remote())
+                self.is_up = True
+            except RayActorError:
+                time.sleep(RETRY_S)
+            except RayError as error:
+                self.failure = PipelineError(last_line(error))
+        with self._lock:
+            self._is_sought = False
+        self._notify()

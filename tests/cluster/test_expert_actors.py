@@ -1,0 +1,84 @@
+"""Experts on Ray actors of their own: the same tokens, whatever holds them, whatever dies."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import ray
+from expert_actors import expert_plan, without_experts
+from harness import GREEDY, PROMPTS, placed, run_prompts, scheduler_for
+from reference import Expected, assert_same_tokens, greedy
+from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.cluster.worker_actor import NAMESPACE
+from tramontane.proto.plan import Link
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
+
+ARGS = tiny_args(n_layers=4)
+CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 130]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ray() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=12,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=256 * 2**20,
+        _system_config={"timeout_ms_task_wait_for_death_info": 0},  # as ``own_ray`` has it
+    )
+    yield
+    ray.shutdown()
+
+
+@cache
+def _expected() -> list[Expected]:
+    weights = random_model(ARGS).state_dict()
+    return [greedy(weights, ARGS, prompt, GREEDY.max_tokens) for prompt in CHOSEN]
+
+
+@contextmanager
+def _pipeline(
+    folder: Path, num_stages: int, num_actors: int, replicas: int | None, link: Link
+) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
+    plan = without_experts(tiny_plan(ARGS, num_stages), expert_plan(ARGS, num_actors, replicas))
+    name = f"test-{num_stages}-{num_actors}-{replicas}-{link}"
+    spec = PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
+    with placed(spec) as chain:
+        yield spec, chain
+
+
+def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
+    return ray.get_actor(spec.expert_name(actor_id), NAMESPACE)
+
+
+CASES = [(1, 1, 1), (2, 2, 1), (4, 4, 2), (1, 8, 1)]
+
+
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+@pytest.mark.parametrize(("num_stages", "num_actors", "replicas"), CASES)
+def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link) -> None:
+    with _pipeline(folder, num_stages, num_actors, replicas, link) as (spec, chain):
+        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
+        for prompt, output, expected in zip(CHOSEN, outputs, _expected(), strict=True):
+            assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
+        stages = ray.get([stage.health.remote() for stage in chain.stages])
+        experts = ray.get([_expert(spec, actor.actor_id).health.remote() for actor in spec.plan.experts.actors])
+        for health, planned in zip([*stages, *experts], [*spec.plan.stages, *spec.plan.experts.actors], strict=True):
+            assert health.bytes_read == health.bytes_loaded == planned.weight_bytes

@@ -1,0 +1,54 @@
+"""How a stage's steps follow each other: one at a time, or as ``ping_pong`` has it."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.workers.activation import Activation
+from tramontane.workers.stage_worker import StageWorker
+
+Outcome = Activation | StepResult
+Receive = Callable[[], Activation | None]
+Deliver = Callable[[Outcome], None]
+
+
+def nowhere(_outcome: Outcome) -> None:
+    """Whoever called for the step gets its outcome; nobody else."""
+
+
+class Steps(Protocol):
+    """What drives a ``StageWorker``."""
+
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+        """Run one micro-batch. Hidden states are received in the order of the steps, and outcomes delivered in that order.
+
+        Raises as ``StageWorker.step`` does, and whatever ``receive`` and ``deliver`` raise.
+        """
+
+    def fence(self, epoch: int) -> None:
+        """As ``StageWorker.fence``."""
+
+    def interrupt(self) -> None:
+        """From any thread: what waits for experts ends with a StaleEpochError, and nothing begins before the next fence."""
+
+
+class OneAtATime:
+    """The caller's thread computes, and it is always the same one."""
+
+    def __init__(self, worker: StageWorker, num_threads: int) -> None:
+        self._worker, self._num_threads = worker, num_threads
+
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+        self._worker.check_turn(batch)  # before anything is taken from the stage before
+        outcome = self._worker.step(batch, receive())
+        deliver(outcome)
+        return outcome
+
+    def fence(self, epoch: int) -> None:
+        torch.set_num_threads(self._num_threads)  # counts per thread: here, on the thread that computes
+        self._worker.fence(epoch)
+
+    def interrupt(self) -> None:
+        """Nothing here waits for experts."""

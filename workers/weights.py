@@ -1,0 +1,39 @@
+"""Modules with their weights in place: read or made, straight to their dtype and device."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.quantize import quantize_linears
+from tramontane.workers.random_weights import random_state
+from tramontane.workers.tensor_names import OnTensor, TensorsOf
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_weights(
+    make: Callable[[], M],
+    args: ModelArgs,
+    tensors_of: TensorsOf,
+    weights: Weights,
+    dtype: str,
+    quantize: Quantization | None,
+    device: str,
+    on_tensor: OnTensor,
+) -> M:
+    """The module that ``make`` makes, which has the parameters of these tensors and no others."""
+    with torch.device("meta"):
+        module = make()
+        if quantize:
+            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype)
+    if isinstance(weights, RandomWeights):
+        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor)
+    else:
+        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor)
+    module.load_state_dict(state, assign=True)
+    return module.eval()
