@@ -448,6 +448,7 @@ def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -
     assert all(p.default is None for p in command.params if p.name in flags), "or a flag that was not given would hide a key"
 
 
+LOAD_FILE = Path(__file__).parents[1] / "expert_load.json"
 # flag, its text, and what the configuration holds then
 SETTINGS: list[tuple[str, str, object]] = [
     ("model", "some/folder", Path("some/folder")),
@@ -470,6 +471,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("expert-replicas", "auto", "auto"),
     ("expert-replicas", "2", 2),
     ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
+    ("expert-load", str(LOAD_FILE), ((1, 2), (3, 4))),
     ("ping-pong", "3", 3),
     ("seed", "-7", -7),
 ]
