@@ -122,10 +122,10 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.activation import Activation
 
         self._refuse_while_loading()
-        self._wait_until_loaded()
-        if self._steps is None:
-            raise StaleEpochError(f"{self.label} has not been fenced since it was loaded")
-        outcome = self._steps.step(wire.decode_batch(batch), lambda: incoming and Activation.unpack(incoming))
+        decoded = wire.decode_batch(batch)
+        self._wait_until_loaded().check_epoch(decoded)
+        assert self._steps is not None
+        outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming))
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
     @ray.method(concurrency_group="control")

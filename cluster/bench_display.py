@@ -11,7 +11,7 @@ from rich.text import Text
 from tramontane.cluster.bench_figures import PERCENTILES, Figures, Latency
 from tramontane.cluster.bench_rounds import Outcome, Rounds
 from tramontane.cluster.bench_work import BenchRequest
-from tramontane.cluster.display import Display, stage_table, stages_as_data
+from tramontane.cluster.display import Display, expert_table, experts_as_data, stage_table, stages_as_data
 from tramontane.router.usage import HopTime
 
 LATENCIES = (
@@ -67,7 +67,8 @@ def summary(outcome: Outcome) -> Group:
         latency.add_row(name, *(f"{1000 * s:.1f}" for s in (seconds.mean_s, *seconds.percentiles_s)))
     parts: list[Table | Text] = [Text(_what(outcome)), speed, latency]
     if (used := outcome.round.pipeline) is not None:
-        parts += [stage_table(used.plan, used.usage), Text(_between_stages(used.usage.bubble, used.hops))]
+        parts += [stage_table(used.plan, used.usage), *([expert_table(used.plan, used.usage)] if used.plan.experts else [])]
+        parts += [Text(_between_stages(used.usage.bubble, used.hops))]
     parts += [Text(f"failed: {f.count} x {f.kind}: {f.example}") for f in figures.failures]
     return Group(*parts)
 
@@ -116,4 +117,5 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
     if used is not None:
         hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
         data |= {"stages": stages_as_data(used.plan, used.usage), "bubble": used.usage.bubble, "hops": hops}
+        data |= {"experts": experts_as_data(used.usage)}
     return data

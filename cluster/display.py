@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import FinishReason
+from tramontane.proto.step import ExpertTiming
 from tramontane.router.usage import UsageMeter
 
 if TYPE_CHECKING:
@@ -152,18 +153,39 @@ def for_terminal(text: str) -> str:
 
 def summary(outcome: "Outcome") -> Group:
     """The stages; below, the pipeline as a whole."""
-    return Group(stage_table(outcome.engine.plan, outcome.engine.usage), _pipeline_line(outcome))
+    plan, usage = outcome.engine.plan, outcome.engine.usage
+    tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
+    return Group(*tables, _pipeline_line(outcome))
 
 
 def stage_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
-    """Per stage: its layers, how busy it was, what passed through it."""
+    """Per stage: its layers, how busy it was, what passed through it; and how long it could only wait for expert actors."""
     table = Table()
-    for name in ("stage", "layers", "busy", "tokens", "micro-batches"):
+    for name in ("stage", "layers", "busy", *(("exposed wait",) if plan.experts else ()), "tokens", "micro-batches"):
         table.add_column(name, justify="right")
     for stage, used in zip(plan.stages, usage.stages, strict=True):
-        layers = f"{stage.first_layer}-{stage.last_layer - 1}"
-        busy = f"{usage.busy_share(stage.stage_id):.0%}"
-        table.add_row(f"{stage.stage_id + 1}/{stage.num_stages}", layers, busy, str(used.num_tokens), str(used.num_batches))
+        shares = [used.busy_s, *((used.exposed_s,) if plan.experts else ())]
+        table.add_row(
+            f"{stage.stage_id + 1}/{stage.num_stages}",
+            f"{stage.first_layer}-{stage.last_layer - 1}",
+            *(f"{usage.share(seconds):.0%}" for seconds in shares),
+            str(used.num_tokens),
+            str(used.num_batches),
+        )
+    return table
+
+
+def expert_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+    """Per expert actor: how many experts it holds, how busy it was, and its rows: a token once for each of its experts."""
+    assert plan.experts is not None
+    table = Table()
+    for name in ("expert actor", "experts", "busy", "rows"):
+        table.add_column(name, justify="right")
+    used = {each.actor_id: each for each in usage.experts}
+    for actor in plan.experts.actors:
+        _, busy_s, rows = used.get(actor.actor_id, ExpertTiming(actor.actor_id, 0.0, 0))
+        busy = f"{usage.share(busy_s):.0%}"
+        table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", str(len(actor.experts)), busy, str(rows))
     return table
 
 
@@ -175,8 +197,13 @@ def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]
             "tokens": used.num_tokens,
             "micro_batches": used.num_batches,
         }
+        | ({"exposed_wait_share": usage.share(used.exposed_s)} if plan.experts else {})
         for stage, used in zip(plan.stages, usage.stages, strict=True)
     ]
+
+
+def experts_as_data(usage: UsageMeter) -> list[dict[str, Any]]:
+    return [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
 
 
 def _pipeline_line(outcome: "Outcome") -> str:
@@ -210,6 +237,7 @@ def as_json(outcome: "Outcome") -> str:
         {
             "completions": completions,
             "stages": stages_as_data(outcome.engine.plan, usage),
+            "experts": experts_as_data(usage),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,

@@ -109,7 +109,8 @@ def _policy_for(config: EngineConfig, plan: ClusterPlan) -> Policy:
     if max_in_flight is not None:
         return EvenPolicy(max_in_flight, config.max_num_batched_tokens)
     itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
-    return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once)
+    open_per_stage = config.ping_pong if plan.experts else None
+    return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once, open_per_stage)
 
 
 @asynccontextmanager

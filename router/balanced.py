@@ -8,6 +8,7 @@ import numpy as np
 
 from tramontane.proto.step import StageTiming
 from tramontane.router.cost_model import CostModel
+from tramontane.router.pipeline_times import PipelineTimes, Seconds
 from tramontane.router.policy import EvenPolicy, Load, Share, Work
 from tramontane.router.rounds import RoundWatch
 
@@ -37,16 +38,24 @@ class BalancedPolicy:
     overlaps_chunks = True
 
     def __init__(
-        self, num_stages: int, max_tokens: int, itl_target_s: float | None = None, stages_at_once: int | None = None
+        self,
+        num_stages: int,
+        max_tokens: int,
+        itl_target_s: float | None = None,
+        stages_at_once: int | None = None,
+        open_per_stage: int | None = None,
     ) -> None:
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
-        self._cost = CostModel(num_stages)
+        self._times = PipelineTimes(num_stages, has_expert_actors=open_per_stage is not None)
+        self._cost = CostModel(self._times.num_columns)
         at_once = num_stages if stages_at_once is None else stages_at_once
-        self._overlaps = at_once > 1  # stages work at the same time, so that it matters how work is cut
-        self._watch = IdleWatch(num_stages, at_once if at_once < num_stages else 2 * num_stages)
+        # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
+        self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
+        most = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
+        self._watch = IdleWatch(num_stages, most)
         self._even = EvenPolicy(self._watch.max_in_flight, max_tokens)
         self._rounds = RoundWatch()
-        self._foretold: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # rounds by spread, and for what
+        self._rounds_foretold: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # rounds by spread, and for what
         self._slopes: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and by which fit
         self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
         self._owed = 0.0  # seconds of decodes that earlier micro-batches left over, or took too many
@@ -75,7 +84,7 @@ class BalancedPolicy:
 
     def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
         if len(timings) == self._num_stages:
-            self._cost.observe(work, [timing.busy_s for timing in timings])
+            self._cost.observe(work, self._times.columns(timings))
             self._watch.observe(timings)
             self._rounds.observe(share.spread, share.round_s, timings[-1].ended_at)
 
@@ -86,13 +95,13 @@ class BalancedPolicy:
         """
         most = max(min(self._watch.max_in_flight, load.num_decoding), 1)
         asked = (self._cost.version, most, load.num_decoding, int(16 * math.log2(max(load.decoding_keys, 1))))
-        if asked != self._foretold[0]:
+        if asked != self._rounds_foretold[0]:
             spreads = [m for m in self._spreads if m < most] + [most]
             works = [Work(0, 0, -(-load.num_decoding // m), load.decoding_keys // m) for m in spreads]
-            times_MS = self._cost.seconds(works)
-            rounds = np.maximum(times_MS.max(axis=1) * np.array(spreads), times_MS.sum(axis=1))
-            self._foretold = asked, dict(zip(spreads, rounds.tolist(), strict=True))
-        return self._foretold[1]
+            slowest_M, through_M = self._foretold_for(works)
+            rounds = np.maximum(slowest_M * np.array(spreads), through_M)
+            self._rounds_foretold = asked, dict(zip(spreads, rounds.tolist(), strict=True))
+        return self._rounds_foretold[1]
 
     def _decodes(self, load: Load, spread: int) -> Work:
         """Of the sequences that can go, so many that this micro-batch has its share of all decodes' time.
@@ -122,7 +131,7 @@ class BalancedPolicy:
     def _decode_slopes(self) -> tuple[float, float]:
         """Seconds per decode and per key that it sees, summed over the stages: only their proportion matters."""
         if self._slopes[0] != self._cost.version:
-            base, token, key = self._cost.seconds([Work(), Work(decodes=1), Work(decode_keys=1)]).sum(axis=1)
+            base, token, key = self._foretold_for([Work(), Work(decodes=1), Work(decode_keys=1)])[1]
             self._slopes = self._cost.version, (max(float(token - base), 1e-9), max(float(key - base), 0.0))
         return self._slopes[1]
 
@@ -141,9 +150,9 @@ class BalancedPolicy:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
         sizes = [-(-load.pending_tokens // n) for n in pieces]
         works = [_with_prefill(even, size, load.prefill_start) for size in sizes]
-        times = self._cost.seconds(works)
-        interval = np.maximum(times.max(axis=1), times.sum(axis=1) / self._watch.max_in_flight)
-        out_after = (np.array(pieces) - 1) * interval + times.sum(axis=1)
+        slowest, through = self._foretold_for(works)
+        interval = np.maximum(slowest, through / self._watch.max_in_flight)
+        out_after = (np.array(pieces) - 1) * interval + through
         best = int(np.argmin(out_after))
         if not load.num_decoding:
             return sizes[best]
@@ -151,7 +160,7 @@ class BalancedPolicy:
 
     def _adjusted(self, size: int, nominal: Work, own: Work, even: Work) -> int:
         """More prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
-        with_both, alone, ours = (float(t) for t in self._cost.seconds([nominal, even, own]).max(axis=1))
+        with_both, alone, ours = (float(t) for t in self._foretold_for([nominal, even, own])[0])
         per_token = (with_both - alone) / size
         return max(size + round((alone - ours) / per_token), 1) if per_token > 0 else size
 
@@ -161,10 +170,14 @@ class BalancedPolicy:
             return size
         least = min(LEAST_CHUNK, size)
         sizes = [max(size * eighths // 8, least) for eighths in range(8, 0, -1)]
-        times = self._cost.seconds([_with_prefill(own, each, load.prefill_start) for each in sizes])
-        rounds = np.maximum(times.max(axis=1) * self._watch.max_in_flight, times.sum(axis=1))
+        slowest, through = self._foretold_for([_with_prefill(own, each, load.prefill_start) for each in sizes])
+        rounds = np.maximum(slowest * self._watch.max_in_flight, through)
         fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
         return fitting[0] if fitting else least
+
+    def _foretold_for(self, works: Sequence[Work]) -> tuple[Seconds, Seconds]:
+        """Of each: what whoever has most to do takes, and the way through the whole pipeline."""
+        return self._times.slowest_and_through(self._cost.seconds(works))
 
 
 class IdleWatch:
@@ -188,7 +201,8 @@ class IdleWatch:
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
-            gap = max(timing.started_at - self._last_end[stage], 0.0) if self._last_end[stage] else 0.0
+            # Where several are open at once the stage was idle for what is between two ends beside work.
+            gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
             self._idle[stage] += gap if self.has_more_to_do else 0.0
             if stage == self._num_stages - 1:
                 self._recently_busy = RECENT * self._recently_busy + timing.busy_s

@@ -5,31 +5,55 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from tramontane.proto.step import StageTiming, StepResult
+from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
 
 
 @dataclass(frozen=True, slots=True)
 class StageUsage:
-    busy_s: float
-    num_tokens: int
-    num_batches: int
+    """``open_s``: in which it had any micro-batch, several at once counted once; ``asked_s``: in which these had asked experts
+    that had not all answered, each counted by itself.
+    """
+
+    busy_s: float = 0.0
+    num_tokens: int = 0
+    num_batches: int = 0
+    open_s: float = 0.0
+    asked_s: float = 0.0
+    last_end: float = float("-inf")
+
+    @property
+    def exposed_s(self) -> float:
+        """In which it had a micro-batch and nothing to do: what ping-pong did not hide of the wait for experts."""
+        return max(self.open_s - self.busy_s, 0.0)
+
+    def after(self, timing: StageTiming) -> "StageUsage":
+        """Steps begin and end in their order. Open 0..3 and 1..4: 3 s and then another one."""
+        return StageUsage(
+            self.busy_s + timing.busy_s,
+            self.num_tokens + timing.num_tokens,
+            self.num_batches + 1,
+            self.open_s + timing.ended_at - max(timing.started_at, self.last_end),
+            self.asked_s + timing.asked_s,
+            timing.ended_at,
+        )
 
 
 class UsageMeter:
-    """Sums of every stage's timings since it was made."""
+    """Sums of every stage's timings since it was made, and of what their expert actors did."""
 
     def __init__(self, num_stages: int) -> None:
-        self._stages = [StageUsage(0.0, 0, 0) for _ in range(num_stages)]
+        self._stages = [StageUsage() for _ in range(num_stages)]
+        self._experts: dict[int, ExpertTiming] = {}
         self._first_start, self._last_end = float("inf"), float("-inf")
         self.num_sampled = 0
 
     def observe(self, result: StepResult) -> None:
         self.num_sampled += len(result.token_ids)
         for timing in result.timings:
-            old = self._stages[timing.stage_id]
-            self._stages[timing.stage_id] = StageUsage(
-                old.busy_s + timing.busy_s, old.num_tokens + timing.num_tokens, old.num_batches + 1
-            )
+            self._stages[timing.stage_id] = self._stages[timing.stage_id].after(timing)
+            for actor_id, busy_s, num_rows in timing.experts:
+                _, before_s, before = self._experts.get(actor_id, ExpertTiming(actor_id, 0.0, 0))
+                self._experts[actor_id] = ExpertTiming(actor_id, before_s + busy_s, before + num_rows)
             self._first_start = min(self._first_start, timing.started_at)
             self._last_end = max(self._last_end, timing.ended_at)
 
@@ -38,12 +62,21 @@ class UsageMeter:
         return tuple(self._stages)
 
     @property
+    def experts(self) -> tuple[ExpertTiming, ...]:
+        """By actor; none where experts are inside the stages."""
+        return tuple(self._experts[actor_id] for actor_id in sorted(self._experts))
+
+    @property
     def span_s(self) -> float:
         """From the first stage's first start to the last end of any."""
         return max(self._last_end - self._first_start, 0.0)
 
     def busy_share(self, stage_id: int) -> float:
-        return self._stages[stage_id].busy_s / self.span_s if self.span_s else 0.0
+        return self.share(self._stages[stage_id].busy_s)
+
+    def share(self, seconds: float) -> float:
+        """Of all the time."""
+        return seconds / self.span_s if self.span_s else 0.0
 
     @property
     def bubble(self) -> float:

@@ -178,7 +178,7 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
     for step in range(max(map(len, sizes))):
         going = [(s, size[step]) for s, size in zip(sequences, sizes, strict=True) if step < len(size) and size[step]]
         chunks = [_next_chunk(sequence, ledger, num_tokens) for sequence, num_tokens in going]
-        batch = MicroBatch(0, worker._next_step, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
+        batch = MicroBatch(0, worker.num_begun, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
         if not chunks:
             continue
         result = worker.step(batch, None)

@@ -37,7 +37,7 @@ class StageWorker:
         self.cache = RollingCache(plan, self.dtype, self.device)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.epoch = NOT_FENCED
-        self._next_step = 0
+        self.num_begun = 0  # steps of this epoch
 
     @classmethod
     def load(
@@ -62,7 +62,7 @@ class StageWorker:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
         self.table.clear()
         self.epoch = epoch
-        self._next_step = 0
+        self.num_begun = 0
 
     def check_epoch(self, batch: MicroBatch) -> None:
         """Raises StaleEpochError for a step of another epoch than the stage is fenced to."""
@@ -70,7 +70,7 @@ class StageWorker:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
 
     def check_turn(self, batch: MicroBatch) -> None:
-        assert batch.step_id == self._next_step, f"step {batch.step_id} came where {self._next_step} was due"
+        assert batch.step_id == self.num_begun, f"step {batch.step_id} came where {self.num_begun} was due"
 
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
@@ -87,7 +87,7 @@ class StageWorker:
         notes = StepNotes()
         self.check_epoch(batch)
         self.check_turn(batch)
-        self._next_step += 1
+        self.num_begun += 1
         self.table.update(batch)
         index = build_step_index(batch, self.table, self.device)
         hidden_TD = yield from notes.timed(self._layers(batch, incoming, index, notes))

@@ -35,7 +35,7 @@ from tramontane.cluster.actors import StageActor, as_stage_actor
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
-from tramontane.proto.model_folder import RandomWeights, Weights
+from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 
@@ -54,20 +54,20 @@ CHAINS = {"object-store": RayStageChain, "direct": DirectStageChain}
 class SleepingStage(StageActor):
     """A stage whose computation takes as long as it should, and no core."""
 
-    def _load(self, weights: Weights, device: str) -> Any:  # noqa: ANN401
+    def _load(self) -> Any:  # noqa: ANN401
         import torch
 
         from tramontane.workers.activation import Activation
         from tramontane.workers.stage_worker import StageWorker
 
-        worker = StageWorker.load(self._plan, weights, device)
+        worker = StageWorker.load(self._plan, self._weights, self._device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
         def step(batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
             started_at, started = time.time(), time.perf_counter()
             worker.check_epoch(batch)
             worker.check_turn(batch)
-            worker._next_step += 1
+            worker.num_begun += 1
             time.sleep(COMPUTE_S)
             timing = StageTiming(worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
             timings = (*(incoming.timings if incoming else ()), timing)

@@ -65,13 +65,13 @@ class Figures:
 class MeasuredStage(StageActor):
     """A stage that watches its own process while it loads."""
 
-    def _load(self, weights: Weights, device: str) -> StageWorker:
+    def _load(self) -> StageWorker:
         import torch
 
         torch.zeros(64).bfloat16().normal_().float()  # what PyTorch needs for its first number is no weight
         before, read_before = _memory(), _read_from_disk()
         with _sampled() as samples:
-            worker = super()._load(weights, device)
+            worker = super()._load()
         read = _read_from_disk() - read_before
         own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
         size = self._plan.weight_bytes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import ray
 from expert_actors import expert_plan, without_experts
+from expert_kills import kill_under_load
 from harness import GREEDY, PROMPTS, placed, run_prompts, scheduler_for
 from reference import Expected, assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
@@ -82,3 +83,14 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
         experts = ray.get([_expert(spec, actor.actor_id).health.remote() for actor in spec.plan.experts.actors])
         for health, planned in zip([*stages, *experts], [*spec.plan.stages, *spec.plan.experts.actors], strict=True):
             assert health.bytes_read == health.bytes_loaded == planned.weight_bytes
+
+
+@pytest.mark.parametrize(("link", "replicas"), [("direct", 1), ("object-store", 2)])
+def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int) -> None:
+    """More of them, and how long anybody waits: ``make bench-expert-kills``."""
+    prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
+    expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
+    with _pipeline(folder, 2, 2, replicas, link) as (spec, chain):
+        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=2))
+    for prompt, output in survived.outputs:
+        assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])

@@ -29,7 +29,7 @@ from tramontane.cluster.supervisor import PipelineSpec, wait_until_ready
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
-from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
@@ -215,7 +215,7 @@ def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
             for stage in chain.stages:
                 with pytest.raises(RayError, match="is at epoch"):
                     ray.get(stage.linked_step.remote(_one_token(result.epoch - 1)))
-                ray.get(stage.unlink.options(concurrency_group="control").remote(result.epoch))
+                ray.get(stage.interrupt.options(concurrency_group="control").remote(result.epoch))
                 with pytest.raises(RayError, match="not linked for epoch"):
                     ray.get(stage.listen.remote(result.epoch - 1))
 
@@ -307,17 +307,17 @@ def _until_reborn(stage: "ActorHandle[Any]", old_pid: int) -> None:
 
 
 class _DyingStage(StageActor):
-    def _load(self, weights: Weights, device: str) -> StageWorker:
+    def _load(self) -> StageWorker:
         os._exit(137)  # as the system's out-of-memory killer would
 
 
 class _HeldUpStage(StageActor):
     """After its first tensor it waits for a file named 1 in its folder, after the second for 2, and so on, or for ``all``."""
 
-    def _load(self, weights: Weights, device: str) -> StageWorker:
-        assert isinstance(weights, Path)
-        self._folder, self._num_tensors = weights, 0
-        return super()._load(weights, device)
+    def _load(self) -> StageWorker:
+        assert isinstance(self._weights, Path)
+        self._folder, self._num_tensors = self._weights, 0
+        return super()._load()
 
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
         super()._on_tensor(num_read, num_loaded)
