@@ -8,6 +8,7 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from tramontane.cluster.expert_record import current_plan
 from tramontane.cluster.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from tramontane.cluster.supervisor import PipelineSpec
     from tramontane.workers.edge import Address
     from tramontane.workers.link import StageLink
+    from tramontane.workers.remote_experts import RemoteExperts
     from tramontane.workers.stage_worker import StageWorker
     from tramontane.workers.steps import Steps
 
@@ -35,15 +37,20 @@ class StageHealth(WorkerHealth):
 
 @dataclass(frozen=True, slots=True)
 class ExpertActors:
-    """The actors that hold a stage's experts: their names, in the order of the plan, and how it reaches them.
+    """The actors that hold a pipeline's experts: their names, in the order of the plan, and how a stage reaches them.
 
-    ``max_open``: micro-batches that the stage keeps open, so that it has something to do while one waits for experts.
+    ``plan`` is the one that the pipeline was made with (see ``expert_record``). ``max_open``: micro-batches that the stage
+    keeps open, so that it has something to do while one waits for experts.
     """
 
+    pipeline: str
     plan: ExpertPlan
     names: tuple[str, ...]
     link: Link
     max_open: int
+
+    def current_plan(self) -> ExpertPlan:
+        return current_plan(self.pipeline, self.plan)
 
 
 class StageActor(WorkerActor["StageWorker"]):
@@ -61,6 +68,7 @@ class StageActor(WorkerActor["StageWorker"]):
         self._plan, self._threads, self._experts = plan, threads, experts
         self._holder = ""
         self._steps: Steps | None = None
+        self._remote: RemoteExperts | None = None  # where experts are on actors of their own
         self._link: StageLink | None = None  # where hidden states travel directly
         super().__init__(plan.label, plan.weight_bytes, weights, device, fingerprint)
 
@@ -129,6 +137,12 @@ class StageActor(WorkerActor["StageWorker"]):
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
 
     @ray.method(concurrency_group="control")
+    def look_for_experts(self) -> None:
+        """They have moved. Call it as ``health``."""
+        if self._remote is not None:
+            self._remote.look_again()
+
+    @ray.method(concurrency_group="control")
     def health(self) -> StageHealth:
         """Answered beside the compute thread, also while a step runs or weights are loaded.
 
@@ -148,8 +162,9 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.ping_pong import PingPong
         from tramontane.workers.remote_experts import RemoteExperts
 
-        experts = RemoteExperts(self._experts.plan, connect(self._experts, worker.device))
-        return PingPong(worker, experts, self._experts.max_open, self._threads)
+        to_each = connect(self._experts, worker.device)
+        self._remote = RemoteExperts(self._experts.current_plan(), to_each, self._experts.current_plan)
+        return PingPong(worker, self._remote, self._experts.max_open, self._threads)
 
     def _refuse_while_loading(self) -> None:
         if self._is_loading:  # a step would be refused after loading as well

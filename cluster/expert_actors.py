@@ -1,15 +1,16 @@
 """Where experts become Ray actors."""
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tramontane.cluster.actors import placed_in
+from tramontane.cluster.actors import ExpertActors, placed_in
 from tramontane.cluster.worker_actor import WorkerActor, WorkerHealth
 from tramontane.proto.errors import ExpertLostError
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.model_folder import Weights
 from tramontane.workers.fingerprint import Fingerprint
 
@@ -26,11 +27,11 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
     """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
 
     def __init__(
-        self, plan: ExpertPlan, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
+        self, experts: ExpertActors, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
     ) -> None:
-        self._plan, self._actor_id, self._threads = plan, actor_id, threads
+        self._plan, self._actor_id, self._threads = experts.current_plan(), actor_id, threads
         self._door: ExpertDoor | None = None
-        own = plan.actors[actor_id]
+        own = self._plan.actors[actor_id]
         super().__init__(own.label, own.weight_bytes, weights, device, fingerprint)
 
     def _load(self) -> "ExpertWorker":
@@ -45,7 +46,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 
     @ray.method(enable_task_events=False)
     def run(self, call: RunMessage, rows: Any) -> tuple[float, Any]:  # noqa: ANN401 - bytes as an array, without importing torch
-        """Over the object store: how long the experts worked, and the rows that they made."""
+        """Over the object store: how long the experts worked, and the rows that they made. Raises ExpertMovedError."""
         import torch
 
         from tramontane.workers.expert_worker import ExpertCall
@@ -69,17 +70,35 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         assert self._door is not None
         return self._door.open(calls)
 
+    @ray.method(concurrency_group="moving")
+    def hold(self, experts: Collection[ExpertId]) -> None:
+        """Load those of them that are not here, while the others work."""
+        worker = self._wait_until_loaded()
+        self._weight_bytes = len(worker.held | set(experts)) * self._expert_bytes
+        worker.hold(experts)
+
+    @ray.method(concurrency_group="moving")
+    def release(self, kept: Collection[ExpertId]) -> None:
+        """Forget all experts but these."""
+        self._wait_until_loaded().release(kept)
+        self._weight_bytes = self._bytes_loaded = len(kept) * self._expert_bytes
+
     @ray.method(concurrency_group="control")
     def health(self) -> WorkerHealth:
         """Answered also while experts work or weights are loaded. Call it with ``.options(concurrency_group="control")``."""
         return WorkerHealth(**self._health())
 
+    @property
+    def _expert_bytes(self) -> int:
+        own = self._plan.actors[self._actor_id]
+        return own.weight_bytes // len(own.experts)
+
 
 def create_experts(spec: "PipelineSpec", actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:
     """Make the named, detached actor of some experts in its bundle, or find the one that is there."""
-    assert spec.plan.experts is not None
-    kind: Any = ray.remote(concurrency_groups={"control": 2}, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
+    groups = {"control": 2, "moving": 1}
+    kind: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
     options = placed_in(spec, len(spec.plan.stages) + actor_id, group) | {"name": spec.expert_name(actor_id)}
     device = "cuda" if spec.use_gpus else "cpu"
-    arguments = (spec.plan.experts, actor_id, spec.weights, device, spec.threads_per_stage, spec.fingerprint)
+    arguments = (spec.expert_actors, actor_id, spec.weights, device, spec.threads_per_stage, spec.fingerprint)
     return cast("ActorHandle[Any]", kind.options(**options).remote(*arguments))

@@ -15,7 +15,7 @@ from torch import Tensor
 from tramontane.cluster.actors import ExpertActors
 from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.worker_actor import NAMESPACE
-from tramontane.proto.errors import ExpertLostError, PipelineError
+from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
 from tramontane.workers.edge import Address
 from tramontane.workers.expert_link import RETRY_S, DirectExpert, RowFormat
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
@@ -87,7 +87,8 @@ class StoreExpert:
             self._seek()
             future.set_exception(ExpertLostError(f"{self._label} is gone"))
         else:
-            future.set_exception(PipelineError(f"{self._label} failed: {last_line(error)}"))
+            kind = ExpertMovedError if isinstance(error, ExpertMovedError) else PipelineError
+            future.set_exception(kind(f"{self._label} failed: {last_line(error)}"))
 
     def _seek(self) -> None:
         with self._lock:

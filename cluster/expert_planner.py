@@ -43,9 +43,38 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
         )
     spare = sum(places) - least * len(experts)
     copies = dict.fromkeys(experts, least) if request.replicas else _replicas(loads, num_actors, spare)
-    held = _spread(loads, copies, places) or _spread_by_room(copies, places)
-    actors = (ExpertActorPlan(actor, num_actors, tuple(sorted(own)), len(own) * size) for actor, own in enumerate(held))
-    return ExpertPlan(args, request.dtype, request.quantize, tuple(actors))
+    empty = (ExpertActorPlan(actor, num_actors, (), 0, room.memory) for actor, room in enumerate(request.rooms))
+    plan = ExpertPlan(args, request.dtype, request.quantize, request.replicas, size, tuple(empty))
+    return plan.holding(_spread(loads, copies, places) or _spread_by_room(copies, places))
+
+
+def replanned(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
+    """For the same actors, by another load. Raises as ``plan_experts`` does."""
+    rooms = tuple(StageRoom(actor.memory) for actor in plan.actors)
+    return plan_experts(plan.args, ExpertRequest(rooms, plan.dtype, plan.quantize, plan.replicas, loads))
+
+
+def moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
+    """The plans to follow one after the other, the last of them ``new``: of each, actors have room for what it adds to the one
+    before, as what an actor no longer needs is forgotten only after; and every expert is held throughout.
+
+    Two actors of two places, A: 0 and 1, B: 2, that are to become A: 0 and 2, B: 1: at first B gets 1 (A has no place for 2),
+    so that A can forget it; then A gets 2. Raises PlanError where there is no place to begin with.
+    """
+    places = [StageRoom(actor.memory).usable // new.expert_bytes for actor in new.actors]
+    wanted = [set(actor.experts) for actor in new.actors]
+    held = [set(actor.experts) for actor in old.actors]
+    plans: list[ExpertPlan] = []
+    while held != wanted:
+        room = zip(held, wanted, places, strict=True)
+        fuller = [own | set(sorted(goal - own)[: most - len(own)]) for own, goal, most in room]
+        settled = set().union(*(own & goal for own, goal in zip(fuller, wanted, strict=True)))  # are where they belong
+        after = [{each for each in own if each in goal or each not in settled} for own, goal in zip(fuller, wanted, strict=True)]
+        if after == held:
+            raise PlanError("experts cannot move: no expert actor has room for one more; start anew with --expert-load instead")
+        held = after
+        plans.append(new.holding(held))
+    return plans
 
 
 def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:

@@ -16,10 +16,13 @@ from ray.util.placement_group import PlacementGroup, get_placement_group, placem
 
 from tramontane.cluster.actors import ExpertActors, StageHealth, create_stage
 from tramontane.cluster.expert_actors import create_experts
+from tramontane.cluster.expert_moving import move_experts
+from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
+from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.workers.fingerprint import Fingerprint
@@ -102,7 +105,9 @@ class PipelineSpec:
         experts = self.plan.experts
         if experts is None:
             return None
-        return ExpertActors(experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong)
+        return ExpertActors(
+            self.name, experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong
+        )
 
 
 class Supervisor:
@@ -151,6 +156,11 @@ class Supervisor:
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
         fence_stages(stages, epoch, holder, self.spec.link)
         return epoch
+
+    @ray.method(concurrency_group="moving")
+    def move_experts(self, plan: ExpertPlan) -> int:
+        """Make the pipeline follow another plan, while it runs; see ``expert_moving``."""
+        return move_experts(self.spec, plan)
 
     @ray.method(concurrency_group="lease")
     def specification(self) -> PipelineSpec:
@@ -216,6 +226,7 @@ def remove_pipeline(name: str) -> None:
     for worker in actor_names(rf"{re.escape(name)}({STAGE}|{EXPERTS})\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(worker, NAMESPACE))
+    forget_plan(name)
     with contextlib.suppress(ValueError):  # it was never made, or is gone
         remove_placement_group(get_placement_group(name))
 
@@ -244,7 +255,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "max_restarts": -1,
     }
     # The lease's calls are answered also while workers are loading.
-    actor: Any = ray.remote(concurrency_groups={"lease": 2})(Supervisor)  # type: ignore[call-overload]
+    actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1})(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec))
 
 

@@ -75,6 +75,10 @@ class ExpertLostError(PipelineError):
     """An expert actor died, or cannot be reached, before it answered; what it was asked can be asked again."""
 
 
+class ExpertMovedError(ExpertLostError):
+    """An expert actor does not hold what it was asked for: another plan is followed by now."""
+
+
 class LeaseError(PipelineError):
     """The pipeline's lease is another router's."""
 

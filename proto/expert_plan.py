@@ -1,6 +1,7 @@
 """Which actor holds which experts, where they do not sit inside the stages."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from tramontane.proto.model_args import ModelArgs, Quantization
@@ -15,12 +16,13 @@ class ExpertId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorPlan:
-    """What one actor loads; ``weight_bytes`` is all that it keeps."""
+    """What one actor loads; ``weight_bytes`` is all that it keeps, of the ``memory`` (bytes) that is there."""
 
     actor_id: int
     num_actors: int
     experts: tuple[ExpertId, ...]
     weight_bytes: int
+    memory: int
 
     @property
     def label(self) -> str:
@@ -30,12 +32,24 @@ class ExpertActorPlan:
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Every expert is on at least one actor; those that are on several have *replicas*, of which a call needs one."""
+    """Every expert is on at least one actor; those that are on several have *replicas*, of which a call needs one.
+
+    ``replicas``: how many of every expert were asked for; None: of those that have most to do.
+    """
 
     args: ModelArgs
     dtype: str
     quantize: Quantization | None
+    replicas: int | None
+    expert_bytes: int  # of one
     actors: tuple[ExpertActorPlan, ...]
+
+    def holding(self, held: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
+        """The same actors with these experts."""
+        size = self.expert_bytes
+        pairs = zip(self.actors, held, strict=True)
+        actors = (replace(actor, experts=tuple(sorted(own)), weight_bytes=len(own) * size) for actor, own in pairs)
+        return replace(self, actors=tuple(actors))
 
     @property
     def holders(self) -> dict[ExpertId, tuple[int, ...]]:

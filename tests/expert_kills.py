@@ -67,7 +67,7 @@ async def kill_under_load(
         for number in range(kills):
             done_before = len(outputs)
             await asyncio.to_thread(_kill, spec, number)
-            on_kill(number)
+            await asyncio.to_thread(on_kill, number)
             while len(outputs) < done_before + 2 * STREAMS:  # all have ended at least once since
                 await asyncio.sleep(POLL_S)
         is_over.set()

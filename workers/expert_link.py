@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import ExpertLostError, LinkError, PipelineError
+from tramontane.proto.errors import ExpertLostError, ExpertMovedError, LinkError, PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.workers.edge import Address, Edge, Edges
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWorker
@@ -24,7 +24,7 @@ from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWork
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.05  # until a lost actor is looked for again
-FAILED = -1  # instead of the time that the experts worked
+FAILED, MOVED = -1, -2  # instead of the time that the experts worked
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class RowFormat:
         called = {expert: size for expert, size in enumerate(sizes) if size}
         return ExpertCall(layer, tuple(called), tuple(called.values()))
 
-    def reply_head(self, busy_s: float) -> Tensor:
-        return torch.tensor([round(busy_s * 1e9)], device=self.device)
+    def reply_head(self, busy_ns: int) -> Tensor:
+        return torch.tensor([busy_ns], device=self.device)
 
 
 class ExpertDoor:
@@ -108,12 +108,14 @@ class ExpertDoor:
         try:
             with self._turn:
                 reply = self._worker.run(call, rows_CD)
+        except ExpertMovedError:
+            outlet.send(self._format.reply_head(MOVED))
         except Exception:
             logger.exception("experts %s of layer %s failed", call.experts, call.layer)
-            outlet.send(torch.tensor([FAILED], device=self._format.device))
-            return
-        outlet.send(self._format.reply_head(reply.busy_s))
-        outlet.send(reply.rows_CD)
+            outlet.send(self._format.reply_head(FAILED))
+        else:
+            outlet.send(self._format.reply_head(round(reply.busy_s * 1e9)))
+            outlet.send(reply.rows_CD)
 
 
 class DirectExpert:
@@ -210,14 +212,19 @@ class DirectExpert:
             inlet.receive(head)
             busy_ns = int(head.item())
             num_rows, future = self._unanswered[0]
-            if busy_ns == FAILED:
+            if busy_ns < 0:
                 self._unanswered.popleft()
-                future.set_exception(PipelineError(f"{self._label} failed; its log says why"))
+                future.set_exception(self._refusal(busy_ns))
                 continue
             rows_CD = self._format.rows(num_rows)
             inlet.receive(rows_CD)
             self._unanswered.popleft()
             future.set_result(ExpertReply(rows_CD, busy_ns / 1e9))
+
+    def _refusal(self, code: int) -> PipelineError:
+        if code == MOVED:
+            return ExpertMovedError(f"{self._label} does not hold them any more")
+        return PipelineError(f"{self._label} failed; its log says why")
 
     def _lose(self, error: Exception) -> None:
         with self._lock:

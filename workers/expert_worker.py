@@ -1,12 +1,14 @@
 """One expert actor's work: the experts that it holds, run on what it is sent. It keeps nothing between calls."""
 
 import time
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tramontane.proto.expert_plan import ExpertActorPlan, ExpertPlan
+from tramontane.proto.errors import ExpertMovedError
+from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Weights
 from tramontane.workers.experts import ExpertSet
@@ -36,18 +38,20 @@ class ExpertReply(NamedTuple):
 class ExpertModel(nn.Module):
     """Named as a stage's experts are, so that the same tensors become the same parameters."""
 
-    def __init__(self, args: ModelArgs, plan: ExpertActorPlan) -> None:
+    def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
         super().__init__()
-        self.experts = ExpertSet(args, plan.experts)
+        self.experts = ExpertSet(args, held)
 
 
 class ExpertWorker:
-    """Plain and synchronous: one caller at a time."""
+    """Plain and synchronous: one caller of ``run`` at a time, beside which another may ``hold`` and ``release``."""
 
-    def __init__(self, plan: ExpertActorPlan, model: ExpertModel, device: str = "cpu") -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: ExpertPlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
+    ) -> None:
         self.device = torch.device(device)
-        self.model = model
+        self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
+        self._held: dict[ExpertId, nn.Module] = {}
 
     @classmethod
     def load(
@@ -58,23 +62,42 @@ class ExpertWorker:
         device: str = "cpu",
         on_tensor: OnTensor = lambda _read, _loaded: None,
     ) -> "ExpertWorker":
-        """Read or make the tensors of this actor's experts, and only those."""
-        own = plan.actors[actor_id]
+        """With this actor's experts, and only those."""
+        worker = cls(plan, weights, device, on_tensor)
+        worker.hold(plan.actors[actor_id].experts)
+        return worker
+
+    @property
+    def held(self) -> frozenset[ExpertId]:
+        return frozenset(self._held)
+
+    def hold(self, experts: Collection[ExpertId]) -> None:
+        """Read or make the tensors of those of these experts that are not here."""
+        missing = [each for each in experts if each not in self._held]
         model = with_weights(
-            lambda: ExpertModel(plan.args, own),
-            plan.args,
-            lambda layout: tensors_of_experts(plan.args, own.experts, layout),
-            weights,
-            plan.dtype,
-            plan.quantize,
-            device,
-            on_tensor,
+            lambda: ExpertModel(self._plan.args, missing),
+            self._plan.args,
+            lambda layout: tensors_of_experts(self._plan.args, missing, layout),
+            self._weights,
+            self._plan.dtype,
+            self._plan.quantize,
+            str(self.device),
+            self._on_tensor,
         )
-        return cls(own, model, device)
+        self._held |= {each: model.experts.expert(each) for each in missing}
+
+    def release(self, kept: Collection[ExpertId]) -> None:
+        """Forget all experts but these."""
+        self._held = {each: module for each, module in self._held.items() if each in kept}
 
     def run(self, call: ExpertCall, rows_CD: Tensor) -> ExpertReply:
-        """``rows_CD`` are on this worker's device, and so is the reply."""
+        """``rows_CD`` are on this worker's device, and so is the reply. Raises ExpertMovedError if it lacks an expert."""
+        held = self._held  # as it is now: another thread may replace it
+        wanted = [held.get(ExpertId(call.layer, expert)) for expert in call.experts]
+        if None in wanted:
+            raise ExpertMovedError(f"not all of experts {call.experts} of layer {call.layer} are here")
         started = time.perf_counter()
+        groups = torch.split(rows_CD, list(call.sizes))
         with torch.inference_mode():
-            done_CD = self.model.experts.run(call.layer, call.experts, call.sizes, rows_CD)
+            done_CD = torch.cat([expert(group) for expert, group in zip(wanted, groups, strict=True) if expert is not None])
         return ExpertReply(done_CD, time.perf_counter() - started)

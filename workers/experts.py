@@ -53,10 +53,13 @@ class ExpertSet(nn.Module):
 
     def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
         """Each of these experts on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4."""
-        own = self.layers[str(layer)]
+        groups = zip(experts, torch.split(rows_CD, list(sizes)), strict=True)
+        return torch.cat([self.expert(ExpertId(layer, expert))(group) for expert, group in groups if len(group)])
+
+    def expert(self, which: ExpertId) -> nn.Module:
+        own = self.layers[str(which.layer)]
         assert isinstance(own, nn.ModuleDict)
-        groups = torch.split(rows_CD, list(sizes))
-        return torch.cat([own[str(expert)](group) for expert, group in zip(experts, groups, strict=True) if len(group)])
+        return own[str(which.expert)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import ExpertLostError, PipelineError
+from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
 from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
@@ -50,8 +50,9 @@ class RemoteExperts:
     ``news`` is notified whenever ``advance`` of something that was asked may have something to do.
     """
 
-    def __init__(self, plan: ExpertPlan, connect: Connect) -> None:
+    def __init__(self, plan: ExpertPlan, connect: Connect, current_plan: Callable[[], ExpertPlan] | None = None) -> None:
         self.news = threading.Condition()
+        self._current_plan = current_plan or (lambda: plan)  # asked when an actor does not hold what the plan says
         self._holders = plan.holders
         self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
         self._queued = [0] * len(plan.actors)  # rows that each was sent and has not answered
@@ -60,6 +61,10 @@ class RemoteExperts:
     def adopt(self, plan: ExpertPlan) -> None:
         """From the next call on, ask whoever this plan says; answers that are due may still come."""
         self._holders = plan.holders
+
+    def look_again(self) -> None:
+        """Experts have moved."""
+        self.adopt(self._current_plan())
 
     def close(self) -> None:
         for connection in self._connections:
@@ -164,7 +169,9 @@ class Asked:
             self._parts.remove(part)
             try:
                 self._take(part, part.future.result())
-            except ExpertLostError:
+            except ExpertLostError as error:
+                if isinstance(error, ExpertMovedError):
+                    self._experts.look_again()
                 again |= dict.fromkeys(part.experts)
         if again:
             self._ask({expert: self._sizes[expert] for expert in again})

@@ -15,9 +15,11 @@ from harness import GREEDY, PROMPTS, placed, run_prompts, scheduler_for
 from reference import Expected, assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
+from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.cluster.worker_actor import NAMESPACE
+from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.plan import Link
 
 if TYPE_CHECKING:
@@ -92,5 +94,30 @@ def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link,
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     with _pipeline(folder, 2, 2, replicas, link) as (spec, chain):
         survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=2))
+    for prompt, output in survived.outputs:
+        assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])
+
+
+def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folder: Path) -> None:
+    """First all that is asked of a layer goes to its experts 0 and 1, as far as the plan knows; then to the others."""
+    ids = [ExpertId(layer, expert) for layer in range(4) for expert in range(4)]
+    biased, otherwise = ({each: 100.0 if (each.expert < 2) == low else 1.0 for each in ids} for low in (True, False))
+    first = expert_plan(ARGS, 3, None, biased)
+    then = replanned(first, otherwise)
+    prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
+    expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
+    plan = without_experts(tiny_plan(ARGS, 2), first)
+    spec = PipelineSpec("test-moves", plan, folder, threads_per_stage=1, use_gpus=False, link="direct", ping_pong=2)
+    with placed(spec) as chain:
+
+        def move(number: int) -> None:
+            if number == 0:
+                supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
+                assert ray.get(supervisor.move_experts.remote(then)) > 0
+
+        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=3, on_kill=move))
+        for actor in then.actors:
+            health = ray.get(_expert(spec, actor.actor_id).health.remote())
+            assert health.bytes_loaded == health.weight_bytes == actor.weight_bytes
     for prompt, output in survived.outputs:
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import GIB, tiny_args
 
-from tramontane.cluster.expert_planner import ExpertRequest, plan_experts
+from tramontane.cluster.expert_planner import ExpertRequest, moves, plan_experts, replanned
 from tramontane.cluster.planner import StageRoom
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.expert_plan import ExpertId, ExpertPlan
@@ -139,3 +139,35 @@ def test_a_quantised_expert_takes_less() -> None:
     experts = {spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)}
     of_all = (spec for spec in stage_tensors(MIXTRAL_8X22B, range(56)) if spec.name in experts)
     assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes("bfloat16", Quantization.INT8) for s in of_all)
+
+
+@given(st.data())
+def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_throughout(data: st.DataObject) -> None:
+    args = _args(n_layers=2)
+    size, num_actors = _size(args, "float32"), data.draw(st.integers(2, 4))
+    spare = data.draw(st.integers(1, 4))
+    places = -(-16 // num_actors) + spare
+    room = StageRoom(-(-places * size * 10 // 9) + 1)
+    seeds = data.draw(st.tuples(st.integers(0, 99), st.integers(0, 99)))
+    loads = [{each: random.Random(seed).random() for each in _ids(args)} for seed in seeds]
+    old = plan_experts(args, ExpertRequest((room,) * num_actors, "float32", loads=loads[0]))
+    new = replanned(old, loads[1])
+    before = [set(actor.experts) for actor in old.actors]
+    for plan in moves(old, new):
+        after = [set(actor.experts) for actor in plan.actors]
+        assert plan.holders.keys() == set(_ids(args))
+        for was, now in zip(before, after, strict=True):
+            assert len(was | now) * size <= room.usable
+        before = after
+    assert before == [set(actor.experts) for actor in new.actors]
+
+
+def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
+    args = _args(n_layers=1)
+    room = StageRoom(-(-4 * _size(args, "float32") * 10 // 9) + 1)
+    plan = plan_experts(args, ExpertRequest((room, room), "float32"))
+    other = plan.holding([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
+    assert other != plan
+    assert moves(plan, plan) == []
+    with pytest.raises(PlanError, match="no expert actor has room for one more"):
+        moves(plan, other)

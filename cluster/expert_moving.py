@@ -1,0 +1,52 @@
+"""Moving experts between the actors of a running pipeline: nothing that is asked meanwhile goes without an answer."""
+
+import time
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayActorError
+
+from tramontane.cluster.expert_planner import moves
+from tramontane.cluster.expert_record import record_plan
+from tramontane.cluster.worker_actor import NAMESPACE
+from tramontane.proto.expert_plan import ExpertPlan
+
+if TYPE_CHECKING:
+    from tramontane.cluster.supervisor import PipelineSpec
+
+RETRY_S = 0.2
+
+
+def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
+    """Returns how many copies of experts were loaded. Raises PlanError if actors have no room to exchange any.
+
+    For each plan on the way: actors load what they lack of it; from then on it is the plan, of which stages are told; actors
+    forget what it does not give them. A stage that has missed this finds an expert gone, looks for the plan, and asks again.
+    An actor that dies meanwhile loads what the plan gave it last, and is asked to go on from there.
+    """
+    experts = spec.expert_actors
+    assert experts is not None
+    num_loaded = 0
+    before = experts.current_plan()
+    for plan in moves(before, new):
+        for actor in plan.actors:
+            _until_done(experts.names[actor.actor_id], "hold", actor.experts)
+        num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, before.actors, strict=True))
+        record_plan(spec.name, plan)
+        for stage in spec.plan.stages:
+            _until_done(spec.stage_name(stage.stage_id), "look_for_experts")
+        for actor in plan.actors:
+            _until_done(experts.names[actor.actor_id], "release", actor.experts)
+        before = plan
+    return num_loaded
+
+
+def _until_done(name: str, method: str, *arguments: object) -> None:
+    """Again, where the actor is just being restarted."""
+    while True:
+        try:
+            ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
+        except RayActorError:
+            time.sleep(RETRY_S)
+        else:
+            return

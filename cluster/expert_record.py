@@ -1,0 +1,27 @@
+"""Which expert plan a running pipeline follows, where actors that are started again find it: the cluster's key-value store."""
+
+from dataclasses import replace
+
+import ray
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+from tramontane.proto.expert_plan import ExpertPlan
+
+
+def record_plan(pipeline: str, plan: ExpertPlan) -> None:
+    """From now on this is the plan."""
+    _internal_kv_put(_key(pipeline), ray.cloudpickle.dumps(plan.actors))  # type: ignore[no-untyped-call]
+
+
+def current_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
+    """What was recorded last, or else the plan with which the pipeline was made."""
+    found: bytes | None = _internal_kv_get(_key(pipeline))
+    return replace(first, actors=ray.cloudpickle.loads(found)) if found else first
+
+
+def forget_plan(pipeline: str) -> None:
+    _internal_kv_del(_key(pipeline))
+
+
+def _key(pipeline: str) -> str:
+    return f"tramontane-expert-plan-{pipeline}"
