@@ -11,7 +11,7 @@ import torch
 
 from tramontane.cluster.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planner import StageRoom
-from tramontane.proto.errors import ExpertLostError
+from tramontane.proto.errors import ExpertLostError, PipelineError
 from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Weights
@@ -63,15 +63,14 @@ class ExpertActors:
         self._edges = [WatchedEdges() for _ in plan.actors]
         self._doors = [self._door(actor.actor_id) for actor in plan.actors]
         self._dead: set[int] = set()
-        self.num_introduced = 0
+        self.failure = ""  # why nobody who is dead will ever be revived
 
     def connect(self, actor_id: int, notify: Callable[[], None]) -> DirectExpert:
         """See ``remote_experts.Connect``."""
 
         def introduce(calls: Address) -> Address:
             if actor_id in self._dead:
-                raise ExpertLostError("dead")
-            self.num_introduced += 1
+                raise PipelineError(self.failure) if self.failure else ExpertLostError("dead")
             return self._doors[actor_id].open(calls)
 
         return DirectExpert(introduce, notify, RowFormat.of(self.plan, CPU), HOST, SocketEdges(), f"experts {actor_id}")

@@ -91,6 +91,10 @@ class PingPong:
         worker.model.experts = experts
         threading.Thread(target=self._compute, name="stage", daemon=True).start()
 
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
         """``receive`` is called on the caller's thread, ``deliver`` on the computing one."""
         self._await_turn(batch)

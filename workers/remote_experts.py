@@ -97,13 +97,12 @@ class RemoteExperts:
         return self._holders[ExpertId(layer, expert)]
 
     def is_any_up(self, actors: Sequence[int]) -> bool:
-        """Raises PipelineError if none of them ever will be."""
-        if any(self._connections[actor].is_up for actor in actors):
-            return True
+        return any(self._connections[actor].is_up for actor in actors)
+
+    def failure(self, actors: Sequence[int]) -> PipelineError | None:
+        """Why none of them will ever be up, if that is known of all."""
         failures = [self._connections[actor].failure for actor in actors]
-        if all(failures):
-            raise PipelineError(str(failures[0]))
-        return False
+        return failures[0] if all(failures) else None
 
     def call(self, actor: int, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
         with self.news:
@@ -153,7 +152,7 @@ class Asked:
         if any(over and future.exception() is not None for over, future in zip(is_over, futures, strict=True)):
             return True
         if self._nobody:
-            return self._may_ask_again()
+            return self._may_ask_again() or self._failure() is not None
         return all(is_over)
 
     def wait(self) -> None:
@@ -162,6 +161,8 @@ class Asked:
 
     def advance(self) -> bool:
         again = {}
+        if (failure := self._failure()) is not None:
+            raise PipelineError(str(failure))  # its own: every raise grows an exception's traceback
         if self._nobody and self._may_ask_again():
             again = dict.fromkeys(self._nobody)
             self._nobody = ()
@@ -205,6 +206,10 @@ class Asked:
 
     def _may_ask_again(self) -> bool:
         return any(self._experts.is_any_up(self._experts.holders(self.layer, expert)) for expert in self._nobody)
+
+    def _failure(self) -> PipelineError | None:
+        failures = (self._experts.failure(self._experts.holders(self.layer, expert)) for expert in self._nobody)
+        return next((failure for failure in failures if failure is not None), None)
 
     def _heard(self, _: "Future[ExpertReply]") -> None:
         """On another thread; also where the answer was there at once."""

@@ -1,15 +1,27 @@
 """Experts elsewhere: the tokens are the same, whoever runs which expert, and whoever dies meanwhile."""
 
 import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
-from expert_actors import ExpertActors, expert_plan, open_chain
+import torch
+from expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
+from tramontane.proto.errors import PipelineError, StaleEpochError
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch, StepResult
 from tramontane.router.policy import EvenPolicy
+from tramontane.workers.ping_pong import PingPong
+from tramontane.workers.remote_experts import RemoteExperts
+from tramontane.workers.stage_worker import StageWorker
 
 ARGS = tiny_args(n_layers=4)
 SHORT = [prompt for prompt in PROMPTS if len(prompt) <= 130]
@@ -36,3 +48,129 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     with open_chain(plan, folder, actors, max_open) as chain:
         scheduler = scheduler_for(plan, 64, EvenPolicy(4 * num_stages, 64))
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
+
+
+def _generate(
+    chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]], on_step: dict[int, Callable[[], None]]
+) -> list[list[int]]:
+    """What happens at which step's end is said by ``on_step``."""
+
+    def observe(result: StepResult) -> None:
+        on_step.get(result.step_id, lambda: None)()
+
+    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, EvenPolicy(4, 64)), prompts, observe=observe))
+
+
+def test_a_replica_takes_over_at_once(folder: Path) -> None:
+    """Nobody revives the actor: every call that it was given has to find another."""
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        assert _generate(chain, plan, SHORT, {2: lambda: actors.kill(0)}) == _inside()
+        assert _generate(chain, plan, SHORT[:3], {}) == _inside()[:3]
+
+
+def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+
+        def kill() -> None:
+            actors.kill(1)
+            threading.Timer(0.3, actors.revive, [1]).start()
+
+        assert _generate(chain, plan, SHORT, {2: kill, 7: lambda: (actors.kill(0), actors.revive(0))}) == _inside()
+
+
+def test_an_actor_that_is_gone_for_good_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS, 1), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        actors.kill(0)
+        with ThreadPoolExecutor(1) as thread:
+            epoch = asyncio.run(chain.fence())
+            waiting = thread.submit(chain._run, _prompt_batch(epoch))
+            wait_until(lambda: chain.stages[0].num_open == 1)
+            assert asyncio.run(chain.fence()) > epoch
+            with pytest.raises(StaleEpochError, match="interrupted"):
+                waiting.result()
+            actors.failure = "the disk is gone"
+            with pytest.raises(PipelineError, match="the disk is gone"):
+                chain._run(_prompt_batch(epoch + 1))
+
+
+def _prompt_batch(epoch: int, step_id: int = 0, seq_id: int = 0) -> MicroBatch:
+    sampling = SamplingParams(temperature=0.0)
+    return MicroBatch(epoch, step_id, (Chunk(seq_id, 0, (1, 2, 3, 4, 5), ((seq_id,),), sampling, True),))
+
+
+def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(folder: Path) -> None:
+    actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    experts = RemoteExperts(actors.plan, actors.connect)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    rows = torch.randn(12, ARGS.dim)
+    sizes = [5, 0, 4, 3]
+    asked = experts.ask(1, rows, sizes)
+    assert experts.assign(1, {0: 1})[0] == {0: (0,)}, "while 5 rows are queued at one and 7 at the other"
+    while not asked.advance():
+        asked.wait()
+    assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
+    assert asked.usage.asked_s > 0
+    with torch.inference_mode():
+        inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
+        assert torch.equal(asked.result(), inside.ask(1, rows, sizes).result())
+    experts.close()
+
+
+class HeldExperts:
+    """Experts that answer with what they are given, when a test lets them; knows who asked, in which order."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
+        self.asked: list[HeldAnswer] = []
+
+    def ask(self, layer: int, rows_CD: torch.Tensor, _sizes: object) -> "HeldAnswer":
+        answer = HeldAnswer(layer, rows_CD)
+        with self.news:
+            self.asked.append(answer)
+        return answer
+
+    def let(self, number: int) -> None:
+        with self.news:
+            self.asked[number].has_news = True
+            self.news.notify_all()
+
+
+class HeldAnswer:
+    usage = ExpertUsage()
+
+    def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
+        self.layer, self._rows_CD, self.has_news = layer, rows_CD, False
+
+    def advance(self) -> bool:
+        return self.has_news
+
+    def result(self) -> torch.Tensor:
+        return self._rows_CD
+
+
+def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path) -> None:
+    """Asked in the order of number, layer: a is let go after b, and must still be the first in every layer."""
+    plan = tiny_plan(ARGS)
+    worker, held = StageWorker.load(replace(plan.stages[0], experts_inside=False), folder), HeldExperts()
+    stage = PingPong(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
+    stage.fence(0)
+    ended: list[int] = []
+    with ThreadPoolExecutor(3) as threads:
+        for step in (2, 0, 1):  # arrive in any order
+            threads.submit(stage.step, _prompt_batch(0, step, step), lambda: None, lambda _, step=step: ended.append(step))
+        for layer in range(4):
+            first = 2 * layer
+            wait_until(lambda first=first: len(held.asked) == first + 2)
+            assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
+            held.let(first + 1)
+            held.let(first)
+        wait_until(lambda: len(held.asked) == 9)
+        assert held.asked[8].layer == 0, "the third began when the first had ended"
+        for number in range(8, 12):
+            wait_until(lambda number=number: len(held.asked) == number + 1)
+            held.let(number)
+    assert ended == [0, 1, 2]
+    stage.close()
