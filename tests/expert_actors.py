@@ -20,7 +20,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.edge import Address, Edge, Listener
 from tramontane.workers.expert_link import DirectExpert, ExpertDoor, RowFormat
-from tramontane.workers.expert_worker import ExpertWorker
+from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.ping_pong import PingPong
 from tramontane.workers.remote_experts import RemoteExperts
 from tramontane.workers.socket_edge import SocketEdges
@@ -64,6 +64,7 @@ class ExpertActors:
         self._doors = [self._door(actor.actor_id) for actor in plan.actors]
         self._dead: set[int] = set()
         self.failure = ""  # why nobody who is dead will ever be revived
+        self.before_call: dict[int, Callable[[ExpertCall], None]] = {}  # by actor
 
     def connect(self, actor_id: int, notify: Callable[[], None]) -> DirectExpert:
         """See ``remote_experts.Connect``."""
@@ -86,7 +87,14 @@ class ExpertActors:
         self._dead.remove(actor_id)
 
     def _door(self, actor_id: int) -> ExpertDoor:
-        return ExpertDoor(self.workers[actor_id], self.plan, HOST, self._edges[actor_id], num_threads=1)
+        worker, run = self.workers[actor_id], ExpertWorker.run
+
+        def watched(call: ExpertCall, rows_CD: torch.Tensor) -> ExpertReply:
+            self.before_call.get(actor_id, lambda _: None)(call)
+            return run(worker, call, rows_CD)
+
+        worker.run = watched  # type: ignore[method-assign]
+        return ExpertDoor(worker, self.plan, HOST, self._edges[actor_id], num_threads=1)
 
 
 class OpenChain:

@@ -1,6 +1,7 @@
 """Experts elsewhere: the tokens are the same, whoever runs which expert, and whoever dies meanwhile."""
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoi
 from tramontane.proto.errors import PipelineError, StaleEpochError
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch, StepResult
+from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
 from tramontane.router.policy import EvenPolicy
 from tramontane.workers.ping_pong import PingPong
 from tramontane.workers.remote_experts import RemoteExperts
@@ -50,34 +51,37 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
 
 
-def _generate(
-    chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]], on_step: dict[int, Callable[[], None]]
-) -> list[list[int]]:
-    """What happens at which step's end is said by ``on_step``."""
+def _generate(chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]]) -> list[list[int]]:
+    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, EvenPolicy(4, 64)), prompts))
 
-    def observe(result: StepResult) -> None:
-        on_step.get(result.step_id, lambda: None)()
 
-    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, EvenPolicy(4, 64)), prompts, observe=observe))
+def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[], None] = lambda: None) -> None:
+    """Actor dies when it has been given its call of that number, and before it answers."""
+    calls = itertools.count()
+
+    def die(_: object) -> None:
+        if next(calls) == number:
+            actors.kill(actor_id)
+            then()
+
+    actors.before_call[actor_id] = die
 
 
 def test_a_replica_takes_over_at_once(folder: Path) -> None:
-    """Nobody revives the actor: every call that it was given has to find another."""
+    """Nobody revives the actor: what it was given, and all that follows, has to find another."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    _dies_at(actors, 0, 9)
     with open_chain(plan, folder, actors) as chain:
-        assert _generate(chain, plan, SHORT, {2: lambda: actors.kill(0)}) == _inside()
-        assert _generate(chain, plan, SHORT[:3], {}) == _inside()[:3]
+        assert _generate(chain, plan, SHORT) == _inside()
+        assert _generate(chain, plan, SHORT[:3]) == _inside()[:3]
 
 
 def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> None:
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder)
+    _dies_at(actors, 1, 9, lambda: threading.Timer(0.3, actors.revive, [1]).start())
+    _dies_at(actors, 0, 50, lambda: actors.revive(0))
     with open_chain(plan, folder, actors) as chain:
-
-        def kill() -> None:
-            actors.kill(1)
-            threading.Timer(0.3, actors.revive, [1]).start()
-
-        assert _generate(chain, plan, SHORT, {2: kill, 7: lambda: (actors.kill(0), actors.revive(0))}) == _inside()
+        assert _generate(chain, plan, SHORT) == _inside()
 
 
 def test_an_actor_that_is_gone_for_good_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
@@ -108,7 +112,6 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     rows = torch.randn(12, ARGS.dim)
     sizes = [5, 0, 4, 3]
     asked = experts.ask(1, rows, sizes)
-    assert experts.assign(1, {0: 1})[0] == {0: (0,)}, "while 5 rows are queued at one and 7 at the other"
     while not asked.advance():
         asked.wait()
     assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
@@ -116,6 +119,26 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
         assert torch.equal(asked.result(), inside.ask(1, rows, sizes).result())
+    experts.close()
+
+
+def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
+    """5 rows wait at the first actor, the second has done 9: the next one goes there."""
+    actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    gate = threading.Event()
+    actors.before_call[0] = lambda _: gate.wait()
+    experts = RemoteExperts(actors.plan, actors.connect)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    slow = experts.ask(0, torch.randn(5, ARGS.dim), [5, 0, 0, 0])
+    quick = experts.ask(0, torch.randn(9, ARGS.dim), [9, 0, 0, 0])
+    while not quick.advance():
+        quick.wait()
+    assert [actor for actor, *_ in quick.usage.actors] == [1]
+    assert experts.assign(0, {0: 1})[0] == {1: (0,)}
+    gate.set()
+    while not slow.advance():
+        slow.wait()
+    assert [actor for actor, *_ in slow.usage.actors] == [0]
     experts.close()
 
 
@@ -165,7 +188,9 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
             first = 2 * layer
             wait_until(lambda first=first: len(held.asked) == first + 2)
             assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
-            held.let(first + 1)
+            with held.news:
+                held.asked[first + 1].has_news = True
+                assert stage._next() is None, "the later one has its answer, but must not overtake"
             held.let(first)
         wait_until(lambda: len(held.asked) == 9)
         assert held.asked[8].layer == 0, "the third began when the first had ended"
