@@ -62,6 +62,9 @@ def generate(
     temperature: Temperature = 0.8,
     top_p: TopP = 1.0,
     top_k: TopK = 0,
+    show_experts: Annotated[
+        int | None, option("--show-experts", help="Colour each token by the heaviest of its experts in this layer.")
+    ] = None,
 ) -> None:
     """Continue prompts, all of them at once, and print how busy the stages were."""
     from tramontane.cluster.generate import generate as run_generate  # brings Ray, which other commands do not need
@@ -70,7 +73,8 @@ def generate(
         sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
         display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
         try:
-            outcome = asyncio.run(stoppable(run_generate(settings, given_prompts(prompts), sampling, display)))
+            run = run_generate(settings, given_prompts(prompts), sampling, display, show_experts)
+            outcome = asyncio.run(stoppable(run))
         finally:
             display.stop()
     if (note := cut_short(outcome, max_tokens)) is not None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.segment import Segments
 from rich.status import Status
 from rich.table import Table
 from rich.text import Text
@@ -20,6 +21,7 @@ from tramontane.router.usage import UsageMeter
 if TYPE_CHECKING:
     from tramontane.cluster.generate import Outcome
     from tramontane.cluster.loading import Loading
+    from tramontane.cluster.token_colours import TokenColours
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
 WITHOUT_ORDERS = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
@@ -28,7 +30,8 @@ LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 class Display:
     """``live``: standard output is a terminal. One prompt streams anywhere; several stream in a terminal
-    and are otherwise printed as blocks, in input order, each as soon as it is its turn."""
+    and are otherwise printed as blocks, in input order, each as soon as it is its turn. What is to be coloured is always
+    a block, since colours are known only afterwards."""
 
     def __init__(self, live: bool, silent: bool = False) -> None:
         self.stderr = Console(stderr=True, highlight=False)
@@ -38,7 +41,9 @@ class Display:
         self._bars: Progress | None = None
         self._quarters_told = 0
         self._live: Live | None = None
+        self._streams = False  # one text, written as it grows
         self._texts: list[str] = []
+        self._painted: dict[int, Segments] = {}
         self._ended: list[bool] = []
         self._printed = 0
 
@@ -72,12 +77,16 @@ class Display:
         """One line, however long."""
         self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
 
-    def start(self, prompts: list[str]) -> None:
+    def start(self, prompts: list[str], colours: "TokenColours | None" = None) -> None:
+        """With ``colours``, where a terminal can show them, ``end`` brings the texts in theirs."""
         self._stop_waiting()
         self._texts, self._ended = list(prompts), [False] * len(prompts)
         if self._silent:
             return
-        if len(prompts) == 1:
+        if colours is not None:
+            self._explain(colours)
+        self._streams = len(prompts) == 1 and not (colours and self._live_wanted)
+        if self._streams:
             self._write(prompts[0])
         elif self._live_wanted:
             self._live = Live(console=self.stdout, transient=True, get_renderable=self._tails, refresh_per_second=12)
@@ -85,11 +94,13 @@ class Display:
 
     def add(self, index: int, piece: str) -> None:
         self._texts[index] += piece
-        if len(self._texts) == 1 and not self._silent:
+        if self._streams:
             self._write(piece)
 
-    def end(self, index: int) -> None:
+    def end(self, index: int, painted: Segments | None = None) -> None:
         self._ended[index] = True
+        if painted is not None and self._live_wanted:
+            self._painted[index] = painted
         if self._live is None:
             self._print_blocks()
 
@@ -106,10 +117,18 @@ class Display:
         if self._silent:
             return
         while self._printed < len(self._texts) and self._ended[self._printed]:
-            if len(self._texts) > 1:
-                self._write(("\n" if self._printed else "") + self._texts[self._printed])
+            self._write("\n" if self._printed else "")
+            if self._printed in self._painted:
+                self.stdout.print(self._painted[self._printed], soft_wrap=True)
+            elif not self._streams:
+                self._write(self._texts[self._printed])
             self._write("\n")
             self._printed += 1
+
+    def _explain(self, colours: "TokenColours") -> None:
+        self.stderr.print(colours.legend(), soft_wrap=True)
+        if not self._live_wanted:
+            self.note("standard output is no terminal, so its text is not coloured; --json tells the experts")
 
     def _tails(self) -> Group:
         """The last lines of every text, so that all of them fit on the screen."""
@@ -231,6 +250,7 @@ def as_json(outcome: "Outcome") -> str:
     usage = outcome.engine.usage
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
+        | ({"prompt_experts": c.prompt_experts, "experts": c.experts} if c.prompt_experts else {})
         for c in outcome.completions
     ]
     return json.dumps(

@@ -142,7 +142,8 @@ async def _cause_of(error: BaseException, failures: list[BaseException]) -> Base
 def joined_results(parts: Sequence[StepResult]) -> StepResult:
     """Of all stages, in any order."""
     in_order = sorted(parts, key=lambda part: part.timings[-1].stage_id)
-    return replace(in_order[-1], timings=tuple(timing for part in in_order for timing in part.timings))
+    timings = tuple(timing for part in in_order for timing in part.timings)
+    return replace(in_order[-1], timings=timings, choices=tuple(chosen for part in in_order for chosen in part.choices))
 
 
 def _is_restarting(error: RayError) -> bool:

@@ -6,7 +6,7 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
@@ -16,6 +16,7 @@ from tramontane.router.router import Router
 NOTHING_NEW = b""
 ACCEPTED = TokenBatch((), RequestTimes(0.0, 0.0, 0.0))  # no tokens yet, but a router works on it
 DONE = b""
+MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and breaks the stream of everybody where one has more
 KEEPALIVE_S = 5.0
 IDLE_S = 2.0
 
@@ -56,8 +57,9 @@ class TokenChannel:
                 if was_idle and not self.num_requests:
                     return
             self._filled.clear()
-            message, self._ready = wire.encode_deliveries(self._ready) if self._ready else NOTHING_NEW, []
-            yield message
+            ready, self._ready = self._ready, []
+            for message in _messages(ready):
+                yield message
 
 
 class TokenChannels:
@@ -125,6 +127,16 @@ class TokenChannels:
 
     def _refusal(self, error: TramontaneError) -> bytes:
         return wire.encode_refusal(error, self._replica)
+
+
+def _messages(ready: Sequence[tuple[int, TokenBatch | str]]) -> Iterator[bytes]:
+    """One, unless it would be too large, as it may be where experts are asked for. Of one request a door bounds them."""
+    message = wire.encode_deliveries(ready) if ready else NOTHING_NEW
+    if len(message) <= MAX_MESSAGE_BYTES or len(ready) == 1:
+        yield message
+    else:
+        yield from _messages(ready[: len(ready) // 2])
+        yield from _messages(ready[len(ready) // 2 :])
 
 
 async def _first_of(*events: asyncio.Event) -> None:

@@ -21,6 +21,7 @@ class SamplingParams:
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep every token.
     Randomness depends on (seed, choice, position) alone, so a sequence that is
     computed again, or packed with others, continues as it would have.
+    ``return_experts``: layers (global numbers) whose choice of experts is to be told with the tokens.
     """
 
     max_tokens: int = 128
@@ -30,6 +31,7 @@ class SamplingParams:
     seed: int = 0
     choice: int = 0
     ignore_eos: bool = False
+    return_experts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:
@@ -64,6 +66,19 @@ class TokenEvent(NamedTuple):
     finish: FinishReason | None = None
 
 
+class ExpertChoices(NamedTuple):
+    """Which experts of one layer consecutive tokens of one sequence have chosen, of each token the heaviest first.
+
+    ``start`` is the position of the first of these tokens. ``seq_id`` is that of a ``TokenEvent``. A sequence's last token
+    never goes into the model, so it chooses none.
+    """
+
+    seq_id: int
+    layer: int
+    start: int
+    expert_ids: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
     """Where a request's time went inside the router, in seconds.
@@ -79,14 +94,20 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Tokens of one request that were ready together, and where its time has gone so far."""
+    """Tokens of one request that were ready together, and where its time has gone so far.
+
+    ``experts``: for sequences that want to know, what every token before the last one of ``events`` has chosen, as far as it
+    has not been told; in the order of positions, and never without an event of the same sequence.
+    """
 
     events: tuple[TokenEvent, ...]
     times: RequestTimes
+    experts: tuple[ExpertChoices, ...] = ()
 
     @classmethod
     def merged(cls, batches: "list[TokenBatch]") -> "TokenBatch":
         """Several in one, in order."""
         if len(batches) == 1:
             return batches[0]
-        return cls(tuple(event for batch in batches for event in batch.events), batches[-1].times)
+        events = tuple(event for batch in batches for event in batch.events)
+        return cls(events, batches[-1].times, tuple(choices for batch in batches for choices in batch.experts))

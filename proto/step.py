@@ -9,7 +9,7 @@ What a busy router makes many of are named tuples: made in half the time that a 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import ExpertChoices, SamplingParams
 
 
 class Chunk(NamedTuple):
@@ -113,10 +113,12 @@ class StageTiming(NamedTuple):
 class StepResult:
     """A token for each of the micro-batch's ``sampled_ids``, and the timing of every stage that it has passed.
 
-    On the direct link every stage answers by itself: none but the last one has tokens, and the timing is its own.
+    ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router.
+    On the direct link every stage answers by itself: none but the last one has tokens, and timing and choices are its own.
     """
 
     epoch: int
     step_id: int
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]
+    choices: tuple[ExpertChoices, ...] = ()

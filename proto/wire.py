@@ -13,7 +13,15 @@ from tramontane.proto.errors import (
     RequestError,
     TramontaneError,
 )
-from tramontane.proto.request import FinishReason, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    FinishReason,
+    RequestTimes,
+    SamplingParams,
+    SequenceSpec,
+    TokenBatch,
+    TokenEvent,
+)
 from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 REFUSALS: dict[str, type[TramontaneError]] = {
@@ -48,22 +56,24 @@ def decode_batch(data: bytes) -> MicroBatch:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return _pack((result.epoch, result.step_id, result.token_ids, result.timings))
+    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices))
 
 
 def decode_result(data: bytes) -> StepResult:
-    epoch, step_id, token_ids, timings = _unpack(data)
-    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)))
+    epoch, step_id, token_ids, timings, choices = _unpack(data)
+    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices))
 
 
-def encode_header(dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...]) -> bytes:
+def encode_header(
+    dtype: str, shape: tuple[int, ...], timings: tuple[StageTiming, ...], choices: tuple[ExpertChoices, ...]
+) -> bytes:
     """What travels beside the raw bytes of hidden states."""
-    return _pack((dtype, shape, timings))
+    return _pack((dtype, shape, timings, choices))
 
 
-def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...]]:
-    dtype, shape, timings = _unpack(data)
-    return dtype, shape, tuple(map(_timing, timings))
+def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming, ...], tuple[ExpertChoices, ...]]:
+    dtype, shape, timings, choices = _unpack(data)
+    return dtype, shape, tuple(map(_timing, timings)), _choices(choices)
 
 
 def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
@@ -102,23 +112,28 @@ def _delivery_fields(what: TokenBatch | str) -> Any:  # noqa: ANN401
     if isinstance(what, str):
         return what
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in what.events]
-    return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s)
+    return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s), what.experts
 
 
 def _delivery(fields: Any) -> TokenBatch:  # noqa: ANN401
-    events, times = fields
+    events, times, experts = fields
     return TokenBatch(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
         RequestTimes(*times),
+        _choices(experts),
     )
 
 
 def _sampling_fields(s: SamplingParams) -> tuple[Any, ...]:
-    return (s.max_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.choice, s.ignore_eos)
+    return (s.max_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.choice, s.ignore_eos, s.return_experts)
 
 
 def _timing(fields: Any) -> StageTiming:  # noqa: ANN401
     return StageTiming._make((*fields[:-1], tuple(map(ExpertTiming._make, fields[-1]))))
+
+
+def _choices(fields: Any) -> tuple[ExpertChoices, ...]:  # noqa: ANN401
+    return tuple(map(ExpertChoices._make, fields))
 
 
 def _pack(value: Any) -> bytes:  # noqa: ANN401 - msgpack takes any nesting of plain values

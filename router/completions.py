@@ -11,23 +11,30 @@ from typing import Any
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import RequestTimes, SamplingParams, SequenceSpec, TokenBatch
+from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch
 from tramontane.router.choice_text import ChoiceText
+from tramontane.router.expert_history import by_layer
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
+MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only."""
+    """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only.
+
+    ``num_layers`` and ``experts_per_token`` are those of a model with experts, else 0.
+    """
 
     name: str
     tokenizer: Tokenizer | None
     max_model_len: int
     max_sequences: int  # of one request
     vocab_size: int
+    num_layers: int = 0
+    experts_per_token: int = 0
 
 
 class Completion:
@@ -61,6 +68,7 @@ class Completion:
             )
         if model.tokenizer is None and request.stop:
             raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
+        _check_layers(model, request.return_experts)
         prompt_ids = await _encode(model, request.prompt)
         for ids in prompt_ids:
             if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
@@ -69,6 +77,7 @@ class Completion:
                     f"it may have at most {model.max_model_len - 1}",
                     "prompt",
                 )
+        _check_num_experts(model, request, prompt_ids)
         return cls(model, request, prompt_ids, arrived_at)
 
     def specs(self) -> list[SequenceSpec]:
@@ -86,6 +95,7 @@ class Completion:
                     seed,
                     choice,
                     request.ignore_eos,
+                    request.return_experts,
                 ),
             )
             for ids in self._prompt_ids
@@ -99,7 +109,8 @@ class Completion:
             async for choices in changes:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
-        return {**self._head, "choices": [_joined(own) for own in parts], "usage": self.usage, "timings": self.timings}
+        choices = [_joined(own, self._request.return_experts) for own in parts]
+        return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
         """What has changed, choice by choice, each time something is ready; ends with the last choice."""
@@ -147,7 +158,10 @@ class Completion:
             if choice.finish is None:
                 texts.setdefault(event.seq_id, []).append(choice.push(event))
                 token_ids.setdefault(event.seq_id, []).append(event.token_id)
-        return [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+        changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+        if self._request.return_experts:
+            self._add_experts(changes, batch.experts)
+        return changes
 
     def _change(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> dict[str, Any]:
         finish = self._choices[index].finish
@@ -166,6 +180,19 @@ class Completion:
             change["token_ids"] = token_ids
             change["prompt_token_ids"] = list(self._prompt_ids[prompt]) if first else None
         return change
+
+    def _add_experts(self, changes: list[dict[str, Any]], news: Sequence[ExpertChoices]) -> None:
+        """What is known since the last change; of the tokens that a choice has, also where more were made than it takes."""
+        own: dict[int, list[ExpertChoices]] = {change["index"]: [] for change in changes}
+        for choices in news:
+            if choices.seq_id in own:
+                own[choices.seq_id].append(choices)
+        for change in changes:
+            index = change["index"]
+            num_prompt = len(self._prompt_ids[index // self._request.n])
+            made = by_layer(own[index], num_prompt, num_prompt + self._choices[index].num_tokens - 1)
+            told = {"prompt_experts": by_layer(own[index], 0, num_prompt), "experts": made}
+            change |= {name: layers for name, layers in told.items() if layers}
 
     def _prompt_text(self, prompt: int) -> str:
         given = self._request.prompt[prompt]
@@ -196,10 +223,34 @@ def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     return model.tokenizer.encode(text)
 
 
-def _joined(changes: list[dict[str, Any]]) -> dict[str, Any]:
+def _check_layers(model: ServedModel, layers: Sequence[int]) -> None:
+    if layers and not model.num_layers:
+        raise ParameterError("return_experts: this model has no experts", "return_experts")
+    if wrong := [layer for layer in layers if layer >= model.num_layers]:
+        raise ParameterError(
+            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {model.num_layers - 1}", "return_experts"
+        )
+
+
+def _check_num_experts(model: ServedModel, request: CompletionRequest, prompt_ids: Sequence[tuple[int, ...]]) -> None:
+    """As many as there may be: an answer can be as long as was asked for, or as the context."""
+    num_tokens = request.n * sum(min(len(ids) + request.max_tokens, model.max_model_len) for ids in prompt_ids)
+    num_ids = num_tokens * len(request.return_experts) * model.experts_per_token
+    if num_ids > MAX_EXPERT_IDS:
+        raise ParameterError(
+            f"return_experts: {len(request.return_experts)} layers of up to {num_tokens} tokens are {num_ids} experts; "
+            f"one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers or tokens",
+            "return_experts",
+        )
+
+
+def _joined(changes: list[dict[str, Any]], layers: Sequence[int]) -> dict[str, Any]:
     whole = changes[0] | {"text": "".join(change["text"] for change in changes), "finish_reason": changes[-1]["finish_reason"]}
     if "token_ids" in whole:
         whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+    for name in ("prompt_experts", "experts") if layers else ():
+        parts = [change.get(name, {}) for change in changes]
+        whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
     return whole
 
 

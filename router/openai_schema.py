@@ -11,6 +11,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31
 MAX_NAME_CHARS = 64
+MAX_LAYERS = 1024
 
 Prompts = tuple[str | tuple[int, ...], ...]
 
@@ -70,6 +71,15 @@ def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
     return tuple(stops)
 
 
+def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+    layers = [] if value is None else value
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers):
+        raise ValueError("it must be a list of layers, which are counted from 0")
+    if len(set(layers)) < len(layers):
+        raise ValueError("a layer is listed twice")
+    return tuple(layers)
+
+
 def _or(default: Any) -> BeforeValidator:  # noqa: ANN401
     """OpenAI's clients may send null for "not given"."""
     return BeforeValidator(lambda value: default if value is None else value)
@@ -111,6 +121,7 @@ class CompletionRequest(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: Annotated[bool, _or(False)] = False
     return_token_ids: Annotated[bool, _or(False)] = False
+    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers)] = Field((), strict=False)
     user: str | None = None  # means nothing here, and harms nothing
 
     best_of: Annotated[Any, _neutral(1)] = None

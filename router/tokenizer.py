@@ -116,5 +116,10 @@ class Tokenizer(ABC):
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """All at once; equal to what a decoder gives piece by piece. Ids that begin a sequence give the text that was encoded."""
+        return "".join(self.pieces(token_ids))
+
+    def pieces(self, token_ids: tuple[int, ...]) -> list[str]:
+        """What ``decode`` gives, token by token; a character that several of them make comes with the last."""
         decoder = self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))
-        return "".join(map(decoder.push, token_ids)) + decoder.finish()
+        pieces = [decoder.push(token_id) for token_id in token_ids]
+        return [*pieces[:-1], *(piece + decoder.finish() for piece in pieces[-1:])]

@@ -11,7 +11,7 @@ from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
 from tramontane.proto.step import StepResult
 from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
@@ -54,12 +54,26 @@ async def run_prompts(
     observe: Callable[[StepResult], None] | None = None,
 ) -> list[list[int]]:
     """Token ids of every prompt's continuation; afterwards every page must be free."""
+    answers = await run_answers(chain, scheduler, prompts, sampling, together=together, observe=observe)
+    return [[event.token_id for event in answer.events] for answer in answers]
+
+
+async def run_answers(
+    chain: StageChain,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    together: bool = True,
+    observe: Callable[[StepResult], None] | None = None,
+) -> list[TokenBatch]:
+    """As ``run_prompts``, with all that was told of every prompt in one piece."""
     router = Router(scheduler, chain, observe)
     running = asyncio.create_task(router.run())
 
-    async def one(prompt: list[int]) -> list[int]:
+    async def one(prompt: list[int]) -> TokenBatch:
         specs = [SequenceSpec(tuple(prompt), sampling)]
-        return [event.token_id async for batch in router.generate(specs) for event in batch.events]
+        return TokenBatch.merged([batch async for batch in router.generate(specs)])
 
     outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
     scheduler.check_integrity()

@@ -27,6 +27,7 @@ SENSIBLE = st.fixed_dictionaries(
         "echo": st.booleans(),
         "ignore_eos": st.booleans(),
         "return_token_ids": st.booleans(),
+        "return_experts": st.lists(st.integers(-1, 3), max_size=3),
         "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
     },
 )

@@ -40,8 +40,8 @@ def _mixture(x: Tensor, w: dict[str, Tensor], args: ModelArgs, layer: int) -> Te
     return sum(weights[:, e, None] * out for e, out in enumerate(outs))  # type: ignore[return-value]
 
 
-def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]) -> Tensor:
-    """Logits [T, V] of every position."""
+def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], gates: list[Tensor] | None = None) -> Tensor:
+    """Logits [T, V] of every position. To ``gates`` each layer's scores of its experts [T, E] are added."""
     h = w["tok_embeddings.weight"][token_ids]
     tokens = len(token_ids)
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
@@ -58,8 +58,22 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
         out = torch.einsum("hts,shd->thd", scores.masked_fill(hidden_keys, -torch.inf).softmax(-1), v)
         h = h + out.reshape(tokens, -1) @ w[f"{p}.attention.wo.weight"].T
         x = _norm(h, w[f"{p}.ffn_norm.weight"], args.norm_eps)
+        if gates is not None:
+            gates.append(x @ w[f"{p}.gate.scores.weight"].T)
         h = h + (_mixture(x, w, args, layer) if args.moe else _swiglu(x, w, f"{p}.feed_forward"))
     return _norm(h, w["norm.weight"], args.norm_eps) @ w["output.weight"].T
+
+
+def assert_best_experts(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], told: dict[int, list[list[int]]]) -> None:
+    """``told`` has experts of each token by layer: those with the best scores in falling order, up to a close call."""
+    gates: list[Tensor] = []
+    reference_logits(w, args, token_ids, gates)
+    for layer, expert_ids in told.items():
+        best_Tk = gates[layer].topk(len(expert_ids[0]), dim=-1).values
+        told_Tk = gates[layer].gather(1, torch.tensor(expert_ids))
+        assert told_Tk.shape == best_Tk.shape
+        assert (told_Tk - best_Tk).abs().max() < CLOSE_CALL, f"layer {layer}"
+        assert all(len(set(ids)) == len(ids) for ids in expert_ids)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,9 @@ class StageLink:
         if (self._inlet is None) != plan.is_first or (self._outlet is None) != plan.is_last:
             raise LinkError(f"{plan.label} is not linked to its neighbours")
         outcome = self._steps.step(batch, lambda: self._received(batch.num_tokens), self._deliver)
-        return outcome if isinstance(outcome, StepResult) else StepResult(batch.epoch, batch.step_id, (), outcome.timings)
+        if isinstance(outcome, StepResult):
+            return outcome
+        return StepResult(batch.epoch, batch.step_id, (), outcome.timings, outcome.choices)
 
     def _received(self, num_tokens: int) -> Activation | None:
         if self._inlet is None:

@@ -52,6 +52,7 @@ class SequenceTable:
         self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
         self.slots: dict[int, int] = {}
         self.sampling: dict[int, SamplingParams] = {}
+        self.watched: dict[int, tuple[int, ...]] = {}  # layers whose experts a sequence asks for; few do, so only theirs
         self._free_slots = list(range(max_num_seqs))
 
     def update(self, batch: MicroBatch) -> None:
@@ -64,6 +65,8 @@ class SequenceTable:
                 assert chunk.seq_id not in self.slots
                 self.slots[chunk.seq_id] = self._free_slots.pop()
                 self.sampling[chunk.seq_id] = chunk.sampling
+                if chunk.sampling.return_experts:
+                    self.watched[chunk.seq_id] = chunk.sampling.return_experts
             self._append(chunk.seq_id, chunk.new_pages)
         for place, new_pages in batch.decodes.new_pages:
             self._append(batch.decodes.seq_ids[place], new_pages)
@@ -81,6 +84,7 @@ class SequenceTable:
     def _forget(self, seq_id: int) -> None:
         slot = self.slots.pop(seq_id)
         del self.sampling[seq_id]
+        self.watched.pop(seq_id, None)
         for ring in self.rings:
             ring.clear(slot)
         self._free_slots.append(slot)

@@ -8,6 +8,7 @@ from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
+from tramontane.workers.chosen_experts import asked_experts
 from tramontane.workers.model import StageModel
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_tables
@@ -89,13 +90,15 @@ class StageWorker:
         self.check_turn(batch)
         self.num_begun += 1
         self.table.update(batch)
+        notes.experts = asked_experts(batch, self.table, self.plan.layers)
         index = build_step_index(batch, self.table, self.device)
         hidden_TD = yield from notes.timed(self._layers(batch, incoming, index, notes))
         token_ids = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
         timings = (*(incoming.timings if incoming else ()), notes.timing(self.plan.stage_id, batch.num_tokens))
+        choices = (*(incoming.choices if incoming else ()), *notes.experts.choices())
         if self.plan.is_last:
-            return StepResult(batch.epoch, batch.step_id, token_ids, timings)
-        return Activation(hidden_TD, timings)
+            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices)
+        return Activation(hidden_TD, timings, choices)
 
     def _layers(
         self, batch: MicroBatch, incoming: Activation | None, index: StepIndex, notes: StepNotes

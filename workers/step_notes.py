@@ -1,4 +1,4 @@
-"""What is to be told of one step of a stage beside its outcome: its times, and what its experts did."""
+"""What is to be told of one step of a stage beside its outcome: its times, what its experts did and who chose them."""
 
 import time
 from collections import Counter
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
+from tramontane.workers.chosen_experts import NOBODY_ASKS
 from tramontane.workers.waiting import Waiting
 
 T = TypeVar("T")
@@ -22,6 +23,7 @@ class StepNotes:
         self._busy_s = self._asked_s = self._experts_busy_s = 0.0
         self._actors_busy_s: Counter[int] = Counter()
         self._actors_rows: Counter[int] = Counter()
+        self.experts = NOBODY_ASKS
 
     def timed(self, waiting: Waiting[T]) -> Waiting[T]:
         """The same, whose waiting does not count as work."""
@@ -37,6 +39,7 @@ class StepNotes:
 
     def chosen(self, layer: int, expert_ids_Tk: Tensor) -> None:
         """Which experts this layer's tokens have chosen."""
+        self.experts.keep(layer, expert_ids_Tk)
 
     def answered(self, asked: AskedExperts) -> None:
         """All experts of a layer have done their part."""

@@ -80,6 +80,18 @@ def test_a_parameter_that_is_wrong_is_named(refused: Refused, model: Path, flags
         assert part in message
 
 
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_layer_without_experts_to_show_is_refused(refused: Refused, model: Path, layer: int) -> None:
+    message = refused("generate", "--model", model, "--local", "The", "--show-experts", layer)
+    assert message == f"--show-experts {layer}: there is no such layer; the model has layers 0 to 3"
+
+
+def test_a_model_without_experts_has_none_to_show(refused: Refused, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "dense", tiny_args(n_layers=4, moe=False))
+    message = refused("generate", "--model", folder, "--local", "The", "--show-experts", "0")
+    assert message == "--show-experts 0: the model dense has no experts"
+
+
 def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
     assert "serf" in refused("serf")
 

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from reference import assert_same_tokens, greedy
+from reference import assert_best_experts, assert_same_tokens, greedy
 from rich.console import Console
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
 from tramontane.cluster import cli, prompts
 from tramontane.cluster.display import WITHOUT_ORDERS, Display
+from tramontane.cluster.token_colours import TokenColours
 from tramontane.proto.model_folder import Layout
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 from tramontane.workers.random_checkpoint import write_random_checkpoint
@@ -230,6 +231,29 @@ def test_pipes_carry_text_and_nothing_else(generate: Generate, model: Path) -> N
     assert "Traceback" not in done.stderr.decode()
 
 
+# ---- experts
+
+
+def test_json_has_the_experts_of_a_layer(generate: Generate, model: Path) -> None:
+    """Those of the prompts and of all new tokens but the last, which never goes into the model."""
+    weights = random_model(ARGS).state_dict()
+    run = generate("--json", "--show-experts", "2", "--stages", "2", "--max-num-batched-tokens", "5", *PROMPTS)
+    assert run.json["completions"] != generate("--json", *PROMPTS).json["completions"], "nobody else is told"
+    for completion in run.json["completions"]:
+        prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(completion["prompt"]))
+        assert len(completion["prompt_experts"]["2"]) == len(prompt_ids)
+        told = {2: completion["prompt_experts"]["2"] + completion["experts"]["2"]}
+        assert_best_experts(weights, ARGS, prompt_ids + completion["token_ids"][:-1], told)
+
+
+def test_without_a_terminal_the_text_is_plain_and_a_note_says_so(generate: Generate) -> None:
+    for given in (PROMPTS, PROMPTS[:1]):
+        run = generate("--show-experts", "2", *given)
+        assert run.out == generate(*given).out
+        assert "layer 2, the heaviest expert of each token:  0  1  2  3 \n" in run.err
+        assert "note: standard output is no terminal, so its text is not coloured; --json tells the experts\n" in run.err
+
+
 # ---- what a person sees
 
 CONTROL = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|\r|\n|[^\x1b\r\n]+")
@@ -279,6 +303,50 @@ def test_a_terminal_ends_with_the_whole_texts(generate: Generate) -> None:
 @pytest.mark.usefixtures("terminal")
 def test_one_prompt_in_a_terminal_is_plain_text(generate: Generate) -> None:
     assert generate("It", terminal=True).out == generate("It").out.translate(WITHOUT_ORDERS)
+
+
+SGR = re.compile(r"\x1b\[([0-9;]*)m")
+
+
+def _coloured(text: str) -> list[tuple[str, str | None]]:
+    """Every character, with the colours that it has."""
+    characters: list[tuple[str, str | None]] = []
+    plain, *rest = re.split(SGR, text)
+    characters += [(char, None) for char in plain]
+    for codes, part in zip(rest[::2], rest[1::2], strict=True):
+        characters += [(char, None if codes == "0" else codes) for char in part]
+    return characters
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("given", [PROMPTS, PROMPTS[3:], ["two\n\tlines\n"]])
+def test_in_a_terminal_every_token_has_its_experts_colour(
+    generate: Generate, model: Path, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    """A character of several tokens that of the last; the last token none. Otherwise it is the text, character by character."""
+    monkeypatch.setenv("COLORTERM", "truecolor")
+    tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
+    colours = TokenColours(3, 4)
+    expected: list[tuple[str, str | None]] = []
+    for completion in generate("--json", "--show-experts", "3", *given).json["completions"]:
+        expected += [("\n", None)] * bool(expected)
+        decoders = [tokenizer.decoder(is_text_start=True), tokenizer.decoder()]
+        parts = tokenizer.encode(completion["prompt"]), completion["token_ids"]
+        pieces = [decoder.push(token_id) for decoder, ids in zip(decoders, parts, strict=True) for token_id in ids]
+        for piece, ids in zip(pieces, completion["prompt_experts"]["3"] + completion["experts"]["3"], strict=False):
+            codes = _coloured(colours.style(ids[0]).render("x"))[0][1]
+            expected += [(char, None if char == "\n" else codes) for char in piece.translate(WITHOUT_ORDERS)]
+        expected += [(char, None) for char in (pieces[-1] + decoders[1].finish()).translate(WITHOUT_ORDERS) + "\n"]
+    run = generate("--show-experts", "3", *given, terminal=True)
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Zhl]|\x1b\[2K", "", run.out)
+    assert _coloured(shown)[-len(expected) :] == expected
+    assert len({codes for _, codes in expected}) > 2
+
+
+def test_every_expert_has_a_colour_of_its_own() -> None:
+    for num_experts in (1, 2, 8, 64):
+        colours = TokenColours(0, num_experts)
+        assert len({colours.style(expert) for expert in range(num_experts)}) == num_experts
 
 
 def _forced_terminal(display: Display) -> Display:

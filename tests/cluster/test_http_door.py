@@ -12,6 +12,7 @@ import openai
 import pytest
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
+from reference import assert_best_experts
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -107,7 +108,8 @@ async def _house(
     async def is_ready() -> bool:
         return house.is_ready
 
-    door = HttpDoor(ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size), router, is_ready, MAX_BODY, 10**9)
+    model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
+    door = HttpDoor(model, router, is_ready, MAX_BODY, 10**9)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)
@@ -177,6 +179,28 @@ def test_a_stream_says_what_a_plain_answer_says(chain: LocalStageChain, tokenize
                 own = [change for event in events for change in event["choices"] if change["index"] == choice["index"]]
                 assert "".join(change["text"] for change in own) == choice["text"]
                 assert [change["finish_reason"] for change in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+
+    asyncio.run(scenario())
+
+
+def test_experts_are_those_that_the_gates_choose_streamed_or_not(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    """Of prompts in several pieces and of every new token but the last, for every choice its own."""
+    weights = random_model(ARGS).state_dict()
+
+    async def scenario() -> None:
+        async with _house(chain, tokenizer) as house:
+            asked = {"model": "tiny", "prompt": ["What news? " * 4, "la"], "n": 2, "max_tokens": 12, "seed": 3}
+            asked |= {"return_experts": [1, 0], "return_token_ids": True}
+            plain = (await house.post(asked)).json()
+            events = _events(await house.post(asked | {"stream": True}))
+            for choice in plain["choices"]:
+                own = [change for event in events for change in event["choices"] if change["index"] == choice["index"]]
+                told = {layer: choice["prompt_experts"][str(layer)] + choice["experts"][str(layer)] for layer in (0, 1)}
+                assert len(choice["prompt_experts"]["0"]) == len(choice["prompt_token_ids"])
+                assert_best_experts(weights, ARGS, choice["prompt_token_ids"] + choice["token_ids"][:-1], told)
+                for name in ("prompt_experts", "experts"):
+                    parts = [change[name] for change in own if name in change]
+                    assert {layer: [i for part in parts for i in part[layer]] for layer in choice[name]} == choice[name]
 
     asyncio.run(scenario())
 
@@ -354,6 +378,9 @@ def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokeniz
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [10**30]}, "prompt"),
         ({"prompt": ["a"] * (MAX_SEQUENCES + 1)}, "prompt"),
+        ({"return_experts": [2]}, "return_experts"),
+        ({"return_experts": [0, 0]}, "return_experts"),
+        ({"return_experts": "0"}, "return_experts"),
         ({"prompt": ["a"] * 2, "n": MAX_SEQUENCES}, "prompt"),
         ({"temperature": -1}, "temperature"),
         ({"logprobs": 1}, "logprobs"),

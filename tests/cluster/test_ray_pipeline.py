@@ -15,11 +15,11 @@ from typing import Any
 import psutil
 import pytest
 import ray
-from harness import GREEDY, PROMPTS, placed, random_ids, run_in_process, run_prompts, scheduler_for
+from harness import GREEDY, PROMPTS, placed, random_ids, run_answers, run_in_process, run_prompts, scheduler_for
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
-from reference import Expected, assert_same_tokens, greedy
+from reference import Expected, assert_best_experts, assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import StageActor, StageHealth, as_stage_actor
@@ -31,7 +31,7 @@ from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import SamplingParams, TokenBatch
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.usage import overlap_share
 from tramontane.workers.random_checkpoint import write_random_checkpoint
@@ -82,6 +82,20 @@ def _check_tokens(spec: PipelineSpec, chain: RayStageChain, budget: int, togethe
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
 
 
+def _check_experts(spec: PipelineSpec, chain: RayStageChain) -> None:
+    """Of layers in the first, a middle and the last of several stages."""
+    asking = replace(GREEDY, return_experts=(0, 4, 7))
+    weights = random_model(ARGS).state_dict()
+    prompts = [prompt for prompt in PROMPTS if len(prompt) <= 49]
+    answers: list[TokenBatch] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, asking))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told: dict[int, list[list[int]]] = {layer: [] for layer in asking.return_experts}
+        for _, layer, start, expert_ids in answer.experts:
+            assert start == len(told[layer])
+            told[layer] += map(list, expert_ids)
+        assert_best_experts(weights, ARGS, prompt + [event.token_id for event in answer.events[:-1]], told)
+
+
 def _leftovers(name: str) -> list[str]:
     actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
     groups = [g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED"]
@@ -107,9 +121,10 @@ def test_same_tokens_on_two_stages_twice_and_nothing_is_left(folder: Path) -> No
     _wait_until_gone(spec.name)
 
 
-def test_same_tokens_on_three_stages(folder: Path) -> None:
+def test_same_tokens_and_experts_on_three_stages(folder: Path) -> None:
     with _pipeline(folder, 3, page_size=64) as (spec, chain):
         _check_tokens(spec, chain, 64, True)
+        _check_experts(spec, chain)
 
 
 def test_four_stages_same_tokens_and_overlap(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,6 +224,7 @@ def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
 ) -> None:
     spec, chain = linked
     _check_tokens(spec, chain, 7, True)
+    _check_experts(spec, chain)
 
     def intrude(result: StepResult) -> None:
         if result.step_id == 3:

@@ -11,10 +11,11 @@ from ray.serve.handle import DeploymentHandle
 from scripted import ScriptedChain, all_chunks
 
 from tramontane.cluster.remote_routers import RemoteRouters
-from tramontane.cluster.token_channel import TokenChannels
+from tramontane.cluster.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
+from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
@@ -194,5 +195,32 @@ def test_a_stream_that_breaks_ends_its_requests_on_both_sides() -> None:
             chain.complete(1000)
             await _until(lambda: router.scheduler.is_idle)
             assert await _num_tokens(routers, LONG) == 200, "the next request opens a new one"
+
+    asyncio.run(scenario())
+
+
+def test_no_message_is_larger_than_a_stream_takes() -> None:
+    """Unless one delivery alone is. What is delivered comes in its order, however it is cut."""
+    times = RequestTimes(0.0, 0.0, 0.0)
+
+    def delivery(number: int, num_tokens: int) -> tuple[int, TokenBatch]:
+        experts = ExpertChoices(0, 3, 0, ((1, 2),) * num_tokens)
+        return number, TokenBatch((TokenEvent(0, 7),), times, (experts,))
+
+    ready = [delivery(number, size) for number, size in enumerate((1, 600_000, 5, 600_000, 600_000, 1, 800_000, 1, 1))]
+
+    async def scenario() -> None:
+        channel = TokenChannel()
+        messages = channel.messages()
+        assert await anext(messages) == NOTHING_NEW
+        for number, what in ready:
+            channel.put(number, what)
+        got: list[tuple[int, TokenBatch | str]] = []
+        while len(got) < len(ready):
+            message = await anext(messages)
+            got += (deliveries := wire.decode_deliveries(message))
+            assert len(message) <= MAX_MESSAGE_BYTES or len(deliveries) == 1
+        assert got == ready
+        await messages.aclose()
 
     asyncio.run(scenario())

@@ -5,7 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto import wire
-from tramontane.proto.request import SamplingParams
+from tramontane.proto.request import (
+    ExpertChoices,
+    FinishReason,
+    RequestTimes,
+    SamplingParams,
+    SequenceSpec,
+    TokenBatch,
+    TokenEvent,
+)
 from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 ids = st.integers(0, 2**40)
@@ -18,6 +26,7 @@ sampling = st.builds(
     seed=st.integers(-(2**63), 2**63 - 1),
     choice=st.integers(0, 100),
     ignore_eos=st.booleans(),
+    return_experts=st.lists(st.integers(0, 1000), max_size=3).map(tuple),
 )
 pages = st.lists(ids, max_size=4).map(tuple)
 chunks = st.builds(
@@ -37,7 +46,11 @@ batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, rele
 times = st.floats(0, 2e9)
 experts = st.lists(st.builds(ExpertTiming, ids, times, ids), max_size=3).map(tuple)
 timings = st.lists(st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4).map(tuple)
-results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings)
+expert_ids = st.lists(st.tuples(st.integers(0, 1023), st.integers(0, 1023)), max_size=3).map(tuple)
+choices = st.lists(st.builds(ExpertChoices, ids, st.integers(0, 1023), ids, expert_ids), max_size=3).map(tuple)
+results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices)
+events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
+tokens = st.builds(TokenBatch, events, st.builds(RequestTimes, times, times, times), choices)
 
 
 @settings(derandomize=True, deadline=None)
@@ -53,9 +66,23 @@ def test_results(result: StepResult) -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(timings)
-def test_headers(timings: tuple[StageTiming, ...]) -> None:
-    assert wire.decode_header(wire.encode_header("bfloat16", (3, 4096), timings)) == ("bfloat16", (3, 4096), timings)
+@given(timings, choices)
+def test_headers(timings: tuple[StageTiming, ...], choices: tuple[ExpertChoices, ...]) -> None:
+    header = ("bfloat16", (3, 4096), timings, choices)
+    assert wire.decode_header(wire.encode_header(*header)) == header
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.tuples(ids, tokens | st.text(max_size=9)), max_size=3))
+def test_deliveries(deliveries: list[tuple[int, TokenBatch | str]]) -> None:
+    assert wire.decode_deliveries(wire.encode_deliveries(deliveries)) == deliveries
+
+
+@settings(derandomize=True, deadline=None)
+@given(pages, sampling)
+def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams) -> None:
+    specs = (SequenceSpec(prompt_ids, sampling),) * 2
+    assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
 
 def test_a_decode_token_is_small() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RequestError
-from tramontane.proto.request import FinishReason, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.completions import LONG_TEXT, Completion, ServedModel, UnknownModelError, check_model_name, model_list
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.tokenizer import Tokenizer
@@ -30,7 +30,10 @@ ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
 
 
 class ScriptedSource:
-    """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences."""
+    """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences.
+
+    Who asks for experts is told ``_expert_ids`` of every position before the last one.
+    """
 
     def __init__(self, scripts: Sequence[Sequence[int]], sizes: Sequence[int] = (1,), error: PipelineError | None = None) -> None:
         self._scripts, self._sizes, self._error = scripts, sizes, error
@@ -42,18 +45,28 @@ class ScriptedSource:
         self.specs = list(specs)
         assert len(specs) == len(self._scripts)
         self.num_open += 1
+        self._num_told = [0] * len(specs)
         try:
             events, number = self._events(), count()
             while events:
                 size = self._sizes[next(number) % len(self._sizes)]
                 await asyncio.sleep(0)
                 self.num_batches += 1
-                yield TokenBatch(tuple(events[:size]), RequestTimes(1.0, 2.0, float(self.num_batches)))
+                times = RequestTimes(1.0, 2.0, float(self.num_batches))
+                yield TokenBatch(tuple(events[:size]), times, tuple(self._experts(events[:size])))
                 events = events[size:]
             if self._error is not None:
                 raise self._error
         finally:
             self.num_open -= 1
+
+    def _experts(self, events: list[TokenEvent]) -> Iterator[ExpertChoices]:
+        for index in {event.seq_id for event in events}:
+            spec, start = self.specs[index], self._num_told[index]
+            num_new = sum(event.seq_id == index for event in events)
+            end = self._num_told[index] = (start or len(spec.prompt_ids) - 1) + num_new
+            for layer in spec.sampling.return_experts:
+                yield ExpertChoices(index, layer, start, tuple(_expert_ids(index, layer, at) for at in range(start, end)))
 
     def _events(self) -> list[TokenEvent]:
         """Scripts (7, 8) and (9,) become 7 of sequence 0, 9 of sequence 1, 8 of sequence 0."""
@@ -66,6 +79,10 @@ class ScriptedSource:
         ]
 
 
+def _expert_ids(index: int, layer: int, position: int) -> tuple[int, int]:
+    return (index + layer + position) % 8, (index * layer + 3 * position) % 8
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
@@ -73,7 +90,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def model(tokenizer: Tokenizer) -> ServedModel:
-    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB)
+    return ServedModel("demo", tokenizer, CONTEXT, MAX_SEQUENCES, VOCAB, num_layers=4, experts_per_token=2)
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +210,90 @@ def test_what_is_ready_together_comes_as_one_change_per_choice(model: ServedMode
     chunks, _ = _stream(model, ScriptedSource([script, script], sizes=[1000]), n=2)
     assert len(chunks) == 1
     assert [(change["index"], change["text"]) for change in chunks[0]["choices"]] == [(0, " " + TEXT), (1, " " + TEXT)]
+
+
+# Experts
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(
+    num_prompts=st.integers(1, 2),
+    n=st.integers(1, 2),
+    sizes=SIZES,
+    other_sizes=SIZES,
+    stop=st.sampled_from([[], ["my"], [", m", "END"], ["lat", "late."]]),
+    layers=st.lists(st.integers(0, 3), min_size=1, unique=True),
+)
+def test_every_token_that_went_into_the_model_has_its_experts(
+    model: ServedModel,
+    script: tuple[int, ...],
+    other_script: tuple[int, ...],
+    num_prompts: int,
+    n: int,
+    sizes: list[int],
+    other_sizes: list[int],
+    stop: list[str],
+    layers: list[int],
+) -> None:
+    """Streamed or not, however tokens come together, and also where more were made than an answer takes."""
+    scripts = [(script, other_script)[index % 2] for index in range(num_prompts * n)]
+    fields = {"prompt": [PROMPT, OTHER_PROMPT][:num_prompts], "n": n, "stop": stop, "echo": True, "return_token_ids": True}
+    fields["return_experts"] = layers
+    whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
+    chunks, _ = _stream(model, ScriptedSource(scripts, sizes), **fields)
+    for choice in whole["choices"]:
+        own = _changes(chunks, choice["index"])
+        num_prompt, num_new = len(choice["prompt_token_ids"]), len(choice["token_ids"])
+        parts = {"prompt_experts": range(num_prompt), "experts": range(num_prompt, num_prompt + num_new - 1)}
+        for name, positions in parts.items():
+            assert list(choice[name]) == [str(layer) for layer in layers]
+            for layer in layers:
+                expected = [_expert_ids(choice["index"], layer, position) for position in positions]
+                assert choice[name][str(layer)] == expected
+                assert [ids for change in own for ids in change.get(name, {}).get(str(layer), ())] == expected
+        assert all(change.get(name) != {} for change in own for name in parts), "where there is nothing, nothing is said"
+
+
+def test_an_answer_of_one_token_has_no_experts(model: ServedModel, script: tuple[int, ...]) -> None:
+    fields = {"prompt": [[5, 6]], "return_experts": [2]}
+    [choice] = _run(model, ScriptedSource([script[:1]]), **fields)["choices"]
+    prompt_experts = {"2": [_expert_ids(0, 2, 0), _expert_ids(0, 2, 1)]}
+    assert (choice["prompt_experts"], choice["experts"]) == (prompt_experts, {"2": []})
+    [[change]] = [chunk["choices"] for chunk in _stream(model, ScriptedSource([script[:1]]), **fields)[0]]
+    assert change["prompt_experts"] == prompt_experts
+    assert "experts" not in change
+
+
+@pytest.mark.parametrize("layers", [None, []])
+def test_who_does_not_ask_is_not_told(model: ServedModel, script: tuple[int, ...], layers: list[int] | None) -> None:
+    [choice] = _run(model, ScriptedSource([script]), return_experts=layers)["choices"]
+    assert not {"experts", "prompt_experts"} & choice.keys()
+
+
+@pytest.mark.parametrize(("layers", "message"), [([4], "layers 0 to 3"), ([0, 900], "no layer 900")])
+def test_a_layer_that_is_not_there_is_refused(model: ServedModel, layers: list[int], message: str) -> None:
+    with pytest.raises(ParameterError, match=message) as refused:
+        asyncio.run(_prepared(model, return_experts=layers))
+    assert refused.value.parameter == "return_experts"
+
+
+def test_a_model_without_experts_refuses_to_tell_them(wordless: ServedModel) -> None:
+    with pytest.raises(ParameterError, match="no experts") as refused:
+        asyncio.run(_prepared(wordless, prompt=[1], return_experts=[0]))
+    assert refused.value.parameter == "return_experts"
+
+
+@pytest.mark.parametrize(("max_tokens", "fits"), [(2**15 - 10, True), (2**15 - 9, False)])
+def test_experts_of_too_many_tokens_are_refused(model: ServedModel, max_tokens: int, fits: bool) -> None:
+    """2 choices of 10 and 32,758 tokens, 4 layers and 2 experts of each: 2**19."""
+    wide = replace(model, max_model_len=10**6)
+    preparing = _prepared(wide, prompt=[[1] * 10], n=2, max_tokens=max_tokens, return_experts=[0, 1, 2, 3])
+    if fits:
+        assert asyncio.run(preparing).specs()[0].sampling.return_experts == (0, 1, 2, 3)
+    else:
+        with pytest.raises(ParameterError, match=f"at most {2**19}") as refused:
+            asyncio.run(preparing)
+        assert refused.value.parameter == "return_experts"
 
 
 # Sequences and their numbers

@@ -82,6 +82,7 @@ def test_what_is_not_given_is_as_openai_says() -> None:
     assert (request.top_k, request.seed, request.stop, request.model) == (0, None, (), None)
     assert (request.echo, request.stream, request.includes_usage) == (False, False, False)
     assert (request.ignore_eos, request.return_token_ids) == (False, False)
+    assert request.return_experts == ()
 
 
 @pytest.mark.parametrize("field", NULLABLE)
@@ -149,6 +150,8 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
         ("stream", True, True),
         ("ignore_eos", True, True),
         ("return_token_ids", True, True),
+        ("return_experts", [], ()),
+        ("return_experts", [31, 0], (31, 0)),
         ("model", "demo", "demo"),
         ("user", "somebody", "somebody"),
     ],
@@ -209,6 +212,18 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
         ("stream", "true"),
         ("ignore_eos", 0),
         ("return_token_ids", []),
+        ("return_experts", 3),
+        ("return_experts", True),
+        ("return_experts", "3"),
+        ("return_experts", {"3": 1}),
+        ("return_experts", [-1]),
+        ("return_experts", [True]),
+        ("return_experts", [1.0]),
+        ("return_experts", ["1"]),
+        ("return_experts", [None]),
+        ("return_experts", [[1]]),
+        ("return_experts", [2**70]),
+        ("return_experts", [1, 2, 1]),
         ("model", 7),
         ("model", ["demo"]),
         ("user", {"name": "somebody"}),

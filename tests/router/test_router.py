@@ -3,14 +3,15 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
-from scripted import ScriptedChain, no_gate
+from scripted import ScriptedChain, all_chunks, no_gate
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec, TokenEvent
-from tramontane.proto.step import MicroBatch
+from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
@@ -20,8 +21,8 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 
 @asynccontextmanager
-async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3) -> AsyncIterator[Router]:
-    router = Router(Scheduler(CACHE, Limits(8, budget, 256, 1000), EvenPolicy(in_flight, budget)), chain)
+async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3, cache: CachePlan = CACHE) -> AsyncIterator[Router]:
+    router = Router(Scheduler(cache, Limits(8, budget, 256, 1000), EvenPolicy(in_flight, budget)), chain)
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()
@@ -151,5 +152,88 @@ def test_a_refused_request_touches_nothing() -> None:
                 await _all(router, (1,) * 256, 3)
             assert router.scheduler.is_idle
             assert router._requests == {}
+
+    asyncio.run(scenario())
+
+
+# What experts tokens have chosen
+
+
+class ExpertChain(ScriptedChain):
+    """Position p of any sequence chooses expert p + layer of layers 0 and 9, the second time as the first; counts how often."""
+
+    num_told = 0
+
+    async def _run(self, batch: MicroBatch) -> StepResult:
+        told = [
+            ExpertChoices(c.seq_id, layer, c.start, tuple((p + layer,) for p in range(c.start, c.start + c.num_tokens)))
+            for layer in (0, 9)
+            for c in all_chunks(batch)
+        ]
+        self.num_told += sum(len(choices.expert_ids) for choices in told if choices.layer == 0)
+        return replace(await super()._run(batch), choices=tuple(told))
+
+
+async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[TokenBatch]:
+    sampling = SamplingParams(max_tokens=max_tokens, return_experts=(0, 9))
+    return [batch async for batch in router.generate([SequenceSpec(prompt, sampling) for prompt in prompts])]
+
+
+def _check_experts(prompts: list[tuple[int, ...]], batches: list[TokenBatch]) -> None:
+    """After every delivery, those of every token of a sequence but the last are known, in order and once."""
+    known = {(index, layer): 0 for index in range(len(prompts)) for layer in (0, 9)}
+    num_tokens = [0] * len(prompts)
+    for batch in batches:
+        for event in batch.events:
+            num_tokens[event.seq_id] += 1
+        for index, layer, start, expert_ids in batch.experts:
+            assert start == known[index, layer]
+            assert expert_ids == tuple((start + place + layer,) for place in range(len(expert_ids)))
+            known[index, layer] += len(expert_ids)
+        for (index, _), num_known in known.items():
+            assert num_known == (len(prompts[index]) + num_tokens[index] - 1 if num_tokens[index] else 0)
+
+
+def test_experts_of_a_prompt_in_pieces_come_with_its_first_token() -> None:
+    """Several prompts of one request, each in its own time."""
+
+    async def scenario() -> None:
+        async with _running(ExpertChain(no_gate), budget=5) as router:
+            prompts = [(1,) * 23, (2,), (3,) * 11]
+            batches = await _batches(router, prompts, 6)
+            assert sum(len(batch.events) for batch in batches) == 18
+            _check_experts(prompts, batches)
+
+    asyncio.run(scenario())
+
+
+def test_experts_of_positions_that_are_computed_again_are_not_told_again() -> None:
+    """Ten pages of four positions and no window: three sequences of 24 have to take turns."""
+    cache = CachePlan(4, (WindowClass(None, 64, 10),))
+
+    async def scenario() -> None:
+        chain = ExpertChain(no_gate)
+        async with _running(chain, budget=5, cache=cache) as router:
+            prompts = [(1,) * 6, (2,) * 6, (3,) * 6]
+            batches = await _batches(router, prompts, 18)
+            assert router.scheduler.num_preempted > 0
+            assert chain.num_told > 3 * 23
+            _check_experts(prompts, batches)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_client_that_left_had_asked_for_is_nobodys() -> None:
+    async def scenario() -> None:
+        async with _running(ExpertChain(no_gate), budget=5) as router:
+            leaving = asyncio.create_task(_batches(router, [(1,) * 60], 50))
+            staying = asyncio.create_task(_batches(router, [(2,) * 9], 20))
+            while not staying.done():
+                await asyncio.sleep(0)
+                leaving.cancel()
+            _check_experts([(2,) * 9], staying.result())
+            assert router.failure is None
+            with suppress(asyncio.CancelledError):
+                await leaving
 
     asyncio.run(scenario())

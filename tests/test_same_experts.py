@@ -1,0 +1,108 @@
+"""However the work is cut, a token's experts are those that the gate scores best, and each token's are told once."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from expert_actors import ExpertActors, expert_plan, open_chain
+from harness import PROMPTS, random_ids, run_answers, scheduler_for
+from reference import assert_best_experts
+from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.ports import StageChain
+from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Scheduler
+
+ARGS = tiny_args(n_layers=6)
+CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 65]
+ASKING = SamplingParams(max_tokens=8, temperature=0.0, return_experts=(4, 0, 3))
+
+
+def _told(answer: TokenBatch) -> dict[int, list[list[int]]]:
+    """By layer, position after position: asserts that none is missing, and none told twice."""
+    told: dict[int, list[list[int]]] = {}
+    for _, layer, start, expert_ids in answer.experts:
+        own = told.setdefault(layer, [])
+        assert start == len(own)
+        own += map(list, expert_ids)
+    return told
+
+
+def _check(args: ModelArgs, prompts: list[list[int]], answers: list[TokenBatch], layers: tuple[int, ...]) -> None:
+    weights = random_model(args).state_dict()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        told = _told(answer)
+        assert sorted(told) == sorted(layers)
+        assert_best_experts(weights, args, prompt + [event.token_id for event in answer.events[:-1]], told)
+
+
+def _answers(chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[TokenBatch]:
+    return asyncio.run(run_answers(chain, scheduler, prompts, sampling))
+
+
+def _in_process(plan: ClusterPlan, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[TokenBatch]:
+    chain = LocalStageChain(split_model(random_model(plan.args), plan))
+    try:
+        return _answers(chain, scheduler, prompts, sampling)
+    finally:
+        chain.close()
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("budget", [7, 64])
+def test_experts_are_those_with_the_best_scores(num_stages: int, budget: int) -> None:
+    plan = tiny_plan(ARGS, num_stages)
+    answers = _in_process(plan, scheduler_for(plan, budget), CHOSEN, ASKING)
+    _check(ARGS, CHOSEN, answers, ASKING.return_experts)
+
+
+def test_who_does_not_ask_is_not_told_beside_one_who_does() -> None:
+    wishes = [(5,), (), (0, 1), (), (5,)]
+    prompts = CHOSEN[-len(wishes) :]
+    plan = tiny_plan(ARGS, 2)
+    chain = LocalStageChain(split_model(random_model(ARGS), plan))
+
+    async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> TokenBatch:
+        specs = [SequenceSpec(tuple(prompt), replace(ASKING, return_experts=layers))]
+        return TokenBatch.merged([batch async for batch in router.generate(specs)])
+
+    async def scenario() -> list[TokenBatch]:
+        router = Router(scheduler_for(plan, 16), chain)
+        running = asyncio.create_task(router.run())
+        answers = await asyncio.gather(*(one(router, *asked) for asked in zip(prompts, wishes, strict=True)))
+        running.cancel()
+        return answers
+
+    for prompt, answer, layers in zip(prompts, asyncio.run(scenario()), wishes, strict=True):
+        _check(ARGS, [prompt], [answer], layers)
+    chain.close()
+
+
+def test_a_sequence_that_is_computed_again_is_not_told_again() -> None:
+    """Pages for the prompts, but not for the answers: some sequences give theirs back in the middle."""
+    args = tiny_args(window=None, n_layers=4)
+    roomy = tiny_plan(args, 2, 4)
+    classes = tuple(replace(c, num_pages=150) for c in roomy.cache.classes)
+    scarce = replace(roomy, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in roomy.stages))
+    prompts = [random_ids(12, seed) for seed in range(12)]
+    asking = SamplingParams(max_tokens=40, temperature=0.0, return_experts=(1, 3))
+    scheduler = scheduler_for(scarce, 64)
+    answers = _in_process(scarce, scheduler, prompts, asking)
+    assert scheduler.num_preempted > 0
+    _check(args, prompts, answers, asking.return_experts)
+
+
+@pytest.mark.parametrize(("num_stages", "max_open"), [(1, 3), (2, 2)])
+def test_experts_elsewhere_are_chosen_here(tmp_path: Path, num_stages: int, max_open: int) -> None:
+    """Several micro-batches open in a stage at once keep what they were asked for apart."""
+    plan = tiny_plan(ARGS, num_stages)
+    folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
+    with open_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
+        answers = _answers(chain, scheduler_for(plan, 16, EvenPolicy(4, 16)), CHOSEN, ASKING)
+    _check(ARGS, CHOSEN, answers, ASKING.return_experts)
