@@ -325,6 +325,7 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
 ) -> None:
     """A character of several tokens that of the last; the last token none. Otherwise it is the text, character by character."""
     monkeypatch.setenv("COLORTERM", "truecolor")
+    monkeypatch.setenv("COLUMNS", "30")
     tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
     colours = TokenColours(3, 4)
     expected: list[tuple[str, str | None]] = []
@@ -340,6 +341,7 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
     run = generate("--show-experts", "3", *given, terminal=True)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Zhl]|\x1b\[2K", "", run.out)
     assert _coloured(shown)[-len(expected) :] == expected
+    assert _screen(run.out) == _screen("".join(char for char, _ in expected))
     assert len({codes for _, codes in expected}) > 2
 
 

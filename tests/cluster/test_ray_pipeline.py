@@ -223,8 +223,8 @@ def test_same_tokens_over_the_direct_link_which_a_stale_step_does_not_disturb(
     linked: tuple[PipelineSpec, DirectStageChain],
 ) -> None:
     spec, chain = linked
-    _check_tokens(spec, chain, 7, True)
     _check_experts(spec, chain)
+    _check_tokens(spec, chain, 7, True)
 
     def intrude(result: StepResult) -> None:
         if result.step_id == 3:

@@ -1,5 +1,7 @@
 """One stage without Ray: epochs, the order of steps, and what a fence forgets."""
 
+from dataclasses import replace
+
 import pytest
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
@@ -58,6 +60,18 @@ def test_a_released_sequence_makes_room_in_the_same_step(worker: StageWorker) ->
     worker.step(_batch(0, 1, seq_id=1), None)
     worker.step(_batch(0, 2, seq_id=2, released=(0,)), None)
     assert set(worker.table.slots) == {1, 2}
+
+
+def test_what_a_sequence_asked_for_is_forgotten_with_it(worker: StageWorker) -> None:
+    worker.fence(0)
+    asking = Chunk(7, 0, (1, 2), ((0,),), replace(GREEDY, return_experts=(0,)), True)
+    result = worker.step(MicroBatch(0, 0, (asking,)), None)
+    assert isinstance(result, StepResult)
+    assert [(choices.seq_id, choices.layer, len(choices.expert_ids)) for choices in result.choices] == [(7, 0, 2)]
+    result = worker.step(_batch(0, 1, seq_id=1, released=(7,)), None)
+    assert isinstance(result, StepResult)
+    assert result.choices == ()
+    assert worker.table.watched == {}
 
 
 @pytest.mark.parametrize("step_id", [0, 2])
