@@ -1,5 +1,6 @@
 """Where a stage becomes a Ray actor."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StageHealth(WorkerHealth):
-    """``epoch`` is what the stage obeys, -1 before it has been fenced, and ``holder`` whose epoch that is."""
+    """``epoch`` is what the stage obeys, -1 before it has been fenced, and ``holder`` whose epoch that is.
+
+    ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
+    """
 
     epoch: int
     holder: str
+    expert_load: dict[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +69,9 @@ class StageActor(WorkerActor["StageWorker"]):
         threads: int,
         fingerprint: Fingerprint = (),
         experts: ExpertActors | None = None,
+        pipeline: str = "",
     ) -> None:
-        self._plan, self._threads, self._experts = plan, threads, experts
+        self._plan, self._threads, self._experts, self._pipeline = plan, threads, experts, pipeline
         self._holder = ""
         self._steps: Steps | None = None
         self._remote: RemoteExperts | None = None  # where experts are on actors of their own
@@ -76,6 +82,12 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.workers.stage_worker import StageWorker
 
         return StageWorker.load(self._plan, self._weights, self._device, self._on_tensor)
+
+    def _exporter(self) -> Callable[[], None]:
+        from tramontane.cluster.metrics import expert_tokens
+
+        tokens = expert_tokens(self._pipeline, self._plan.stage_id)
+        return lambda: tokens.tell(self._expert_load())
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
@@ -150,7 +162,11 @@ class StageActor(WorkerActor["StageWorker"]):
         overtake steps of the same caller that still wait for their input.
         """
         worker = self._worker
-        return StageHealth(**self._health(), epoch=worker.epoch if worker else -1, holder=self._holder)
+        epoch = worker.epoch if worker else -1
+        return StageHealth(**self._health(), epoch=epoch, holder=self._holder, expert_load=self._expert_load())
+
+    def _expert_load(self) -> dict[int, tuple[int, ...]]:
+        return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 
     def _new_steps(self) -> "Steps":
         from tramontane.workers.steps import OneAtATime
@@ -192,7 +208,9 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
     kind = as_stage_actor(StageActor, 1 if experts is None else experts.max_open + 1)
     make = kind.options(**placed_in(spec, plan.stage_id, group), name=spec.stage_name(plan.stage_id)).remote
     device = "cuda" if spec.use_gpus else "cpu"
-    return cast("ActorHandle[Any]", make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts))
+    return cast(
+        "ActorHandle[Any]", make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name)
+    )
 
 
 def placed_in(spec: "PipelineSpec", bundle: int, group: PlacementGroup) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from tramontane.cluster.bench_display import BenchDisplay
 from tramontane.cluster.bench_figures import Failure, Figures, RequestTrace
 from tramontane.cluster.bench_rounds import Outcome, Round, Rounds
 from tramontane.cluster.bench_work import BenchRequest, Workload, arrivals
+from tramontane.cluster.server_url import base_url
 from tramontane.proto.errors import ConfigError, PipelineError
 
 PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer
@@ -35,14 +36,8 @@ class Traffic:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """With or without the /v1 that OpenAI's clients want at the end."""
-    base = url.rstrip("/").removesuffix("/v1")
-    if not base.startswith(("http://", "https://")):
-        raise ConfigError(f"--url is {url!r}; it must begin with http:// or https://")
-    try:
-        return httpx.AsyncClient(base_url=base, timeout=PATIENCE, limits=UNLIMITED)
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"--url is {url!r}: {error}") from error
+    """Raises ConfigError as ``base_url`` does."""
+    return httpx.AsyncClient(base_url=base_url(url), timeout=PATIENCE, limits=UNLIMITED)
 
 
 async def bench_online(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from tramontane.cluster.expert_outlook import ExpertOutlook
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, is_possible
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
@@ -88,8 +89,8 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
     return high
 
 
-def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...]) -> dict[str, object]:
-    """Everything that the table shows, in bytes."""
+def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...], experts: ExpertOutlook | None = None) -> dict[str, object]:
+    """Everything that the tables show, in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
         "quantize": plan.stages[0].quantize,
@@ -113,4 +114,5 @@ def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...]) -> dict[str, o
             }
             for stage, room in zip(plan.stages, rooms, strict=True)
         ],
+        "experts": None if experts is None else experts.as_data(),
     }

@@ -14,6 +14,7 @@ from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.entry import INTERRUPTED
+from tramontane.cluster.experts_command import experts
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.options import (
@@ -119,6 +120,7 @@ def serve(
 app.command()(chat)
 app.command()(bench)
 app.command()(plan)
+app.command()(experts)
 app.command()(make_random)
 app.command()(simulate)
 

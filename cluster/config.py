@@ -35,6 +35,16 @@ def expert_sizes(given: object) -> tuple[int, ...] | None:
     return None if given is None else tuple(_size(part, "--expert-memory") for part in _parts(given))
 
 
+def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int, ...]:
+    """Raises ConfigError if there is neither one for all nor one for each."""
+    if len(sizes) not in (1, num_actors):
+        raise ConfigError(
+            f"--expert-memory is for {len(sizes)} actors and --expert-actors is {num_actors}; "
+            "give one value for all, or one for each"
+        )
+    return sizes if len(sizes) > 1 else sizes * num_actors
+
+
 def gpu_speeds(given: object) -> tuple[int, ...] | None:
     """Whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
     return None if given is None else tuple(_speed(part) for part in _parts(given))

@@ -1,6 +1,7 @@
 """Where experts become Ray actors."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
 RunMessage = tuple[int, tuple[int, ...], tuple[int, ...]]  # the fields of an ExpertCall
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertHealth(WorkerHealth):
+    """What the actor has done since it was loaded: seconds in which its experts worked, and rows that they were given."""
+
+    busy_s: float
+    num_rows: int
+
+
 class ExpertActor(WorkerActor["ExpertWorker"]):
     """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
 
@@ -30,6 +39,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         self, experts: ExpertActors, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
     ) -> None:
         self._plan, self._actor_id, self._threads = experts.current_plan(), actor_id, threads
+        self._pipeline = experts.pipeline
         self._door: ExpertDoor | None = None
         own = self._plan.actors[actor_id]
         super().__init__(own.label, own.weight_bytes, weights, device, fingerprint)
@@ -43,6 +53,15 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         self._door = ExpertDoor(worker, self._plan, host, edges_for(worker.device), self._threads)
         return worker
+
+    def _exporter(self) -> Callable[[], None]:
+        from tramontane.cluster.metrics import expert_work
+
+        work = expert_work(self._pipeline, self._actor_id)
+        return lambda: work.tell(*self._done())
+
+    def _done(self) -> tuple[float, int]:
+        return (self._worker.busy_s, self._worker.num_rows) if self._worker else (0.0, 0)
 
     @ray.method(enable_task_events=False)
     def run(self, call: RunMessage, rows: Any) -> tuple[float, Any]:  # noqa: ANN401 - bytes as an array, without importing torch
@@ -74,24 +93,20 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
     def hold(self, experts: Collection[ExpertId]) -> None:
         """Load those of them that are not here, while the others work."""
         worker = self._wait_until_loaded()
-        self._weight_bytes = len(worker.held | set(experts)) * self._expert_bytes
+        self._weight_bytes = len(worker.held | set(experts)) * self._plan.expert_bytes
         worker.hold(experts)
 
     @ray.method(concurrency_group="moving")
     def release(self, kept: Collection[ExpertId]) -> None:
         """Forget all experts but these."""
         self._wait_until_loaded().release(kept)
-        self._weight_bytes = self._bytes_loaded = len(kept) * self._expert_bytes
+        self._weight_bytes = self._bytes_loaded = len(kept) * self._plan.expert_bytes
 
     @ray.method(concurrency_group="control")
-    def health(self) -> WorkerHealth:
+    def health(self) -> ExpertHealth:
         """Answered also while experts work or weights are loaded. Call it with ``.options(concurrency_group="control")``."""
-        return WorkerHealth(**self._health())
-
-    @property
-    def _expert_bytes(self) -> int:
-        own = self._plan.actors[self._actor_id]
-        return own.weight_bytes // len(own.experts)
+        busy_s, num_rows = self._done()
+        return ExpertHealth(**self._health(), busy_s=busy_s, num_rows=num_rows)
 
 
 def create_experts(spec: "PipelineSpec", actor_id: int, group: PlacementGroup) -> ActorHandle[Any]:

@@ -1,13 +1,45 @@
 """Measured load: how many tokens each expert was given, as ``tramontane experts --json`` writes it."""
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.expert_plan import ExpertId
 
 ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
-KEY = "tokens_per_expert"
+KEY, PIPELINES = "tokens_per_expert", "pipelines"
+NO_EXPERTS = "no_experts"  # the code of a door's error
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """Of so many pipelines together, each counted since its stages were loaded. No layers: the model has no experts."""
+
+    tokens: ExpertLoad
+    num_pipelines: int
+
+    @classmethod
+    def summed(cls, loads: Iterable[ExpertLoad]) -> Self:
+        """Of pipelines of the same model: ((1, 2), (3, 0)) and ((1, 0), (0, 1)) are ((2, 2), (3, 1))."""
+        each = list(loads)
+        by_layer = zip(*each, strict=True)
+        return cls(tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_layer), len(each))
+
+    def as_data(self) -> dict[str, object]:
+        """What ``from_data`` reads; also what ``load_from`` does."""
+        return load_as_data(self.tokens) | {PIPELINES: self.num_pipelines}
+
+    @classmethod
+    def from_data(cls, data: Any) -> Self:  # noqa: ANN401 - whatever came as JSON
+        """Raises ValueError, TypeError or LookupError for anything else."""
+        tokens, num_pipelines = load_from(data), data[PIPELINES]
+        lengths = {len(row) for row in tokens}
+        if len(lengths) != 1 or 0 in lengths or type(num_pipelines) is not int:
+            raise ValueError("no load of experts")
+        return cls(tokens, num_pipelines)
 
 
 def load_as_data(load: ExpertLoad) -> dict[str, object]:
@@ -15,18 +47,28 @@ def load_as_data(load: ExpertLoad) -> dict[str, object]:
     return {KEY: [list(row) for row in load]}
 
 
+def load_from(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
+    """Raises TypeError or LookupError where there is no list of lists, ValueError where they are not whole numbers."""
+    load = tuple(tuple(row) for row in data[KEY])
+    if not all(type(tokens) is int and tokens >= 0 for row in load for tokens in row):
+        raise ValueError("must be a list of whole numbers for each layer")
+    return load
+
+
 def read_load(path: Path) -> ExpertLoad:
     """Raises ConfigError for a file that holds no such thing."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))[KEY]
-        load = tuple(tuple(row) for row in rows)
+        data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--expert-load {path} cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--expert-load {path} is not what tramontane experts --json writes: it is no JSON") from error
+    try:
+        return load_from(data)
+    except ValueError as error:
+        raise ConfigError(f"--expert-load {path}: {KEY} {error}") from error
+    except (TypeError, LookupError) as error:
         raise ConfigError(f"--expert-load {path} is not what tramontane experts --json writes: it has no {KEY}") from error
-    if not all(type(tokens) is int and tokens >= 0 for row in load for tokens in row):
-        raise ConfigError(f"--expert-load {path}: {KEY} must be a list of whole numbers for each layer")
-    return load
 
 
 def given_load(given: object) -> object:

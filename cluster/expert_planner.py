@@ -84,8 +84,17 @@ def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:
         raise ConfigError(f"--expert-replicas is {request.replicas}; it can be at most --expert-actors, {len(request.rooms)}")
     experts = [ExpertId(layer, expert) for layer in range(args.n_layers) for expert in range(args.moe.num_experts)]
     if request.loads is not None and request.loads.keys() != set(experts):
-        raise ConfigError(f"the measured load is not of {args.n_layers} layers with {args.moe.num_experts} experts each")
+        raise ConfigError(
+            f"--expert-load is of {_shape(request.loads)}, and the model has {args.n_layers} layers with "
+            f"{args.moe.num_experts} experts each; it must be of the same model"
+        )
     return experts
+
+
+def _shape(loads: dict[ExpertId, float]) -> str:
+    """``2 layers with 8 experts each``, or ``2 layers with 7 or 8 experts each``."""
+    by_layer = Counter(each.layer for each in loads)
+    return f"{len(by_layer)} layers with {' or '.join(map(str, sorted(set(by_layer.values())))) or 0} experts each"
 
 
 def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict[ExpertId, int]:

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from tramontane.cluster.expert_load import NO_EXPERTS, MeasuredLoad
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_entry, model_list
@@ -62,12 +63,19 @@ class EventStream(StreamingResponse):
 
 
 class HttpDoor:
-    """The endpoints. ``is_ready`` asks whether tokens can be made now."""
+    """The endpoints. ``is_ready`` asks whether tokens can be made now, ``expert_load`` what experts have been given so far."""
 
     def __init__(
-        self, model: ServedModel, source: TokenSource, is_ready: Callable[[], Awaitable[bool]], max_body: int, writes_per_s: int
+        self,
+        model: ServedModel,
+        source: TokenSource,
+        is_ready: Callable[[], Awaitable[bool]],
+        expert_load: Callable[[], Awaitable[MeasuredLoad]],
+        max_body: int,
+        writes_per_s: int,
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
+        self._expert_load = expert_load
         self._pacer = Pacer(writes_per_s)
         self._started_at = int(time.time())
 
@@ -77,6 +85,7 @@ class HttpDoor:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/experts", self.experts, methods=["GET"]),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
         app.router.redirect_slashes = False  # a client that follows would come back with a GET
@@ -96,6 +105,14 @@ class HttpDoor:
         if await self._is_ready():
             return JSONResponse({"status": "ready"})
         return _error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
+
+    async def experts(self, _request: Request) -> Response:
+        load = await self._expert_load()
+        if not load.num_pipelines:
+            return _error(503, "no pipeline can tell its load now", "server_error", headers={"retry-after": "1"})
+        if not load.tokens:
+            return _error(404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS)
+        return JSONResponse(load.as_data())
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -193,7 +210,8 @@ def _error(
 async def _http_error(request: Request, error: Exception) -> Response:
     """No such path, or not with this method."""
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path:.100} is not here; there are POST /v1/completions, GET /v1/models, GET /health"
+    there = "POST /v1/completions, GET /v1/models, GET /health, GET /experts"
+    message = f"{request.method} {request.url.path:.100} is not here; there are {there}"
     return _error(error.status_code, message, "invalid_request_error", headers=dict(error.headers or {}))
 
 

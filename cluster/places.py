@@ -8,7 +8,7 @@ of unlike GPUs each counts as the smallest and slowest of them.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.config import EngineConfig, for_each_expert_actor
 from tramontane.cluster.hardware import Gpu, Hardware, by_node
 from tramontane.cluster.planner import GIB, StageRoom
 from tramontane.proto.errors import ConfigError, PlanError
@@ -65,12 +65,8 @@ def expert_places(config: EngineConfig, num_stages: int, hardware: Hardware) -> 
         places = gpu_choices(hardware.gpus, num_actors, config.replicas)[0]
     else:
         places = (Place(StageRoom(hardware.stage_memory((num_stages + num_actors) * config.replicas))),) * num_actors
-    if config.expert_memory and len(config.expert_memory) not in (1, num_actors):
-        raise ConfigError(
-            f"--expert-memory is for {len(config.expert_memory)} actors and --expert-actors is {num_actors}; "
-            "give one value for all, or one for each"
-        )
-    return _as_given(places, config.expert_memory, None)
+    memory = None if config.expert_memory is None else for_each_expert_actor(config.expert_memory, num_actors)
+    return _as_given(places, memory, None)
 
 
 def gpu_choices(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> list[tuple[Place, ...]]:

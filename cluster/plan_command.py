@@ -9,7 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.capacity import held_by, held_together, plan_as_data, ways_out
-from tramontane.cluster.config import gpu_sizes, gpu_speeds
+from tramontane.cluster.config import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
+from tramontane.cluster.expert_load import by_expert, read_load
+from tramontane.cluster.expert_outlook import ExpertOutlook, outlook
+from tramontane.cluster.expert_planner import ExpertRequest
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
@@ -30,6 +33,18 @@ def plan(
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", min=1, max=MANY, help="Positions per sequence.")] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=FEW, help="Sequences admitted at once.")] = 64,
     page_size: Annotated[int, typer.Option("--page-size", min=1, max=MANY, help="Positions per cache page.")] = 16,
+    expert_actors: Annotated[
+        int, typer.Option("--expert-actors", min=0, max=FEW, help="Actors that hold the experts, beside the stages' GPUs.")
+    ] = 0,
+    expert_memory: Annotated[
+        str | None, typer.Option("--expert-memory", help="Of each expert actor: 80GiB, or one per actor: 80GiB,40GiB.")
+    ] = None,
+    expert_replicas: Annotated[
+        str | None, typer.Option("--expert-replicas", help="Actors that hold each expert, or auto. Default 1.")
+    ] = None,
+    expert_load: Annotated[
+        Path | None, typer.Option("--expert-load", help="What tramontane experts --json measured: experts are spread by it.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
@@ -40,15 +55,30 @@ def plan(
     if len(rooms) > args.n_layers:
         raise PlanError(f"{len(rooms)} GPUs are too many: the model has {args.n_layers} layers, and no stage may be empty")
     chosen = args.dtype if dtype == "auto" else dtype
-    request = PlanRequest(rooms, chosen, max_model_len or args.max_seq_len, max_num_seqs, page_size, quantize=quantize)
+    holding = _expert_rooms(expert_actors, expert_memory, expert_replicas, expert_load)
+    loads = None if expert_load is None else by_expert(read_load(expert_load))
+    wanted = ExpertRequest(holding, chosen, quantize, _replicas(expert_replicas), loads)
+    experts = outlook(args, wanted) if holding else None
+    request = PlanRequest(
+        rooms,
+        chosen,
+        max_model_len or args.max_seq_len,
+        max_num_seqs,
+        page_size,
+        quantize=quantize,
+        experts_inside=experts is None,
+    )
     try:
         made = make_plan(args, request)
     except TooLittleMemoryError as error:
         raise PlanError(f"{error}; {ways_out(args, request)}") from error
     if as_json:
-        print(json.dumps(plan_as_data(made, rooms)))
-    else:
-        _show(model, args, made, rooms)
+        print(json.dumps(plan_as_data(made, rooms, experts)))
+        return
+    console = Console(highlight=False)
+    _show(console, model, args, made, rooms)
+    if experts is not None:
+        _show_experts(console, experts)
 
 
 def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[StageRoom, ...]:
@@ -62,7 +92,29 @@ def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[St
     return tuple(StageRoom(memory, speed) for memory, speed in zip(memories, speeds, strict=True))
 
 
-def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom, ...]) -> None:
+def _expert_rooms(num_actors: int, memory: str | None, replicas: str | None, load: Path | None) -> tuple[StageRoom, ...]:
+    """Of the expert actors; none where experts stay inside the stages."""
+    if not num_actors:
+        given = {"--expert-memory": memory, "--expert-replicas": replicas, "--expert-load": load}
+        if wrong := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(f"{', '.join(wrong)}: only for experts on actors of their own; give --expert-actors as well")
+        return ()
+    sizes = expert_sizes(memory)
+    if sizes is None:
+        raise ConfigError("--expert-actors needs --expert-memory, which says what each of them has, such as 80GiB")
+    return tuple(StageRoom(size) for size in for_each_expert_actor(sizes, num_actors))
+
+
+def _replicas(given: str | None) -> int | None:
+    """None for auto, as ``ExpertRequest`` has it."""
+    if given == "auto":
+        return None
+    if given is not None and not (given.isdecimal() and int(given) >= 1):
+        raise ConfigError(f"--expert-replicas is {given!r}; it must be a whole number from 1, or auto")
+    return int(given or 1)
+
+
+def _show(console: Console, model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom, ...]) -> None:
     windowed = any(args.windows)
     held = [held_by(stage, room, made.cache.page_size) for stage, room in zip(made.stages, rooms, strict=True)]
     table = Table("stage", "layers", "GiB", "weights", "cache", *(f"{each.length // 1024}k" for each in held[0]))
@@ -75,7 +127,6 @@ def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom
     memory = sum(room.memory for room in rooms) / GIB
     counts = (str(together.get(each.length, "")) for each in held[0])
     table.add_row("all", f"0-{args.n_layers - 1}", f"{memory:.2f}", *(f"{total:.2f}" for total in totals), *counts)
-    console = Console(highlight=False)
     console.print(table)
     if held[0]:
         lengths = ", ".join(f"{each.length // 1024}k" for each in held[0])
@@ -88,3 +139,30 @@ def _show(model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom
         f"{model} in {weights}, contexts of {made.max_model_len}: {made.max_num_seqs} sequences at once; {pages}",
         soft_wrap=True,
     )
+
+
+def _show_experts(console: Console, experts: ExpertOutlook) -> None:
+    table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
+    actors = experts.plan.actors
+    for actor, room, share in zip(actors, experts.rooms, experts.shares, strict=True):
+        sizes = (f"{size / GIB:.2f}" for size in (room.memory, room.usable, actor.weight_bytes))
+        table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", *sizes, str(len(actor.experts)), f"{share:.2f} x")
+    totals = [sum(room.memory for room in experts.rooms), sum(room.usable for room in experts.rooms)]
+    totals.append(sum(actor.weight_bytes for actor in actors))
+    table.add_row("all", *(f"{total / GIB:.2f}" for total in totals), str(sum(len(actor.experts) for actor in actors)), "")
+    console.print(table)
+    kind = "all experts assumed to be alike" if experts.busiest_if_even is None else "by the measured load"
+    console.print(f"experts: pairs of a layer and one of its experts; load: of the actors' mean, {kind}")
+    busiest = f"the busiest expert actor does {experts.busiest:.2f} times the mean"
+    if experts.busiest_if_even is not None:
+        busiest += f"; spread as if all experts were alike it would be {experts.busiest_if_even:.2f} times"
+    console.print(busiest, soft_wrap=True)
+    console.print(_replicas_line(experts), soft_wrap=True)
+
+
+def _replicas_line(experts: ExpertOutlook) -> str:
+    copies = [number for number in experts.num_copies.values() if number > 1]
+    if not copies:
+        return f"none of {len(experts.num_copies)} experts has replicas"
+    number = str(copies[0]) if min(copies) == max(copies) else f"{min(copies)} to {max(copies)}"
+    return f"{len(copies)} of {len(experts.num_copies)} experts are on {number} actors each, the others on one"

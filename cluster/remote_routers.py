@@ -6,10 +6,12 @@ import itertools
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
+from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
@@ -79,16 +81,30 @@ class RemoteRouters:
 
     async def is_ready(self) -> bool:
         """Whether any router can make tokens now."""
+        with suppress(Exception):  # whatever keeps a router from answering
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("is_ready")) as answers:
+                async for is_ready in answers:
+                    if is_ready:
+                        return True
+        return False
+
+    async def expert_load(self) -> MeasuredLoad:
+        """Of all pipelines that can tell theirs in time."""
+        loads: list[ExpertLoad] = []
+        with suppress(Exception):  # the others have told theirs
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("expert_load")) as answers:
+                loads += [load async for load in answers if load is not None]
+        return MeasuredLoad.summed(loads)
+
+    async def _each(self, method: str) -> AsyncGenerator[Any, None]:
+        """What every router answers, one after the other. It answers with its name as well."""
         asked: set[str] = set()
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                while True:
-                    ready, replica = await _cancellable(self._method("is_ready", any_but(asked)).remote())
-                    if ready or replica in asked:
-                        return bool(ready)
-                    asked.add(replica)
-        except Exception:  # whatever keeps a router from answering
-            return False
+        while True:
+            answer, replica = await _cancellable(self._method(method, any_but(asked)).remote())
+            if replica in asked:  # there is no other
+                return
+            asked.add(replica)
+            yield answer
 
     def close(self) -> None:
         for task in self._tasks:

@@ -17,6 +17,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
+from tramontane.cluster.expert_load import ExpertLoad
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
 from tramontane.cluster.pipeline import running_pipeline
@@ -96,6 +97,18 @@ class RouterReplica:
         if not obeyed and router.is_running:  # a stage died while nothing ran on it, and nothing else would tell
             router.fail(PipelineError("a stage has lost its sequences"))
         return obeyed
+
+    async def expert_load(self) -> tuple[ExpertLoad | None, str]:
+        """Of all layers, or None while a stage cannot tell; and which replica says so. Without experts there are no layers."""
+        args = self._spec.plan.args
+        if args.moe is None:
+            return (), self._name
+        try:
+            by_layer = {layer: tokens for stage in await self._chain.health() for layer, tokens in stage.expert_load.items()}
+        except PipelineError:
+            return None, self._name
+        whole = len(by_layer) == args.n_layers  # a stage that is loading has none
+        return (tuple(tokens for _, tokens in sorted(by_layer.items())) if whole else None), self._name
 
     async def check_health(self) -> None:
         """For Ray Serve: only a new replica helps if another router has taken the pipeline, or it does not start any more."""

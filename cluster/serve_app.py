@@ -87,6 +87,7 @@ class IngressReplica:
             model,
             self._routers,
             self._routers.is_ready,
+            self._routers.expert_load,
             config.max_body_bytes,
             config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES),
         )

@@ -5,7 +5,7 @@ import re
 import socket
 import threading
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -13,11 +13,13 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
 
+from tramontane.cluster.background import repeat_for_ever
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import RandomWeights, Weights
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 NAMESPACE = "tramontane"
+EXPORT_EVERY_S = 1.0  # of a worker's counts, to Ray's metrics
 # How long a worker's threads look out for the next product before they sleep (GNU OpenMP, which torch is built with): one or
 # two ms, which spans what lies between two products. By default it is nine, and taken from whoever's turn it is.
 THREADS_WAIT = {"GOMP_SPINCOUNT": "50000"}
@@ -77,6 +79,10 @@ class WorkerActor(Generic[W]):
     def _load(self) -> W:
         """Read or make the weights, reporting to ``_on_tensor``."""
 
+    @abstractmethod
+    def _exporter(self) -> Callable[[], None]:
+        """What tells Ray's metrics how far the worker's own counts have come. Beside its steps, which only count."""
+
     def _try_to_load(self) -> None:
         import warnings
 
@@ -87,6 +93,7 @@ class WorkerActor(Generic[W]):
                 if not isinstance(self._weights, RandomWeights):
                     check_fingerprint(self._weights, self._fingerprint)
                 self._worker = self._load()
+            repeat_for_ever(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # told to whoever waits for the weights
             self._failure = error.with_traceback(None)  # whose frames would keep what was loaded so far
 

@@ -44,7 +44,10 @@ class ExpertModel(nn.Module):
 
 
 class ExpertWorker:
-    """Plain and synchronous: one caller of ``run`` at a time, beside which another may ``hold`` and ``release``."""
+    """Plain and synchronous: one caller of ``run`` at a time, beside which another may ``hold`` and ``release``.
+
+    ``busy_s`` and ``num_rows`` are what its experts worked, in seconds, and what they were given, since it was made.
+    """
 
     def __init__(
         self, plan: ExpertPlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
@@ -52,6 +55,7 @@ class ExpertWorker:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
         self._held: dict[ExpertId, nn.Module] = {}
+        self.busy_s, self.num_rows = 0.0, 0
 
     @classmethod
     def load(
@@ -84,7 +88,7 @@ class ExpertWorker:
             str(self.device),
             self._on_tensor,
         )
-        self._held |= {each: model.experts.expert(each) for each in missing}
+        self._held = self._held | {each: model.experts.expert(each) for each in missing}
 
     def release(self, kept: Collection[ExpertId]) -> None:
         """Forget all experts but these."""
@@ -100,4 +104,7 @@ class ExpertWorker:
         groups = torch.split(rows_CD, list(call.sizes))
         with torch.inference_mode():
             done_CD = torch.cat([expert(group) for expert, group in zip(wanted, groups, strict=True) if expert is not None])
-        return ExpertReply(done_CD, time.perf_counter() - started)
+        reply = ExpertReply(done_CD, time.perf_counter() - started)
+        self.busy_s += reply.busy_s
+        self.num_rows += call.num_rows
+        return reply

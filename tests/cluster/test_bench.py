@@ -21,6 +21,7 @@ from tramontane.cluster.bench_figures import FailureCount
 from tramontane.cluster.bench_online import Traffic, bench_online, client_of
 from tramontane.cluster.bench_rounds import Outcome, Rounds
 from tramontane.cluster.bench_work import Workload, arrivals
+from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.admission import Limits
@@ -206,10 +207,13 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
     async def is_ready() -> bool:
         return True
 
+    async def expert_load() -> MeasuredLoad:
+        return MeasuredLoad((), 1)
+
     async def run() -> Outcome:
         router = Router(Scheduler(plan.cache, limits, EvenPolicy(2, 32)), ScriptedChain(no_gate))
         running = asyncio.create_task(router.run())
-        door = HttpDoor(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, 2**16, 10**9)
+        door = HttpDoor(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, expert_load, 2**16, 10**9)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://door")
         try:
             return await bench_online(client, WORK, Traffic(), Rounds(1, 1), BenchDisplay())

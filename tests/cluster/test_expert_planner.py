@@ -124,7 +124,7 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         plan_experts(tiny_args(n_layers=2, moe=False), ExpertRequest(rooms, "float32"))
     with pytest.raises(ConfigError, match="--expert-replicas is 3; it can be at most --expert-actors, 2"):
         plan_experts(args, ExpertRequest(rooms, "float32", replicas=3))
-    with pytest.raises(ConfigError, match="the measured load is not of 2 layers with 8 experts"):
+    with pytest.raises(ConfigError, match="is of 1 layers with 1 experts each, and the model has 2 layers with 8 experts each"):
         plan_experts(args, ExpertRequest(rooms, "float32", loads={ExpertId(0, 0): 1.0}))
     small = ExpertRequest((StageRoom(3 * _size(MIXTRAL_8X22B, "bfloat16")),) * 2, "bfloat16")
     with pytest.raises(PlanError, match=r"448 experts of 0\.562 GiB on 2 expert actors, which may hold 2, 2; use more"):

@@ -19,6 +19,7 @@ from starlette.responses import StreamingResponse
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor, Pacer
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
@@ -73,6 +74,7 @@ class House:
     router: Router
     client: httpx.AsyncClient
     is_ready: bool = field(default=True)
+    load: MeasuredLoad = field(default_factory=lambda: MeasuredLoad(((1, 2), (3, 0)), 2))
 
     async def post(self, body: dict[str, Any] | bytes, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -108,8 +110,11 @@ async def _house(
     async def is_ready() -> bool:
         return house.is_ready
 
+    async def expert_load() -> MeasuredLoad:
+        return house.load
+
     model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
-    door = HttpDoor(model, router, is_ready, MAX_BODY, 10**9)
+    door = HttpDoor(model, router, is_ready, expert_load, MAX_BODY, 10**9)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)
@@ -306,6 +311,23 @@ def test_health_follows_the_pipeline(chain: LocalStageChain, tokenizer: Tokenize
     asyncio.run(scenario())
 
 
+def test_what_the_experts_were_given_is_told(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with _house(chain, tokenizer) as house:
+            told = await house.client.get("/experts")
+            assert (told.status_code, told.json()) == (200, {"tokens_per_expert": [[1, 2], [3, 0]], "pipelines": 2})
+            house.load = MeasuredLoad((), 1)
+            without = await house.client.get("/experts")
+            assert without.status_code == 404
+            assert check_error(without.content, None, "no_experts")["message"] == "the model has no experts"
+            house.load = MeasuredLoad((), 0)
+            down = await house.client.get("/experts")
+            assert (down.status_code, down.headers["retry-after"]) == (503, "1")
+            assert check_error(down.content)["type"] == "server_error"
+
+    asyncio.run(scenario())
+
+
 # Refusals
 
 
@@ -328,6 +350,7 @@ def test_another_path_is_not_found(chain: LocalStageChain, tokenizer: Tokenizer,
         ("PUT", "/v1/completions", "POST"),
         ("POST", "/v1/models", "GET"),
         ("DELETE", "/health", "GET"),
+        ("POST", "/experts", "GET"),
     ],
 )
 def test_another_method_is_not_allowed(

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import Counter
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -194,7 +195,8 @@ def test_packing_fills_up_nothing_of_a_published_geometry(name: str) -> None:
 
 def test_planning_needs_neither_ray_nor_torch() -> None:
     """It would take longer to import either than to plan."""
-    command = "app(['plan', '--model', 'mixtral-8x22b', '--gpus', '4', '--gpu-memory', '80GiB'], standalone_mode=False)"
+    arguments = "plan --model mixtral-8x22b --gpus 4 --gpu-memory 80GiB --expert-actors 8 --expert-memory 80GiB".split()
+    command = f"app({arguments}, standalone_mode=False)"
     code = (
         f"import sys; from tramontane.cluster.cli import app; {command}; print(sorted({{'ray', 'torch'}} & sys.modules.keys()))"
     )
@@ -215,3 +217,109 @@ def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[st
         assert ledger.how_many_fit(alike) == each["num_seqs"]
         alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
         assert each["num_seqs"] <= min(alone)
+
+
+# ---- experts on actors of their own
+
+NUM_EXPERTS = 32 * 8  # pairs of a layer and one of its experts
+
+
+def _write_load(path: Path, tokens: list[list[int]]) -> Path:
+    path.write_text(json.dumps({"tokens_per_expert": tokens}))
+    return path
+
+
+def test_stages_without_experts_hold_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """Together with the expert actors, all of the model and no more."""
+    inside = _planned(capsys, "mixtral-8x7b", "80GiB", gpus=2)
+    apart = _planned(capsys, "mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="40GiB,24GiB,24GiB,40GiB")
+    assert inside["experts"] is None
+    experts = apart["experts"]
+    weights = [sum(each["weight_bytes"] for each in part) for part in (inside["stages"], apart["stages"], experts["actors"])]
+    assert weights[1] + weights[2] == weights[0]
+    assert 10 * weights[1] < weights[2]
+    assert [actor["memory"] // GIB for actor in experts["actors"]] == [40, 24, 24, 40]
+    assert all(actor["weight_bytes"] <= actor["usable"] < actor["memory"] for actor in experts["actors"])
+    held = sorted(tuple(each) for actor in experts["actors"] for each in actor["experts"])
+    assert held == [(layer, expert) for layer in range(32) for expert in range(8)]
+    assert (experts["load"], experts["busiest_if_even"], experts["num_replicated"]) == ("even", None, 0)
+    assert experts["busiest"] == 1.0
+    assert [actor["share"] for actor in experts["actors"]] == [1.0] * 4
+
+
+def test_a_measured_load_makes_fewer_hot_spots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine of ten tokens go to the experts of one actor of the plan that assumes even load."""
+    options: dict[str, Any] = {"gpus": 2, "expert_actors": 4, "expert_memory": "40GiB"}
+    even = _planned(capsys, "mixtral-8x7b", "24GiB", **options)["experts"]
+    tokens = [[100] * 8 for _ in range(32)]
+    for layer, expert in even["actors"][2]["experts"]:
+        tokens[layer][expert] = 2700
+    options["expert_load"] = _write_load(tmp_path / "load.json", tokens)
+    for replicas in (None, "auto"):
+        experts = _planned(capsys, "mixtral-8x7b", "24GiB", **options, expert_replicas=replicas)["experts"]
+        assert experts["load"] == "measured"
+        assert experts["busiest_if_even"] == pytest.approx(3.6)
+        assert experts["busiest"] == max(actor["share"] for actor in experts["actors"]) < 1.05
+        assert sum(actor["share"] for actor in experts["actors"]) == pytest.approx(4)
+        held = Counter(tuple(each) for actor in experts["actors"] for each in actor["experts"])
+        assert experts["num_experts"] == len(held) == NUM_EXPERTS
+        assert experts["num_replicated"] == sum(copies > 1 for copies in held.values())
+        assert (experts["num_replicated"] > 0) == (replicas == "auto")
+
+
+def test_the_expert_actors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the plan that assumes even load would do with the measured one as well."""
+    load = _write_load(tmp_path / "load.json", [[900, 100, 100, 100], [900, 100, 100, 100], [100] * 4, [100] * 4])
+    folder = write_checkpoint(tmp_path / "model", tiny_args(n_layers=4))
+    options: dict[str, Any] = {"gpus": 2, "expert_actors": 2, "expert_memory": "1GiB"}
+    plan(str(folder), "1GiB", **options)
+    even = capsys.readouterr().out
+    assert "expert actor" in even
+    assert "all experts assumed to be alike" in " ".join(even.split())
+    assert "the busiest expert actor does 1.00 times the mean\nnone of 16 experts has replicas\n" in even
+    options["expert_load"] = load
+    told = _planned(capsys, str(folder), "1GiB", **options)["experts"]
+    plan(str(folder), "1GiB", **options, expert_replicas="auto")
+    shown = capsys.readouterr().out
+    assert "by the measured load" in " ".join(shown.split())
+    assert f"spread as if all experts were alike it would be {told['busiest_if_even']:.2f} times" in shown
+    assert "2 of 16 experts are on 2 actors each, the others on one" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_memory": "40GiB"}, "--expert-memory: only for experts on actors of their own; give --expert-actors as well"),
+        ({"expert_replicas": "2", "expert_load": Path("x")}, "--expert-replicas, --expert-load: only for experts on actors"),
+        ({"expert_actors": 4}, "--expert-actors needs --expert-memory"),
+        ({"expert_actors": 4, "expert_memory": "much"}, "--expert-memory has 'much'; it must be a size"),
+        ({"expert_actors": 4, "expert_memory": "40GiB,24GiB"}, "--expert-memory is for 2 actors and --expert-actors is 4"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "few"}, "--expert-replicas is 'few'; it must be a"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "0"}, "--expert-replicas is '0'; it must be a whole"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "5"}, "--expert-replicas is 5; it can be at most"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_load": Path("/none")}, "--expert-load /none cannot be read"),
+    ],
+)
+def test_mistakes_about_expert_actors_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan("mixtral-8x7b", "24GiB", gpus=2, **options)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_expert_actors_that_cannot_be_are_named() -> None:
+    with pytest.raises(PlanError, match=r"too little memory for 256 experts of 0\.328 GiB on 4 expert actors"):
+        plan("mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")
+    with pytest.raises(ConfigError, match="--expert-actors is for models of several experts per layer; this one has none"):
+        plan("mistral-7b-v0.1", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")
+
+
+@pytest.mark.parametrize(("n_layers", "num_experts"), [(31, 8), (32, 7), (1, 1)])
+def test_the_load_of_another_model_is_refused(n_layers: int, num_experts: int, tmp_path: Path) -> None:
+    load = _write_load(tmp_path / "load.json", [[1] * num_experts] * n_layers)
+    with pytest.raises(ConfigError) as refused:
+        plan("mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="40GiB", expert_load=load)
+    assert str(refused.value) == (
+        f"--expert-load is of {n_layers} layers with {num_experts} experts each, and the model has 32 layers with "
+        "8 experts each; it must be of the same model"
+    )

@@ -15,6 +15,7 @@ from ray.serve.config import RequestRouterConfig
 from scripted import ScriptedChain, no_gate
 
 from tramontane.cluster import remote_routers
+from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
@@ -42,6 +43,8 @@ class Replica:
         self.router = Router(Scheduler(CACHE, LIMITS, EvenPolicy(3, 64)), ScriptedChain(gate))
         self._channels = TokenChannels(name)
         self.num_messages = math.inf
+        self.load: ExpertLoad | None = None  # it cannot tell
+        self.is_dead = False
         self._kept: list[AsyncIterator[bytes]] = []
 
     def generate(self, ingress: str, number: int, specs: bytes) -> Awaitable[bytes]:
@@ -63,6 +66,11 @@ class Replica:
 
     async def is_ready(self) -> tuple[bool, str]:
         return self.router.is_running, self.name
+
+    async def expert_load(self) -> tuple[ExpertLoad | None, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
+        return self.load, self.name
 
 
 class Response:
@@ -182,6 +190,25 @@ def test_where_no_pipeline_works_the_client_hears_it_after_each_was_asked_once_m
             assert sum(each.asked["generate"] for each in replicas) == 3, "a, b, and one of them again"
             assert not await routers.is_ready()
             assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_every_router_is_asked_for_its_experts_load() -> None:
+    """Once; those that cannot tell, or do not answer, are not counted."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abcd"]
+        async with _house(replicas, running="") as routers:
+            assert await routers.expert_load() == MeasuredLoad((), 0)
+            replicas[0].load, replicas[2].load, replicas[3].load = ((1, 2), (3, 4)), ((10, 20), (30, 40)), ((0, 1), (0, 1))
+            for each in replicas:
+                each.asked.clear()
+            assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
+            assert sorted(each.asked["expert_load"] for each in replicas) == [1, 1, 1, 2], "one of them to find that all were"
+            for each in replicas:
+                each.load, each.is_dead = (), True
+            assert await routers.expert_load() == MeasuredLoad((), 0)
 
     asyncio.run(scenario())
 

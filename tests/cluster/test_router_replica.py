@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import tiny_args
 
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.expert_load import ExpertLoad
 from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica, pipeline_prefix
 from tramontane.proto.errors import LeaseError, PipelineError
 
@@ -121,3 +123,29 @@ def test_only_what_makes_a_pipeline_decides_whether_it_is_adopted() -> None:
     assert len({same, *others, prefix(model=Path("/elsewhere"))}) == 6
     other_files = pipeline_prefix("app", EngineConfig.build(None, {"stages": 2}), (("config.json", "abd"),))
     assert other_files != same
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        ([{2: (5, 6)}, {0: (1, 2), 1: (3, 4)}], ((1, 2), (3, 4), (5, 6))),
+        ([{0: (1, 2), 1: (3, 4)}, {}], None),  # a stage is loading
+        (PipelineError("a stage does not answer"), None),
+    ],
+)
+def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad | None) -> None:  # noqa: ANN401
+    class Stages:
+        async def health(self) -> list[Any]:
+            if isinstance(told, PipelineError):
+                raise told
+            return [SimpleNamespace(expert_load=load) for load in told]
+
+    async def scenario() -> None:
+        replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
+        replica._chain = Stages()
+        replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3)))
+        assert await replica.expert_load() == (expected, "replica")
+        replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3, moe=False)))
+        assert await replica.expert_load() == ((), "replica"), "whoever has no experts need not be asked"
+
+    asyncio.run(scenario())

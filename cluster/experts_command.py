@@ -1,0 +1,37 @@
+"""``tramontane experts``."""
+
+import json
+import signal
+from contextlib import suppress
+from typing import Annotated
+
+from rich.console import Console
+
+from tramontane.cluster.expert_load import load_as_data
+from tramontane.cluster.options import option
+from tramontane.proto.errors import ConfigError
+
+
+def experts(
+    url: Annotated[str, option("--url", help="A server that tramontane serve started.")] = "http://127.0.0.1:8000",
+    watch: Annotated[bool, option("--watch", help="Look again every second, until interrupted.")] = False,
+    as_json: Annotated[bool, option("--json", help="Print what --expert-load takes.")] = False,
+) -> None:
+    """Show how the tokens of a running server are spread over its experts."""
+    from tramontane.cluster import expert_watch  # brings an HTTP client
+
+    if watch and as_json:
+        raise ConfigError("--watch is for the eye, so --json cannot be used with it")
+    console = Console(highlight=False)
+    with expert_watch.client_of(url) as client:
+        if not watch:
+            load = expert_watch.ask_load(client)
+            if as_json:
+                print(json.dumps(load_as_data(load.tokens)))
+            else:
+                console.print(expert_watch.totals(load, console.width))
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):  # which would leave the terminal without a cursor
+            signal.signal(number, signal.default_int_handler)
+        with suppress(KeyboardInterrupt):
+            expert_watch.watch(client, console)
