@@ -1,12 +1,15 @@
 """Experts on Ray actors of their own: the same tokens, whatever holds them, whatever dies."""
 
 import asyncio
+import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import ray
 from expert_actors import expert_plan, without_experts
@@ -29,6 +32,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWa
 
 ARGS = tiny_args(n_layers=4)
 CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 130]
+NUM_CHOICES = 2 * sum(len(prompt) + GREEDY.max_tokens - 1 for prompt in CHOSEN)  # two experts of each layer for every token
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,10 @@ def _ray() -> Iterator[None]:
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=256 * 2**20,
-        _system_config={"timeout_ms_task_wait_for_death_info": 0},  # as ``own_ray`` has it
+        _system_config={
+            "timeout_ms_task_wait_for_death_info": 0,  # as ``own_ray`` has it
+            "metrics_report_interval_ms": 1000,
+        },
     )
     yield
     ray.shutdown()
@@ -85,6 +92,45 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
         experts = ray.get([_expert(spec, actor.actor_id).health.remote() for actor in spec.plan.experts.actors])
         for health, planned in zip([*stages, *experts], [*spec.plan.stages, *spec.plan.experts.actors], strict=True):
             assert health.bytes_read == health.bytes_loaded == planned.weight_bytes
+        tokens = {layer: sum(own) for stage in stages for layer, own in stage.expert_load.items()}
+        assert tokens == dict.fromkeys(range(ARGS.n_layers), NUM_CHOICES)
+        assert sum(actor.num_rows for actor in experts) == ARGS.n_layers * NUM_CHOICES
+        assert all(actor.busy_s > 0 for actor in experts)
+
+
+def test_what_was_counted_is_exported(folder: Path) -> None:
+    """To Ray's own endpoint for Prometheus, under names that say whose it is."""
+    with _pipeline(folder, 2, 2, 1, "object-store") as (spec, chain):
+        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
+        stages = ray.get([stage.health.remote() for stage in chain.stages])
+        experts = ray.get([_expert(spec, actor_id).health.remote() for actor_id in range(2)])
+        tokens = {
+            (str(stage), str(layer), str(expert)): float(number)
+            for stage, health in enumerate(stages)
+            for layer, own in health.expert_load.items()
+            for expert, number in enumerate(own)
+            if number
+        }
+        rows = {(str(actor),): float(health.num_rows) for actor, health in enumerate(experts)}
+        busy_s = {(str(actor),): health.busy_s for actor, health in enumerate(experts)}
+        while _exported("tramontane_expert_tokens", spec.name, "stage", "layer", "expert") != tokens:
+            time.sleep(0.1)
+        while _exported("tramontane_expert_rows", spec.name, "actor") != rows:
+            time.sleep(0.1)
+        while _exported("tramontane_expert_busy_seconds", spec.name, "actor") != pytest.approx(busy_s):
+            time.sleep(0.1)
+
+
+def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], float]:
+    """What Ray tells Prometheus of a counter of this pipeline's, by these tags."""
+    port = ray.nodes()[0]["MetricsExportPort"]
+    lines = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30).text.splitlines()
+    found = {}
+    for line in lines:
+        if line.startswith(f"ray_{name}_total{{") and f'pipeline="{pipeline}"' in line:
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            found[tuple(labels[tag] for tag in tags)] = float(line.split()[-1])
+    return found
 
 
 @pytest.mark.parametrize(("link", "replicas"), [("direct", 1), ("object-store", 2)])

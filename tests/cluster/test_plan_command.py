@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -195,8 +196,14 @@ def test_packing_fills_up_nothing_of_a_published_geometry(name: str) -> None:
 
 def test_planning_needs_neither_ray_nor_torch() -> None:
     """It would take longer to import either than to plan."""
-    arguments = "plan --model mixtral-8x22b --gpus 4 --gpu-memory 80GiB --expert-actors 8 --expert-memory 80GiB".split()
-    command = f"app({arguments}, standalone_mode=False)"
+    options = {
+        "--model": "mixtral-8x22b",
+        "--gpus": "4",
+        "--gpu-memory": "80GiB",
+        "--expert-actors": "8",
+        "--expert-memory": "80GiB",
+    }
+    command = f"app({['plan', *chain(*options.items())]}, standalone_mode=False)"
     code = (
         f"import sys; from tramontane.cluster.cli import app; {command}; print(sorted({{'ray', 'torch'}} & sys.modules.keys()))"
     )

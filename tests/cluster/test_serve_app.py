@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,7 +43,9 @@ from serving import (
     wait_until_ready,
 )
 
+from tramontane.cluster.cli import app
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.expert_load import MeasuredLoad, read_load
 from tramontane.cluster.hardware import joined_cluster, this_machine
 from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
@@ -183,6 +186,28 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
         client.completions.create(model="demo", prompt=[10**6])
     with pytest.raises(openai.NotFoundError, match="is not here"):
         client.chat.completions.create(model="demo", messages=[])
+
+
+def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every token is given to two experts of each of the eight layers."""
+
+    def told() -> MeasuredLoad:
+        return MeasuredLoad.from_data(httpx.get(f"{URL}/experts", timeout=30).json())
+
+    wait_until_idle()
+    before = told()
+    usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
+    wait_until_idle()
+    after = told()
+    assert before.num_pipelines == after.num_pipelines == 1
+    assert len(after.tokens) == 8
+    grown = [sum(new) - sum(old) for new, old in zip(after.tokens, before.tokens, strict=True)]
+    assert grown == [2 * (usage["total_tokens"] - 1)] * 8, "the last token is not computed with"
+    app(["experts", "--json", "--url", f"{URL}/v1"], standalone_mode=False)
+    (tmp_path / "load.json").write_text(capsys.readouterr().out)
+    assert read_load(tmp_path / "load.json") == after.tokens
+    app(["experts", "--url", URL], standalone_mode=False)
+    assert "since loading, 1 pipeline:" in capsys.readouterr().out
 
 
 def test_streamed_equals_unstreamed_for_200_random_requests() -> None:

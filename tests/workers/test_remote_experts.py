@@ -49,6 +49,10 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     with open_chain(plan, folder, actors, max_open) as chain:
         scheduler = scheduler_for(plan, 64, EvenPolicy(4 * num_stages, 64))
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
+        given = [sum(tokens) for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
+    assert given == [given[0]] * ARGS.n_layers, "every token passes every layer"
+    assert sum(worker.num_rows for worker in actors.workers) == sum(given)
+    assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
 
 
 def _generate(chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]]) -> list[list[int]]:
