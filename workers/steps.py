@@ -41,6 +41,7 @@ class OneAtATime:
         self._worker, self._num_threads = worker, num_threads
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+        self._worker.check_epoch(batch)
         self._worker.check_turn(batch)  # before anything is taken from the stage before
         outcome = self._worker.step(batch, receive())
         deliver(outcome)
