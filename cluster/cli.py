@@ -102,6 +102,9 @@ def serve(
     max_queued_tokens: Annotated[
         int | None, option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
     ] = None,
+    move_experts: Annotated[
+        bool | None, option("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
+    ] = None,
     json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API until interrupted."""

@@ -106,6 +106,7 @@ class EngineConfig(BaseModel):
         None, description="of each expert actor, or of all"
     )
     expert_load: Annotated[ExpertLoad | None, BeforeValidator(given_load)] = Field(None, description="a file of measured load")
+    move_experts: bool = Field(False, description="clients may, by POST /experts")
     ping_pong: Few = Field(2, description="micro-batches a stage keeps open while experts on actors of their own work")
     seed: int = 0
     served_model_name: Annotated[str, Field(min_length=1)] | None = None

@@ -55,20 +55,20 @@ def load_from(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
     return load
 
 
-def read_load(path: Path) -> ExpertLoad:
+def read_load(path: Path, name: str = "--expert-load") -> ExpertLoad:
     """Raises ConfigError for a file that holds no such thing."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"--expert-load {path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{name} {path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--expert-load {path} is not what tramontane experts --json writes: it is no JSON") from error
+        raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it is no JSON") from error
     try:
         return load_from(data)
     except ValueError as error:
-        raise ConfigError(f"--expert-load {path}: {KEY} {error}") from error
+        raise ConfigError(f"{name} {path}: {KEY} {error}") from error
     except (TypeError, LookupError) as error:
-        raise ConfigError(f"--expert-load {path} is not what tramontane experts --json writes: it has no {KEY}") from error
+        raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it has no {KEY}") from error
 
 
 def given_load(given: object) -> object:

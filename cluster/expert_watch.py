@@ -10,7 +10,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tramontane.cluster.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad
+from tramontane.cluster.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data
 from tramontane.cluster.heat_map import BUSIEST, busiest_line, heat_map, legend
 from tramontane.cluster.server_url import base_url
 from tramontane.proto.errors import ConfigError, NotRunningError
@@ -46,6 +46,24 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise NotRunningError(f"--url {client.base_url}: {message}; try again soon")
     raise _no_tramontane(client, answer)
+
+
+def adopt(client: httpx.Client, load: ExpertLoad) -> str:
+    """What the server says that it did. Raises ConfigError where it will not or cannot."""
+    try:
+        answer = client.post("/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
+    except httpx.HTTPError as error:
+        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+    if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
+        raise ConfigError(f"--url {client.base_url} does not let clients move experts; start it with --move-experts")
+    try:
+        data = answer.json()
+        if answer.status_code == httpx.codes.OK:
+            return f"{data['moved']} experts were loaded where they were not before, in {data['pipelines']} pipeline(s)"
+        message = str(data["error"]["message"])
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _no_tramontane(client, answer) from error
+    raise ConfigError(f"--url {client.base_url}: {message}")
 
 
 def _no_tramontane(client: httpx.Client, answer: httpx.Response) -> ConfigError:

@@ -3,11 +3,12 @@
 import json
 import signal
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated
 
 from rich.console import Console
 
-from tramontane.cluster.expert_load import load_as_data
+from tramontane.cluster.expert_load import load_as_data, read_load
 from tramontane.cluster.options import option
 from tramontane.proto.errors import ConfigError
 
@@ -16,14 +17,22 @@ def experts(
     url: Annotated[str, option("--url", help="A server that tramontane serve started.")] = "http://127.0.0.1:8000",
     watch: Annotated[bool, option("--watch", help="Look again every second, until interrupted.")] = False,
     as_json: Annotated[bool, option("--json", help="Print what --expert-load takes.")] = False,
+    adopt: Annotated[
+        Path | None, option("--adopt", help="Have the server spread its experts by this measured load, while it runs.")
+    ] = None,
 ) -> None:
     """Show how the tokens of a running server are spread over its experts."""
     from tramontane.cluster import expert_watch  # brings an HTTP client
 
+    if adopt is not None and (watch or as_json):
+        raise ConfigError("--adopt changes the server, so --watch and --json cannot be used with it")
     if watch and as_json:
         raise ConfigError("--watch is for the eye, so --json cannot be used with it")
     console = Console(highlight=False)
     with expert_watch.client_of(url) as client:
+        if adopt is not None:
+            console.print(expert_watch.adopt(client, read_load(adopt, "--adopt")))
+            return
         if not watch:
             load = expert_watch.ask_load(client)
             if as_json:

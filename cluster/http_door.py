@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from tramontane.cluster.expert_load import NO_EXPERTS, MeasuredLoad
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UserError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_entry, model_list
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body, parse_completion
@@ -24,6 +24,7 @@ from tramontane.router.openai_schema import ErrorType, ParameterError, error_bod
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 
 
 class Pacer:
@@ -63,7 +64,11 @@ class EventStream(StreamingResponse):
 
 
 class HttpDoor:
-    """The endpoints. ``is_ready`` asks whether tokens can be made now, ``expert_load`` what experts have been given so far."""
+    """The endpoints. ``is_ready`` asks whether tokens can be made now, ``expert_load`` what experts have been given so far.
+
+    ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
+    how many pipelines; None: clients may not ask for it.
+    """
 
     def __init__(
         self,
@@ -73,9 +78,10 @@ class HttpDoor:
         expert_load: Callable[[], Awaitable[MeasuredLoad]],
         max_body: int,
         writes_per_s: int,
+        move_experts: MoveExperts | None = None,
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
-        self._expert_load = expert_load
+        self._expert_load, self._move_experts = expert_load, move_experts
         self._pacer = Pacer(writes_per_s)
         self._started_at = int(time.time())
 
@@ -85,7 +91,7 @@ class HttpDoor:
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/health", self.health, methods=["GET"]),
-            Route("/experts", self.experts, methods=["GET"]),
+            Route("/experts", self.experts, methods=["GET", *(["POST"] if self._move_experts else [])]),
         ]
         app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error, Exception: _our_fault})
         app.router.redirect_slashes = False  # a client that follows would come back with a GET
@@ -106,13 +112,28 @@ class HttpDoor:
             return JSONResponse({"status": "ready"})
         return _error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
-    async def experts(self, _request: Request) -> Response:
+    async def experts(self, request: Request) -> Response:
+        if request.method == "POST":
+            return await self._moved_experts(request)
         load = await self._expert_load()
         if not load.num_pipelines:
             return _error(503, "no pipeline can tell its load now", "server_error", headers={"retry-after": "1"})
         if not load.tokens:
             return _error(404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS)
         return JSONResponse(load.as_data())
+
+    async def _moved_experts(self, request: Request) -> Response:
+        assert self._move_experts is not None
+        try:
+            load = load_from(json.loads(await self._body(request)))
+            num_moved, num_pipelines = await self._move_experts(load)
+        except (ValueError, TypeError, LookupError, RecursionError):
+            return _error(
+                400, f"the body must be JSON with {KEY}: a list of whole numbers for each layer", "invalid_request_error"
+            )
+        except TramontaneError as error:
+            return error_response(error)
+        return JSONResponse({"moved": num_moved, "pipelines": num_pipelines})
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -190,6 +211,8 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return _error(400, str(error), "invalid_request_error", param=error.parameter)
         case RequestError():
             return _error(400, str(error), "invalid_request_error", param="prompt")
+        case UserError():
+            return _error(400, str(error), "invalid_request_error")
         case _:
             logger.warning("a request failed: %s", error)
             headers = {"retry-after": "1"} if isinstance(error, PipelineError) else {}

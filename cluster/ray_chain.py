@@ -15,7 +15,8 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.proto import wire
-from tramontane.proto.errors import LeaseError, LinkError, PipelineError, StaleEpochError
+from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
+from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 
 FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
@@ -61,6 +62,16 @@ class RayStageChain:
                 if time.monotonic() > give_up_at or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
                 await asyncio.sleep(RETRY_S)
+
+    async def move_experts(self, plan: ExpertPlan) -> int:
+        """While steps run; see ``expert_moving``. Raises PlanError or PipelineError."""
+        try:
+            moved: int = await self._supervisor.move_experts.options(concurrency_group="moving").remote(plan)
+        except PlanError as error:  # Ray's error is of its cause's class too
+            raise PlanError(last_line(error)) from error
+        except RayError as error:
+            raise PipelineError(f"experts could not be moved: {last_line(error)}") from error
+        return moved
 
     async def health(self) -> list[StageHealth]:
         """Of every stage, also while steps run. Raises PipelineError if one does not answer."""

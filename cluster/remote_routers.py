@@ -15,7 +15,7 @@ from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
-from tramontane.proto.errors import NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
+from tramontane.proto.errors import ConfigError, NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.mailbox import Mailbox
 
@@ -96,11 +96,24 @@ class RemoteRouters:
                 loads += [load async for load in answers if load is not None]
         return MeasuredLoad.summed(loads)
 
-    async def _each(self, method: str) -> AsyncGenerator[Any, None]:
+    async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
+        """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.
+
+        Raises ConfigError where one refuses, PipelineError where one fails; those before it have done it.
+        """
+        num_moved = num_pipelines = 0
+        async with aclosing(self._each("move_experts", load)) as answers:
+            async for moved, refusal in answers:
+                if refusal:
+                    raise ConfigError(refusal)
+                num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
+        return num_moved, num_pipelines
+
+    async def _each(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
         """What every router answers, one after the other. It answers with its name as well."""
         asked: set[str] = set()
         while True:
-            answer, replica = await _cancellable(self._method(method, any_but(asked)).remote())
+            answer, replica = await _cancellable(self._method(method, any_but(asked)).remote(*arguments))
             if replica in asked:  # there is no other
                 return
             asked.add(replica)

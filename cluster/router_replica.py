@@ -17,7 +17,8 @@ from ray import serve
 from ray.exceptions import RayError
 
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
-from tramontane.cluster.expert_load import ExpertLoad
+from tramontane.cluster.expert_load import ExpertLoad, by_expert
+from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
 from tramontane.cluster.pipeline import running_pipeline
@@ -26,7 +27,7 @@ from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.supervisor import SUPERVISOR, Application, PipelineSpec, actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names, naming_the_node
-from tramontane.proto.errors import LeaseError, PipelineError
+from tramontane.proto.errors import LeaseError, PipelineError, UserError
 from tramontane.router.router import Router
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
@@ -109,6 +110,20 @@ class RouterReplica:
             return None, self._name
         whole = len(by_layer) == args.n_layers  # a stage that is loading has none
         return (tuple(tokens for _, tokens in sorted(by_layer.items())) if whole else None), self._name
+
+    async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
+        """Follow a plan for this load: how many experts were loaded for that, or why not; and which replica says so."""
+        return await self._moved_experts(load), self._name
+
+    async def _moved_experts(self, load: ExpertLoad) -> tuple[int, str]:
+        experts = self._spec.expert_actors
+        if experts is None:
+            return 0, "experts are inside the stages of this server; start it with --expert-actors to move them"
+        try:
+            plan = replanned(experts.current_plan(), by_expert(load))
+            return await self._chain.move_experts(plan), ""
+        except UserError as error:
+            return 0, str(error)
 
     async def check_health(self) -> None:
         """For Ray Serve: only a new replica helps if another router has taken the pipeline, or it does not start any more."""

@@ -90,6 +90,7 @@ class IngressReplica:
             self._routers.expert_load,
             config.max_body_bytes,
             config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES),
+            self._routers.move_experts if config.move_experts else None,
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

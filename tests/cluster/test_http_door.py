@@ -19,10 +19,10 @@ from starlette.responses import StreamingResponse
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.expert_load import MeasuredLoad
-from tramontane.cluster.http_door import HttpDoor, Pacer
+from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.http_door import HttpDoor, MoveExperts, Pacer
 from tramontane.cluster.local_chain import LocalStageChain
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits
@@ -100,6 +100,7 @@ async def _house(
     max_num_seqs: int = 8,
     max_queued_seqs: int = 8,
     max_queued_tokens: int = 1000,
+    move_experts: MoveExperts | None = None,
 ) -> AsyncIterator[House]:
     limits = Limits(
         max_num_seqs, 32, CONTEXT, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
@@ -114,7 +115,7 @@ async def _house(
         return house.load
 
     model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
-    door = HttpDoor(model, router, is_ready, expert_load, MAX_BODY, 10**9)
+    door = HttpDoor(model, router, is_ready, expert_load, MAX_BODY, 10**9, move_experts)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)
@@ -326,6 +327,34 @@ def test_what_the_experts_were_given_is_told(chain: LocalStageChain, tokenizer: 
             assert check_error(down.content)["type"] == "server_error"
 
     asyncio.run(scenario())
+
+
+def test_experts_are_moved_where_clients_may_ask_for_it(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    asked: list[ExpertLoad] = []
+
+    async def move(load: ExpertLoad) -> tuple[int, int]:
+        asked.append(load)
+        if len(load) == 1:
+            raise ConfigError("the measured load is not of this model")
+        return 5, 2
+
+    async def scenario() -> None:
+        async with _house(chain, tokenizer, move_experts=move) as house:
+            moved = await house.client.post("/experts", json={"tokens_per_expert": [[1, 2], [3, 0]]})
+            assert (moved.status_code, moved.json()) == (200, {"moved": 5, "pipelines": 2})
+            refused = await house.client.post("/experts", json={"tokens_per_expert": [[1, 2]]})
+            assert refused.status_code == 400
+            assert check_error(refused.content)["message"] == "the measured load is not of this model"
+            for body in (b"", b"[]", b"{}", b'{"tokens_per_expert": [[-1]]}', b'{"tokens_per_expert": 3}', b"\xff", b"[" * 900):
+                bad = await house.client.post("/experts", content=body)
+                assert bad.status_code == 400
+                assert "tokens_per_expert" in check_error(bad.content)["message"]
+            large = await house.client.post("/experts", content=b" " * (MAX_BODY + 1))
+            assert large.status_code == 413
+            assert (await house.client.get("/experts")).status_code == 200
+
+    asyncio.run(scenario())
+    assert asked == [((1, 2), (3, 0)), ((1, 2),)]
 
 
 # Refusals

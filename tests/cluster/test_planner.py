@@ -416,13 +416,14 @@ DEFAULTS = {
     "replicas": 1,
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
+    "move_experts": False,
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
 KEYS_WITHOUT_FLAG = {"max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
-FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config"}
+FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
 OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
-OF_SERVE = {"served_model_name", "host", "port", "replicas", "max_queued_requests", "max_queued_tokens"}
+OF_SERVE = {"served_model_name", "host", "port", "replicas", "max_queued_requests", "max_queued_tokens", "move_experts"}
 
 
 def test_defaults_are_the_designs() -> None:
@@ -484,7 +485,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
     def run(*arguments: str) -> tuple[EngineConfig, Any]:
         seen: list[tuple[EngineConfig, Any]] = []
 
-        async def stop(config: EngineConfig, _prompts: object, sampling: object, _display: object) -> NoReturn:
+        async def stop(config: EngineConfig, _prompts: object, sampling: object, _display: object, _show: object) -> NoReturn:
             seen.append((config, sampling))
             raise RequestError("seen enough")
 
