@@ -78,11 +78,16 @@ def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
     return ray.get_actor(spec.expert_name(actor_id), NAMESPACE)
 
 
-CASES = [(1, 1, 1), (2, 2, 1), (4, 4, 2), (1, 8, 1)]
+# The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes cost nothing.
+CASES: list[tuple[int, int, int, Link]] = [
+    (1, 1, 1, "object-store"),
+    (2, 2, 1, "direct"),
+    (4, 4, 2, "object-store"),
+    (1, 8, 2, "direct"),
+]
 
 
-@pytest.mark.parametrize("link", ["object-store", "direct"])
-@pytest.mark.parametrize(("num_stages", "num_actors", "replicas"), CASES)
+@pytest.mark.parametrize(("num_stages", "num_actors", "replicas", "link"), CASES)
 def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link) -> None:
     with _pipeline(folder, num_stages, num_actors, replicas, link) as (spec, chain):
         outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
@@ -133,13 +138,13 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
     return found
 
 
-@pytest.mark.parametrize(("link", "replicas"), [("direct", 1), ("object-store", 2)])
-def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int) -> None:
+@pytest.mark.parametrize(("link", "replicas", "kills"), [("direct", 1, 2), ("object-store", 2, 1)])
+def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int, kills: int) -> None:
     """More of them, and how long anybody waits: ``make bench-expert-kills``."""
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     with _pipeline(folder, 2, 2, replicas, link) as (spec, chain):
-        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=2))
+        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills))
     for prompt, output in survived.outputs:
         assert_same_tokens(f"prompt of {len(prompt)}", output, expected[prompt])
 

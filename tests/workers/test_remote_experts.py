@@ -41,7 +41,17 @@ def _inside() -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("num_stages", "num_actors", "replicas", "max_open"),
-    [(1, 1, 1, 1), (1, 2, 1, 2), (2, 4, 1, 2), (4, 8, 1, 3), (1, 2, 2, 2), (2, 3, 2, 4), (4, 8, 4, 2)],
+    [
+        (1, 1, 1, 1),
+        (1, 2, 1, 2),
+        (2, 4, 1, 2),
+        (4, 8, 1, 3),
+        (1, 2, 2, 2),
+        (2, 4, 2, 4),
+        (4, 8, 4, 2),
+        (4, 1, 1, 2),
+        (2, 8, 2, 2),
+    ],
 )
 def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, max_open: int) -> None:
     plan = tiny_plan(ARGS, num_stages)
