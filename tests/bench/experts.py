@@ -1,0 +1,232 @@
+"""What experts on actors of their own cost, and what ping-pong is worth where they are far away.
+
+    python tests/bench/experts.py [--prompts 64] [--rounds 3] [--delay-ms 5] [--json]
+
+A Mixtral of 214 M with random weights in float32, prompts of 128 tokens and answers of 64, all at once. First whole pipelines by
+``tramontane bench``: experts inside, with both cores, and on two actors over either link. Then one stage in this process and its
+two expert actors in processes of their own, whose every answer is held back: with one micro-batch open at a time (ping-pong off)
+and with several. In turns, so that a slow moment of the machine hits all; medians, and ratios within a round.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import queue
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from expert_actors import CPU, HOST, OpenChain, expert_plan
+from harness import random_ids, run_prompts, scheduler_for
+from rich.console import Console
+from rich.table import Table
+
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.request import SamplingParams
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.usage import UsageMeter
+from tramontane.workers.edge import Address
+from tramontane.workers.expert_link import DirectExpert, ExpertDoor, RowFormat
+from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWorker
+from tramontane.workers.ping_pong import PingPong
+from tramontane.workers.remote_experts import RemoteExperts
+from tramontane.workers.socket_edge import SocketEdges
+from tramontane.workers.stage_worker import StageWorker
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+INPUT_LEN, OUTPUT_LEN, BUDGET, ACTORS = 128, 64, 512, 2
+LEAST_OF_INSIDE, LEAST_OF_PING_PONG = 0.7, 1.5  # targets: two actors over the direct link; ping-pong on against off
+OPEN = (1, 2, 3, 4)  # micro-batches; 1 is off
+ARGS = ModelArgs(
+    dim=512,
+    n_layers=8,
+    head_dim=64,
+    hidden_dim=1792,
+    n_heads=8,
+    n_kv_heads=2,
+    norm_eps=1e-5,
+    vocab_size=32_000,
+    rope_theta=1e6,
+    max_seq_len=2048,
+    windows=(None,) * 8,
+    moe=MoeArgs(8, 2),
+    dtype="float32",
+)
+PIPELINES = {
+    "inside, 1 x 2": "--stages 1 --threads-per-stage 2",
+    "inside, 2 x 1": "--stages 2 --threads-per-stage 1",
+    "2 actors, direct": "--stages 1 --threads-per-stage 1 --expert-actors 2 --link direct",
+    "2 actors, object store": "--stages 1 --threads-per-stage 1 --expert-actors 2 --link object-store",
+}
+console = Console(stderr=True)
+Speeds = dict[str, list[float]]  # tokens/s, by round
+
+
+def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
+    """Tokens per second, of prompts and answers."""
+    work = (
+        f"--num-prompts {prompts} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1 --max-model-len 2048"
+    )
+    command = f"bench --json --model {folder} --load-format dummy --dtype float32 {work} {flags}"
+    entry = "from tramontane.cluster.entry import main; main()"
+    done = subprocess.run([sys.executable, "-c", entry, *command.split()], capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
+
+
+def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: int) -> None:
+    """Says when it has loaded; then told where a stage's calls come from, says where its replies will."""
+    worker = ExpertWorker.load(plan, actor_id, RandomWeights())
+    door = ExpertDoor(worker, plan, HOST, SocketEdges(), num_threads=1)
+    pipe.send(None)
+    while True:
+        pipe.send(door.open(pipe.recv()))
+
+
+class DelayedExpert:
+    """``ExpertConnection`` whose answers arrive so much later."""
+
+    def __init__(self, inner: DirectExpert, delay_s: float) -> None:
+        self._inner, self._delay_s = inner, delay_s
+        self._answers: queue.SimpleQueue[tuple[float, Future[ExpertReply], Future[ExpertReply]]] = queue.SimpleQueue()
+        threading.Thread(target=self._deliver, daemon=True).start()
+
+    @property
+    def is_up(self) -> bool:
+        return self._inner.is_up
+
+    failure = None
+
+    def call(self, call: ExpertCall, rows_CD: torch.Tensor) -> "Future[ExpertReply]":
+        late: Future[ExpertReply] = Future()
+        answer = self._inner.call(call, rows_CD)
+        answer.add_done_callback(lambda done: self._answers.put((time.perf_counter() + self._delay_s, done, late)))
+        return late
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _deliver(self) -> None:
+        while True:
+            due, done, late = self._answers.get()
+            time.sleep(max(due - time.perf_counter(), 0))
+            late.set_result(done.result())
+
+
+@contextmanager
+def expert_processes(plan: ExpertPlan) -> Iterator[list["Connection[Any, Any]"]]:
+    context = multiprocessing.get_context("spawn")
+    with ExitStack() as stack:
+        pipes = []
+        for actor in plan.actors:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_expert_process, args=(theirs, plan, actor.actor_id), daemon=True)
+            process.start()
+            stack.callback(process.kill)
+            pipes.append(ours)
+        for pipe in pipes:
+            pipe.recv()
+        yield pipes
+
+
+def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts: int, delay_s: float, max_open: int) -> float:
+    """New tokens per second; a first round teaches the policy and is not counted."""
+
+    def introduce(actor_id: int, calls: Address) -> Address:
+        pipes[actor_id].send(calls)
+        address: Address = pipes[actor_id].recv()
+        return address
+
+    def connect(actor_id: int, notify: Callable[[], None]) -> DelayedExpert:
+        made = DirectExpert(
+            partial(introduce, actor_id), notify, RowFormat.of(plan, CPU), HOST, SocketEdges(), f"experts {actor_id}"
+        )
+        return DelayedExpert(made, delay_s)
+
+    request = PlanRequest((StageRoom(2**33),), "float32", 2048, prompts, 16, experts_inside=False)
+    stages = make_plan(ARGS, request)
+    experts = RemoteExperts(plan, connect)
+    stage = PingPong(StageWorker.load(stages.stages[0], RandomWeights()), experts, max_open, num_threads=1)
+    chain = OpenChain([stage])
+    scheduler = scheduler_for(stages, BUDGET, BalancedPolicy(1, BUDGET, open_per_stage=max_open))
+    sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
+    ids = [random_ids(INPUT_LEN, seed, ARGS.vocab_size) for seed in range(prompts)]
+    try:
+        asyncio.run(run_prompts(chain, scheduler, ids, sampling))
+        usage = UsageMeter(1)
+        again = scheduler_for(stages, BUDGET, scheduler.policy)
+        asyncio.run(run_prompts(chain, again, ids, sampling, observe=usage.observe))
+    finally:
+        stage.close()
+        experts.close()
+    return usage.tokens_per_s
+
+
+def run(prompts: int, rounds: int, delay_ms: float) -> tuple[Speeds, Speeds]:
+    pipelines: Speeds = defaultdict(list)
+    delayed: Speeds = defaultdict(list)
+    plan = expert_plan(ARGS, ACTORS)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(ARGS)))
+        for number in range(rounds):
+            for name, flags in PIPELINES.items():
+                console.print(f"round {number + 1} of {rounds}: {name} ...", style="dim")
+                pipelines[name].append(pipeline_speed(Path(folder), flags, prompts))
+            with expert_processes(plan) as pipes:
+                for max_open in OPEN:
+                    console.print(
+                        f"round {number + 1} of {rounds}: answers {delay_ms:g} ms later, {max_open} open ...", style="dim"
+                    )
+                    delayed[str(max_open)].append(delayed_speed(pipes, plan, prompts, delay_ms / 1000, max_open))
+    return dict(pipelines), dict(delayed)
+
+
+def _ratio(speeds: Speeds, name: str, to: str) -> float:
+    return statistics.median(a / b for a, b in zip(speeds[name], speeds[to], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--delay-ms", type=float, default=5.0)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    pipelines, delayed = run(options.prompts, options.rounds, options.delay_ms)
+    if options.json:
+        print(json.dumps({"pipelines": pipelines, "delayed": delayed}))
+        return
+    table = Table("experts", "tokens/s", *(f"of {name}" for name in list(PIPELINES)[:2]))
+    for name, speeds in pipelines.items():
+        ratios = (f"{_ratio(pipelines, name, to):.2f}" for to in list(PIPELINES)[:2])
+        table.add_row(name, f"{statistics.median(speeds):.0f}", *ratios)
+    late = Table("micro-batches open", "new tokens/s", "of one")
+    for max_open, speeds in delayed.items():
+        late.add_row(max_open, f"{statistics.median(speeds):.0f}", f"{_ratio(delayed, max_open, '1'):.2f}")
+    out = Console(highlight=False)
+    out.print(table, f"target: {LEAST_OF_INSIDE} for two actors over the direct link")
+    out.print(late, f"answers {options.delay_ms:g} ms later; target: {LEAST_OF_PING_PONG}")
+
+
+if __name__ == "__main__":
+    main()
