@@ -1,5 +1,6 @@
 """Where a stage becomes a Ray actor."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -73,6 +74,7 @@ class StageActor(WorkerActor["StageWorker"]):
     ) -> None:
         self._plan, self._threads, self._experts, self._pipeline = plan, threads, experts, pipeline
         self._holder = ""
+        self._fencing = threading.Lock()  # a fence that nobody waits for any more may still be about
         self._steps: Steps | None = None
         self._remote: RemoteExperts | None = None  # where experts are on actors of their own
         self._link: StageLink | None = None  # where hidden states travel directly
@@ -92,12 +94,14 @@ class StageActor(WorkerActor["StageWorker"]):
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
         """Forget every sequence, and obey ``epoch`` of ``holder``'s lease from now on. Waits until the weights are there."""
-        if self._steps is None:
-            self._steps = self._new_steps()
-        self._steps.fence(epoch)
-        if self._link is not None:
-            self._link.close()
-        self._holder = holder
+        self._wait_until_loaded()
+        with self._fencing:
+            if self._steps is None:
+                self._steps = self._new_steps()
+            self._steps.fence(epoch)
+            if self._link is not None:
+                self._link.close()
+            self._holder = holder
 
     @ray.method(concurrency_group="control")
     def interrupt(self, epoch: int) -> None:
@@ -152,7 +156,8 @@ class StageActor(WorkerActor["StageWorker"]):
     def look_for_experts(self) -> None:
         """They have moved. Call it as ``health``."""
         if self._remote is not None:
-            self._remote.look_again()
+            assert self._experts is not None
+            self._remote.adopt(self._experts.current_plan())
 
     @ray.method(concurrency_group="control")
     def health(self) -> StageHealth:

@@ -1,8 +1,12 @@
 """Work that goes on beside what the command waits for."""
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -18,8 +22,16 @@ def repeated(every_s: float, work: Callable[[], None]) -> Iterator[None]:
 
 
 def repeat_for_ever(every_s: float, work: Callable[[], None]) -> None:
-    """As ``repeated``, until the process ends."""
-    _repeating(every_s, work, threading.Event())
+    """As ``repeated``, until the process ends; what the work raises is logged, and it goes on."""
+
+    @wraps(work)
+    def tried() -> None:
+        try:
+            work()
+        except Exception:
+            logger.warning("%s failed", work.__qualname__, exc_info=True)
+
+    _repeating(every_s, tried, threading.Event())
 
 
 def _repeating(every_s: float, work: Callable[[], None], stopped: threading.Event) -> threading.Thread:

@@ -35,6 +35,8 @@ class ExpertHealth(WorkerHealth):
 class ExpertActor(WorkerActor["ExpertWorker"]):
     """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
 
+    most_deaths = 3  # requests wait for it, and whatever killed it may have happened to come while it loaded
+
     def __init__(
         self, experts: ExpertActors, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
     ) -> None:
@@ -99,8 +101,9 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
     @ray.method(concurrency_group="moving")
     def release(self, kept: Collection[ExpertId]) -> None:
         """Forget all experts but these."""
-        self._wait_until_loaded().release(kept)
-        self._weight_bytes = self._bytes_loaded = len(kept) * self._plan.expert_bytes
+        worker = self._wait_until_loaded()
+        worker.release(kept)
+        self._weight_bytes, self._bytes_loaded = len(kept) * self._plan.expert_bytes, worker.num_bytes
 
     @ray.method(concurrency_group="control")
     def health(self) -> ExpertHealth:

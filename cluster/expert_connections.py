@@ -1,5 +1,6 @@
 """A stage's ways to expert actors over Ray: calls through the object store, or only the introduction to a direct link."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -9,18 +10,20 @@ from typing import Any
 import ray
 import torch
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import Tensor
 
 from tramontane.cluster.actors import ExpertActors
 from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.worker_actor import NAMESPACE
-from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
+from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError, TramontaneError
 from tramontane.workers.edge import Address
 from tramontane.workers.expert_link import RETRY_S, DirectExpert, RowFormat
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.link import edges_for
 from tramontane.workers.remote_experts import Connect, ExpertConnection
+
+logger = logging.getLogger(__name__)
 
 
 def connect(experts: ExpertActors, device: torch.device) -> Connect:
@@ -48,8 +51,9 @@ def _introduced(actor: ActorHandle[Any], calls: Address) -> Address:
 
 
 def _lost_or_failed(error: RayError) -> PipelineError:
-    kind = ExpertLostError if isinstance(error, RayActorError | ExpertLostError) else PipelineError
-    return kind(last_line(error))
+    """Final is only what the actor itself says of its loading; anything else may pass."""
+    is_final = isinstance(error, TramontaneError) and not isinstance(error, ExpertLostError)
+    return PipelineError(last_line(error)) if is_final else ExpertLostError(last_line(error))
 
 
 class StoreExpert:
@@ -76,38 +80,47 @@ class StoreExpert:
         self._is_closed = True
 
     def _hear(self, future: "Future[ExpertReply]", call: ExpertCall, done: "Future[tuple[float, Any]]") -> None:
-        """In a thread of Ray's."""
+        """In a thread of Ray's, which swallows what is raised: whatever happens, who waits must hear of it."""
         error = done.exception()
         if error is None:
-            future.set_result(self._unpacked(call, *done.result()))
-        elif isinstance(error, RayActorError):
-            self.is_up = False
+            try:
+                future.set_result(self._unpacked(call, *done.result()))
+            except Exception as failure:
+                future.set_exception(PipelineError(f"{self._label} answered with what cannot be used: {failure!r}"))
+        elif isinstance(error, ExpertMovedError):
+            future.set_exception(ExpertMovedError(f"{self._label} does not hold them any more"))
+        elif isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
+            future.set_exception(PipelineError(f"{self._label} failed: {last_line(error)}"))
+        else:  # the actor has gone, or its node with the answer
             self._seek()
-            future.set_exception(ExpertLostError(f"{self._label} is gone"))
-        else:
-            kind = ExpertMovedError if isinstance(error, ExpertMovedError) else PipelineError
-            future.set_exception(kind(f"{self._label} failed: {last_line(error)}"))
+            future.set_exception(ExpertLostError(f"{self._label} is gone: {last_line(error)}"))
 
     def _unpacked(self, call: ExpertCall, busy_s: float, rows: Any) -> ExpertReply:  # noqa: ANN401 - a numpy array
         rows_CD = torch.from_numpy(rows).view(self._format.dtype).view(call.num_rows, -1)
         return ExpertReply(rows_CD.to(self._format.device), busy_s)
 
     def _seek(self) -> None:
+        """Until it is found the actor is not up."""
         with self._lock:
-            if not self._is_sought and not self._is_closed:
-                self._is_sought = True
-                threading.Thread(target=self._find, name=self._label, daemon=True).start()
+            if self._is_sought or self._is_closed:
+                return
+            self._is_sought, self.is_up = True, False
+        logger.warning("%s: looked for", self._label)
+        threading.Thread(target=self._find, name=self._label, daemon=True).start()
 
     def _find(self) -> None:
         """Until the actor answers, or says why it never will."""
-        while not self._is_closed and not self.is_up and self.failure is None:
+        while not self._is_closed:
             try:
                 ray.get(self._actor.ready.remote())
-                self.is_up = True
-            except RayActorError:
-                time.sleep(RETRY_S)
             except RayError as error:
-                self.failure = PipelineError(last_line(error))
+                final = _lost_or_failed(error)
+                if not isinstance(final, ExpertLostError):
+                    self.failure = final
+                    break
+                time.sleep(RETRY_S)
+            else:
+                break
         with self._lock:
-            self._is_sought = False
+            self._is_sought, self.is_up = False, self.failure is None
         self._notify()

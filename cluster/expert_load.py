@@ -11,6 +11,7 @@ from tramontane.proto.expert_plan import ExpertId
 
 ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
 KEY, PIPELINES = "tokens_per_expert", "pipelines"
+MOST = 2**53  # tokens
 NO_EXPERTS = "no_experts"  # the code of a door's error
 
 
@@ -48,9 +49,9 @@ def load_as_data(load: ExpertLoad) -> dict[str, object]:
 
 
 def load_from(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
-    """Raises TypeError or LookupError where there is no list of lists, ValueError where they are not whole numbers."""
+    """Raises TypeError or LookupError where there is no list of lists, ValueError where they are not whole numbers (to 2**53)."""
     load = tuple(tuple(row) for row in data[KEY])
-    if not all(type(tokens) is int and tokens >= 0 for row in load for tokens in row):
+    if not all(type(tokens) is int and 0 <= tokens <= MOST for row in load for tokens in row):
         raise ValueError("must be a list of whole numbers for each layer")
     return load
 

@@ -10,12 +10,13 @@ from ray.exceptions import RayActorError
 from tramontane.cluster.expert_planner import moves
 from tramontane.cluster.expert_record import record_plan
 from tramontane.cluster.worker_actor import NAMESPACE
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
 
 if TYPE_CHECKING:
     from tramontane.cluster.supervisor import PipelineSpec
 
-RETRY_S = 0.2
+RETRY_S, MOST_TRIES = 0.2, 300
 
 
 def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
@@ -29,7 +30,8 @@ def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
     assert experts is not None
     num_loaded = 0
     before = experts.current_plan()
-    _have_all(experts.names, "release", before)  # what a move that was broken off has left
+    for method in ("release", "hold"):  # what a move that was broken off has left, or left out
+        _have_all(experts.names, method, before)
     for plan in moves(before, new):
         _have_all(experts.names, "hold", plan)
         num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, before.actors, strict=True))
@@ -48,11 +50,12 @@ def _have_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
 
 
 def _until_done(name: str, method: str, *arguments: object) -> None:
-    """Again, where the actor is just being restarted."""
-    while True:
+    """Again, where the actor is just being restarted. Raises PipelineError if that takes too long, or happens again and again."""
+    for _ in range(MOST_TRIES):
         try:
             ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
         except RayActorError:
             time.sleep(RETRY_S)
         else:
             return
+    raise PipelineError(f"{name} does not come back; experts stay where they are")

@@ -71,10 +71,24 @@ def moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
         settled = set().union(*(own & goal for own, goal in zip(fuller, wanted, strict=True)))  # are where they belong
         after = [{each for each in own if each in goal or each not in settled} for own, goal in zip(fuller, wanted, strict=True)]
         if after == held:
-            raise PlanError("experts cannot move: no expert actor has room for one more; start anew with --expert-load instead")
+            after = _parked(held, wanted, places)
         held = after
         plans.append(new.holding(held))
     return plans
+
+
+def _parked(held: Sequence[set[ExpertId]], wanted: Sequence[set[ExpertId]], places: Sequence[int]) -> list[set[ExpertId]]:
+    """One expert that is in the way of what its actor is to get goes to an actor that has a place to spare."""
+    for actor, (own, goal) in enumerate(zip(held, wanted, strict=True)):
+        in_the_way = sorted(own - goal)
+        for other, (its, most) in enumerate(zip(held, places, strict=True)):
+            guests = [each for each in in_the_way if each not in its]
+            if goal - own and guests and other != actor and len(its | wanted[other]) < most:
+                moved = [set(each) for each in held]
+                moved[actor].remove(guests[0])
+                moved[other].add(guests[0])
+                return moved
+    raise PlanError("experts cannot move: no expert actor has room for one more; start anew with --expert-load instead")
 
 
 def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:

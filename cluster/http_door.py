@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UserError
+from tramontane.proto.errors import ConfigError, OverloadedError, PipelineError, RequestError, TramontaneError, UserError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.completions import Completion, ServedModel, UnknownModelError, check_model_name, model_entry, model_list
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body, parse_completion
@@ -125,12 +125,8 @@ class HttpDoor:
     async def _moved_experts(self, request: Request) -> Response:
         assert self._move_experts is not None
         try:
-            load = load_from(json.loads(await self._body(request)))
+            load = _parsed_load(await self._body(request))
             num_moved, num_pipelines = await self._move_experts(load)
-        except (ValueError, TypeError, LookupError, RecursionError):
-            return _error(
-                400, f"the body must be JSON with {KEY}: a list of whole numbers for each layer", "invalid_request_error"
-            )
         except TramontaneError as error:
             return error_response(error)
         return JSONResponse({"moved": num_moved, "pipelines": num_pipelines})
@@ -228,6 +224,13 @@ def _error(
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
     return JSONResponse(error_body(message, type, param, code), status, headers)
+
+
+def _parsed_load(body: bytes) -> ExpertLoad:
+    try:
+        return load_from(json.loads(body))
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ConfigError(f"the body must be JSON with {KEY}: a list of whole numbers for each layer") from error
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -65,7 +65,7 @@ async def running_pipeline(
         raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
     renewing = asyncio.create_task(_renew(supervisor, holder))
     try:
-        report(f"loading {spec.workers}")
+        report(f"loading {spec.workers_of()}")
         with shown_loading(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec)
         chain = DirectStageChain if spec.link == "direct" else RayStageChain
@@ -211,7 +211,7 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[Actor
     if stages is None:
         free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
         raise PlanError(
-            f"the cluster has no room for {spec.workers} of {spec.bundles[0]}"
+            f"the cluster has no room for {spec.workers_of()} of {spec.bundles[0]}"
             f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
             f"use fewer --stages{', --expert-actors' if spec.plan.experts else ''} or --threads-per-stage"
         )

@@ -120,9 +120,9 @@ class RouterReplica:
         if experts is None:
             return 0, "experts are inside the stages of this server; start it with --expert-actors to move them"
         try:
-            plan = replanned(experts.current_plan(), by_expert(load))
+            plan = await asyncio.to_thread(lambda: replanned(experts.current_plan(), by_expert(load)))
             return await self._chain.move_experts(plan), ""
-        except UserError as error:
+        except (UserError, PipelineError) as error:  # in our words: Ray would send a traceback
             return 0, str(error)
 
     async def check_health(self) -> None:

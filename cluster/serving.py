@@ -93,7 +93,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
     with own_ray(num_cpus=config.replicas * spec.num_bundles * spec.threads_per_stage):
         report("starting Ray Serve")
         _start_serve(config)
-        report(f"loading {config.replicas * len(spec.plan.stages)} stages")
+        report(f"loading {spec.workers_of(config.replicas)}")
         try:
             with _shown_loading(spec, config, show_loading):
                 _run(config, launched=False, owns_serve=False)
@@ -126,7 +126,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
-            report(f"loading {config.replicas * len(spec.plan.stages)} stages")
+            report(f"loading {spec.workers_of(config.replicas)}")
             with repeated(RENEW_EVERY_S, _keep_alive):
                 with _shown_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)

@@ -73,11 +73,10 @@ class PipelineSpec:
         """One per stage, then one per expert actor."""
         return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
 
-    @property
-    def workers(self) -> str:
+    def workers_of(self, num_pipelines: int = 1) -> str:
         """``2 stages``, or ``2 stages and 4 expert actors``."""
-        stages, experts = len(self.plan.stages), self.plan.experts
-        return f"{stages} stages" + (f" and {len(experts.actors)} expert actors" if experts else "")
+        stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
+        return f"{stages} stages" + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_exists, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from tramontane.cluster.background import repeat_for_ever
 from tramontane.proto.errors import CheckpointError, PipelineError
@@ -45,6 +45,8 @@ class WorkerActor(Generic[W]):
     can be asked meanwhile how far it is. torch is imported when the actor is made, not with this module: whoever only
     calls workers never needs it.
     """
+
+    most_deaths = 1  # while it loads; then there is most likely too little memory, and it is not loaded again
 
     def __init__(self, label: str, weight_bytes: int, weights: Weights, device: str, fingerprint: Fingerprint) -> None:
         self.label = label
@@ -89,7 +91,7 @@ class WorkerActor(Generic[W]):
         # Rows arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
-            with _loading_once(self.label), naming_the_node():
+            with _counted_loading(self.label, self.most_deaths), naming_the_node():
                 if not isinstance(self._weights, RandomWeights):
                     check_fingerprint(self._weights, self._fingerprint)
                 self._worker = self._load()
@@ -124,15 +126,16 @@ def naming_the_node() -> Iterator[None]:
 
 
 @contextmanager
-def _loading_once(label: str) -> Iterator[None]:
+def _counted_loading(label: str, most_deaths: int) -> Iterator[None]:
     """Whoever's process dies while it loads (out of memory, as a rule) is not loaded again and again.
 
-    The mark outlives the process: Ray restarts the actor, which then finds it.
+    The mark, a byte for each time that it began, outlives the process: Ray restarts the actor, which then finds it.
     """
     mark = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
-    if _internal_kv_exists(mark):
+    begun: bytes = _internal_kv_get(mark) or b""
+    if len(begun) >= most_deaths:
         raise PipelineError(f"the process of {label} died while it was loading; most likely there is too little memory")
-    _internal_kv_put(mark, b"")
+    _internal_kv_put(mark, begun + b".")
     try:
         yield
     finally:

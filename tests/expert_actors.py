@@ -18,7 +18,7 @@ from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
-from tramontane.workers.edge import Address, Edge, Listener
+from tramontane.workers.edge import Address, Edge, Edges, Listener
 from tramontane.workers.expert_link import DirectExpert, ExpertDoor, RowFormat
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.ping_pong import PingPong
@@ -57,8 +57,8 @@ class WatchedEdges(SocketEdges):
 class ExpertActors:
     """One worker and one door each. ``kill`` cuts all of an actor's links, and it is not to be found until ``revive``."""
 
-    def __init__(self, plan: ExpertPlan, weights: Weights) -> None:
-        self.plan = plan
+    def __init__(self, plan: ExpertPlan, weights: Weights, edges: Edges | None = None) -> None:
+        self.plan, self._fixed_edges = plan, edges  # of another kind; such actors cannot be killed
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
         self._edges = [WatchedEdges() for _ in plan.actors]
         self._doors = [self._door(actor.actor_id) for actor in plan.actors]
@@ -74,7 +74,8 @@ class ExpertActors:
                 raise PipelineError(self.failure) if self.failure else ExpertLostError("dead")
             return self._doors[actor_id].open(calls)
 
-        return DirectExpert(introduce, notify, RowFormat.of(self.plan, CPU), HOST, SocketEdges(), f"experts {actor_id}")
+        edges = self._fixed_edges or SocketEdges()
+        return DirectExpert(introduce, notify, RowFormat.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
 
     def kill(self, actor_id: int) -> None:
         self._dead.add(actor_id)
@@ -94,14 +95,14 @@ class ExpertActors:
             return run(worker, call, rows_CD)
 
         worker.run = watched  # type: ignore[method-assign]
-        return ExpertDoor(worker, self.plan, HOST, self._edges[actor_id], num_threads=1)
+        return ExpertDoor(worker, self.plan, HOST, self._fixed_edges or self._edges[actor_id], num_threads=1)
 
 
 class OpenChain:
     """A ``StageChain`` of stages that play ping-pong."""
 
-    def __init__(self, stages: Sequence[PingPong]) -> None:
-        self.stages = stages
+    def __init__(self, stages: Sequence[PingPong], experts: Sequence[RemoteExperts] = ()) -> None:
+        self.stages, self.experts = stages, experts
         self._threads = ThreadPoolExecutor(64)  # each waits for one micro-batch
 
     @property
@@ -134,7 +135,7 @@ def open_chain(plan: ClusterPlan, weights: Weights, actors: ExpertActors, max_op
     workers = [StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages]
     stages = [PingPong(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
     try:
-        yield OpenChain(stages)
+        yield OpenChain(stages, experts)
     finally:
         for stage, own in zip(stages, experts, strict=True):
             stage.close()

@@ -228,6 +228,8 @@ class DirectExpert:
 
     def _lose(self, error: Exception) -> None:
         with self._lock:
+            if self._outlet is not None and not self._is_closed:
+                logger.warning("%s is gone: %s", self._label, error)
             inlet, outlet, unanswered = self._inlet, self._outlet, list(self._unanswered)
             self._inlet = self._outlet = None
             self._unanswered.clear()

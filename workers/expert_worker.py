@@ -75,6 +75,11 @@ class ExpertWorker:
     def held(self) -> frozenset[ExpertId]:
         return frozenset(self._held)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors that are held."""
+        return sum(tensor.nbytes for expert in self._held.values() for tensor in expert.state_dict().values())
+
     def hold(self, experts: Collection[ExpertId]) -> None:
         """Read or make the tensors of those of these experts that are not here."""
         missing = [each for each in experts if each not in self._held]

@@ -61,6 +61,7 @@ class OpenStep:
         return True
 
     def drop(self, reason: Exception) -> None:
+        """It will not be resumed."""
         self._waiting.close()
         self.future.set_exception(reason)
 
@@ -82,7 +83,7 @@ class PingPong:
     def __init__(self, worker: StageWorker, experts: RemoteExperts, max_open: int, num_threads: int) -> None:
         self.worker = worker
         self._max_open, self._num_threads = max_open, num_threads
-        self._news = experts.news  # one condition for all that the computing thread may wait for
+        self._experts, self._news = experts, experts.news  # one condition for all that the computing thread may wait for
         self._arrived: dict[int, OpenStep] = {}  # by number, until their turn to begin
         self._open: deque[OpenStep] = deque()
         self._computed: OpenStep | None = None  # at this moment
@@ -93,6 +94,7 @@ class PingPong:
 
     @property
     def num_open(self) -> int:
+        """Micro-batches that have begun and not ended."""
         return len(self._open)
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
@@ -107,7 +109,9 @@ class PingPong:
         return step.future.result()
 
     def fence(self, epoch: int) -> None:
-        """What is under way is dropped, whatever it waits for."""
+        """What is under way is dropped, whatever it waits for. Raises PipelineError where experts are out of reach for good."""
+        self.worker.check_newer(epoch)
+        self._experts.check()
         self.interrupt()
         with self._news:
             self._news.wait_for(lambda: self._computed is None)
@@ -126,6 +130,7 @@ class PingPong:
             self._news.notify_all()
 
     def close(self) -> None:
+        """Everything ends, also the thread."""
         self.interrupt()
         with self._news:
             self._is_closed = True

@@ -17,6 +17,8 @@ from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
 
+MOVING_S = 0.02
+
 
 class ExpertConnection(Protocol):
     """The way to one expert actor, which may die and come back. One thread calls; answers come on others."""
@@ -54,23 +56,28 @@ class RemoteExperts:
         self.news = threading.Condition()
         self._current_plan = current_plan or (lambda: plan)  # asked when an actor does not hold what the plan says
         self._holders = plan.holders
-        self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
         self._queued = [0] * len(plan.actors)  # rows that each was sent and has not answered
         self._sent = [0] * len(plan.actors)  # rows in all
+        self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
 
     def adopt(self, plan: ExpertPlan) -> None:
         """From the next call on, ask whoever this plan says; answers that are due may still come."""
         self._holders = plan.holders
 
     def look_again(self) -> None:
-        """Experts have moved."""
+        """Experts have moved, or are about to: then the plan is still the old one, and it is not asked for at full speed."""
+        before = self._holders
         self.adopt(self._current_plan())
+        if self._holders == before:
+            time.sleep(MOVING_S)
 
     def close(self) -> None:
+        """Calls that have not been answered fail."""
         for connection in self._connections:
             connection.close()
 
     def ask(self, layer: int, rows_CD: Tensor, sizes: Sequence[int]) -> "Asked":
+        """See ``ExpertBackend``; rows are [C, D]."""
         return Asked(self, layer, rows_CD, sizes)
 
     def assign(self, layer: int, sizes: dict[int, int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
@@ -94,6 +101,7 @@ class RemoteExperts:
         return {actor: tuple(sorted(experts)) for actor, experts in given.items()}, tuple(nobody)
 
     def holders(self, layer: int, expert: int) -> tuple[int, ...]:
+        """Numbers of the actors that have this expert."""
         return self._holders[ExpertId(layer, expert)]
 
     def is_any_up(self, actors: Sequence[int]) -> bool:
@@ -104,7 +112,14 @@ class RemoteExperts:
         failures = [self._connections[actor].failure for actor in actors]
         return failures[0] if all(failures) else None
 
+    def check(self) -> None:
+        """Raises PipelineError if there is an expert that no actor will ever run again."""
+        failures = (self.failure(actors) for actors in set(self._holders.values()))
+        if (failure := next(filter(None, failures), None)) is not None:
+            raise PipelineError(str(failure))
+
     def call(self, actor: int, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
+        """Send it, and count its rows as queued until it is answered."""
         with self.news:
             self._queued[actor] += call.num_rows
         future = self._connections[actor].call(call, rows_CD)
@@ -116,7 +131,9 @@ class RemoteExperts:
             self._queued[actor] -= num_rows
 
     def _notify(self) -> None:
+        """An actor has come or gone. What each was sent counts from now on: who was away has nothing to make up for."""
         with self.news:
+            self._sent = [0] * len(self._sent)
             self.news.notify_all()
 
 

@@ -59,11 +59,15 @@ class StageWorker:
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
-        if epoch <= self.epoch:
-            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
+        self.check_newer(epoch)
         self.table.clear()
         self.epoch = epoch
         self.num_begun = 0
+
+    def check_newer(self, epoch: int) -> None:
+        """Raises StaleEpochError for an epoch that is not newer than the one that is obeyed."""
+        if epoch <= self.epoch:
+            raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
 
     def check_epoch(self, batch: MicroBatch) -> None:
         """Raises StaleEpochError for a step of another epoch than the stage is fenced to."""

@@ -162,6 +162,18 @@ def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_thro
     assert before == [set(actor.experts) for actor in new.actors]
 
 
+def test_two_full_actors_exchange_experts_by_way_of_a_third() -> None:
+    args = _args(n_layers=1)
+    places = StageRoom(-(-3 * _size(args, "float32") * 10 // 9) + 1)
+    plan = plan_experts(args, ExpertRequest((places,) * 3, "float32"))
+    old = plan.holding([[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))])
+    new = plan.holding([[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))])
+    way = moves(old, new)
+    assert way[-1] == new
+    assert all(len(actor.experts) <= 3 for step in way for actor in step.actors)
+    assert all(len(step.holders) == 8 for step in way)
+
+
 def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     args = _args(n_layers=1)
     room = StageRoom(-(-4 * _size(args, "float32") * 10 // 9) + 1)

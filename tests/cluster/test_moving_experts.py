@@ -15,7 +15,7 @@ from tramontane.proto.errors import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
-BODY = {"prompt": "ROMEO:", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+BODY = {"prompt": "ROMEO:", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +49,7 @@ def test_experts_move_while_a_stream_goes_on(tmp_path: Path, capsys: pytest.Capt
         each.start()
     has_begun.wait()
     app(["experts", "--url", URL, "--adopt", str(load)], standalone_mode=False)
+    assert not outcomes, "or nothing was asked while experts moved"
     first = capsys.readouterr().out
     assert "experts were loaded where they were not before, in 1 pipeline" in first
     assert not first.startswith("0 ")

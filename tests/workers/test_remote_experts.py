@@ -16,10 +16,12 @@ from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import PipelineError, StaleEpochError
+from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
 from tramontane.router.policy import EvenPolicy
+from tramontane.workers.group_edge import GroupEdges
 from tramontane.workers.ping_pong import PingPong
 from tramontane.workers.remote_experts import RemoteExperts
 from tramontane.workers.stage_worker import StageWorker
@@ -63,6 +65,69 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     assert given == [given[0]] * ARGS.n_layers, "every token passes every layer"
     assert sum(worker.num_rows for worker in actors.workers) == sum(given)
     assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
+
+
+def test_same_tokens_over_process_groups(folder: Path) -> None:
+    """The edges that GPUs have, with gloo in NCCL's place."""
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, GroupEdges("gloo"))
+    with open_chain(plan, folder, actors) as chain:
+        assert _generate(chain, plan, SHORT[:8]) == _inside()[:8]
+
+
+def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        epoch = asyncio.run(chain.fence())
+        gate = threading.Event()
+        actors.before_call[0] = lambda _: gate.wait()
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(chain._run, _prompt_batch(epoch))
+            wait_until(lambda: chain.stages[0].num_open == 1)
+            with pytest.raises(StaleEpochError, match="cannot go back"):
+                chain.stages[0].fence(epoch)
+            gate.set()
+            assert len(waiting.result().token_ids) == 1
+        assert len(chain._run(_prompt_batch(epoch, 1, 1)).token_ids) == 1
+
+
+def test_a_fence_fails_where_experts_are_lost_for_good(folder: Path) -> None:
+    """So that whoever drives the pipeline hears of it, rather than of every request."""
+    plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        asyncio.run(chain.fence())
+        actors.failure = "the disk is gone"
+        actors.kill(1)
+        wait_until(lambda: chain.experts[0].failure((1,)) is not None)
+        with pytest.raises(PipelineError, match="the disk is gone"):
+            asyncio.run(chain.fence())
+
+
+def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
+    """Its old actor has forgotten it, and the plan is only recorded a little later."""
+    first = expert_plan(ARGS, 2)
+    actors = ExpertActors(first, folder)
+    moved = first.holding([actor.experts for actor in reversed(first.actors)])
+    asked: list[ExpertPlan] = []
+
+    def current_plan() -> ExpertPlan:
+        asked.append(first if len(asked) < 3 else moved)
+        return asked[-1]
+
+    for worker, actor in zip(actors.workers, moved.actors, strict=True):
+        worker.hold(actor.experts)
+        worker.release(actor.experts)
+        assert worker.num_bytes == actor.weight_bytes
+    experts = RemoteExperts(first, actors.connect, current_plan)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    rows = torch.randn(9, ARGS.dim)
+    answer = experts.ask(2, rows, [2, 3, 0, 4])
+    while not answer.advance():
+        answer.wait()
+    assert asked[-1] == moved
+    with torch.inference_mode():
+        inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
+        assert torch.equal(answer.result(), inside.ask(2, rows, [2, 3, 0, 4]).result())
+    experts.close()
 
 
 def _generate(chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]]) -> list[list[int]]:
@@ -168,6 +233,9 @@ class HeldExperts:
         with self.news:
             self.asked.append(answer)
         return answer
+
+    def check(self) -> None:
+        """None is lost."""
 
     def let(self, number: int) -> None:
         with self.news:
