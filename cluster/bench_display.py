@@ -117,5 +117,5 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
     if used is not None:
         hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
         data |= {"stages": stages_as_data(used.plan, used.usage), "bubble": used.usage.bubble, "hops": hops}
-        data |= {"experts": experts_as_data(used.usage)}
+        data |= experts_as_data(used.plan, used.usage)
     return data

@@ -221,8 +221,10 @@ def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]
     ]
 
 
-def experts_as_data(usage: UsageMeter) -> list[dict[str, Any]]:
-    return [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
+def experts_as_data(plan: ClusterPlan, usage: UsageMeter) -> dict[str, Any]:
+    """Of expert actors, where there are any."""
+    each = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
+    return {"experts": each} if plan.experts else {}
 
 
 def _pipeline_line(outcome: "Outcome") -> str:
@@ -257,10 +259,10 @@ def as_json(outcome: "Outcome") -> str:
         {
             "completions": completions,
             "stages": stages_as_data(outcome.engine.plan, usage),
-            "experts": experts_as_data(usage),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,
             "first_token_after_s": outcome.first_token_after_s,
         }
+        | experts_as_data(outcome.engine.plan, usage)
     )

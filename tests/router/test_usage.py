@@ -2,7 +2,7 @@
 
 import pytest
 
-from tramontane.proto.step import StageTiming, StepResult
+from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
 from tramontane.router.usage import HopTime, UsageMeter, hop_times, overlap_share
 
 
@@ -45,3 +45,16 @@ def test_hops_are_from_a_stages_end_to_the_next_stages_beginning() -> None:
     assert hop_times(steps) == (HopTime(1.0, 2.0), HopTime(0.0, 0.5))
     assert hop_times([step((0, 2))]) == ()
     assert hop_times([]) == ()
+
+
+def test_the_exposed_wait_is_what_no_open_micro_batch_could_use() -> None:
+    """Open 0..3 and 1..4, of which 2 s and 1 s were work: 4 s open, 1 s with nothing to do. Then nothing was open for a second."""
+    meter = UsageMeter(1)
+    steps = [(0.0, 2.0, 3.0), (1.0, 1.0, 3.0), (5.0, 1.0, 1.0)]
+    for number, (start, busy, is_open) in enumerate(steps):
+        experts = (ExpertTiming(0, 0.5, 4), ExpertTiming(1, 0.25, 2)) if number < 2 else (ExpertTiming(1, 0.5, 1),)
+        meter.observe(StepResult(0, number, (), (StageTiming(0, start, busy, 3, is_open, 1.5, 0.5, experts),)))
+    (stage,) = meter.stages
+    assert (stage.open_s, stage.busy_s, stage.exposed_s, stage.asked_s) == (5.0, 4.0, 1.0, 4.5)
+    assert meter.experts == (ExpertTiming(0, 1.0, 8), ExpertTiming(1, 1.0, 5))
+    assert meter.share(stage.exposed_s) == pytest.approx(1 / 6)
