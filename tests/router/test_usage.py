@@ -48,7 +48,7 @@ def test_hops_are_from_a_stages_end_to_the_next_stages_beginning() -> None:
 
 
 def test_the_exposed_wait_is_what_no_open_micro_batch_could_use() -> None:
-    """Open 0..3 and 1..4, of which 2 s and 1 s were work: 4 s open, 1 s with nothing to do. Then nothing was open for a second."""
+    """Open 0..3 and 1..4, of which 2 s and 1 s were work: 4 s open, 1 s with nothing to do. Then nothing is open for 1 s."""
     meter = UsageMeter(1)
     steps = [(0.0, 2.0, 3.0), (1.0, 1.0, 3.0), (5.0, 1.0, 1.0)]
     for number, (start, busy, is_open) in enumerate(steps):
