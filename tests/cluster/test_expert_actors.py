@@ -18,6 +18,8 @@ from harness import GREEDY, PROMPTS, placed, run_prompts, scheduler_for
 from reference import Expected, assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
+from tramontane.cluster.actors import StageHealth
+from tramontane.cluster.expert_actors import ExpertHealth
 from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.supervisor import PipelineSpec
@@ -79,12 +81,7 @@ def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
 
 
 # The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes cost nothing.
-CASES: list[tuple[int, int, int, Link]] = [
-    (1, 1, 1, "object-store"),
-    (2, 2, 1, "direct"),
-    (4, 4, 2, "object-store"),
-    (1, 8, 2, "direct"),
-]
+CASES: list[tuple[int, int, int, Link]] = [(2, 2, 1, "direct"), (1, 2, 2, "object-store")]
 
 
 @pytest.mark.parametrize(("num_stages", "num_actors", "replicas", "link"), CASES)
@@ -101,29 +98,26 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
         assert tokens == dict.fromkeys(range(ARGS.n_layers), NUM_CHOICES)
         assert sum(actor.num_rows for actor in experts) == ARGS.n_layers * NUM_CHOICES
         assert all(actor.busy_s > 0 for actor in experts)
+        _check_exported(spec, stages, experts)
 
 
-def test_what_was_counted_is_exported(folder: Path) -> None:
-    """To Ray's own endpoint for Prometheus, under names that say whose it is."""
-    with _pipeline(folder, 2, 2, 1, "object-store") as (spec, chain):
-        asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
-        stages = ray.get([stage.health.remote() for stage in chain.stages])
-        experts = ray.get([_expert(spec, actor_id).health.remote() for actor_id in range(2)])
-        tokens = {
-            (str(stage), str(layer), str(expert)): float(number)
-            for stage, health in enumerate(stages)
-            for layer, own in health.expert_load.items()
-            for expert, number in enumerate(own)
-            if number
-        }
-        rows = {(str(actor),): float(health.num_rows) for actor, health in enumerate(experts)}
-        busy_s = {(str(actor),): health.busy_s for actor, health in enumerate(experts)}
-        while _exported("tramontane_expert_tokens", spec.name, "stage", "layer", "expert") != tokens:
-            time.sleep(0.1)
-        while _exported("tramontane_expert_rows", spec.name, "actor") != rows:
-            time.sleep(0.1)
-        while _exported("tramontane_expert_busy_seconds", spec.name, "actor") != pytest.approx(busy_s):
-            time.sleep(0.1)
+def _check_exported(spec: PipelineSpec, stages: list[StageHealth], experts: list[ExpertHealth]) -> None:
+    """What was counted is at Ray's own endpoint for Prometheus, under names that say whose it is."""
+    tokens = {
+        (str(stage), str(layer), str(expert)): float(number)
+        for stage, health in enumerate(stages)
+        for layer, own in health.expert_load.items()
+        for expert, number in enumerate(own)
+        if number
+    }
+    rows = {(str(actor),): float(health.num_rows) for actor, health in enumerate(experts)}
+    busy_s = {(str(actor),): health.busy_s for actor, health in enumerate(experts)}
+    while _exported("tramontane_expert_tokens", spec.name, "stage", "layer", "expert") != tokens:
+        time.sleep(0.1)
+    while _exported("tramontane_expert_rows", spec.name, "actor") != rows:
+        time.sleep(0.1)
+    while _exported("tramontane_expert_busy_seconds", spec.name, "actor") != pytest.approx(busy_s):
+        time.sleep(0.1)
 
 
 def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], float]:
@@ -138,7 +132,7 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
     return found
 
 
-@pytest.mark.parametrize(("link", "replicas", "kills"), [("direct", 1, 2), ("object-store", 2, 1)])
+@pytest.mark.parametrize(("link", "replicas", "kills"), [("direct", 1, 1), ("object-store", 2, 1)])
 def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int, kills: int) -> None:
     """More of them, and how long anybody waits: ``make bench-expert-kills``."""
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
@@ -166,7 +160,7 @@ def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folde
                 supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
                 assert ray.get(supervisor.move_experts.remote(then)) > 0
 
-        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=3, on_kill=move))
+        survived = asyncio.run(kill_under_load(spec, chain, prompts, kills=2, on_kill=move))
         for actor in then.actors:
             health = ray.get(_expert(spec, actor.actor_id).health.remote())
             assert health.bytes_loaded == health.weight_bytes == actor.weight_bytes

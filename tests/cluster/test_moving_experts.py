@@ -15,7 +15,7 @@ from tramontane.proto.errors import ConfigError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
-BODY = {"prompt": "ROMEO:", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+BODY = {"prompt": "ROMEO:", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -58,7 +58,6 @@ def test_experts_move_while_a_stream_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert outcomes == [expected] * 3
     app(["experts", "--url", URL, "--adopt", str(load)], standalone_mode=False)
     assert capsys.readouterr().out.startswith("0 experts were loaded"), "the plan for this load is followed already"
-    assert complete(**BODY)["choices"][0]["text"] == expected
     wait_until_idle()
 
 
