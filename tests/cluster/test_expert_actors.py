@@ -132,7 +132,7 @@ def _exported(name: str, pipeline: str, *tags: str) -> dict[tuple[str, ...], flo
     return found
 
 
-@pytest.mark.parametrize(("link", "replicas", "kills"), [("direct", 1, 1), ("object-store", 2, 1)])
+@pytest.mark.parametrize(("link", "replicas", "kills"), [("object-store", 2, 1)])  # over the direct link: below
 def test_expert_actors_that_are_killed_cost_no_request(folder: Path, link: Link, replicas: int, kills: int) -> None:
     """More of them, and how long anybody waits: ``make bench-expert-kills``."""
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
