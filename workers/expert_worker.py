@@ -11,7 +11,7 @@ from tramontane.proto.errors import ExpertMovedError
 from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Weights
-from tramontane.workers.experts import ExpertSet
+from tramontane.workers.experts import ExpertSet, run_each
 from tramontane.workers.tensor_names import OnTensor, tensors_of_experts
 from tramontane.workers.weights import with_weights
 
@@ -102,13 +102,12 @@ class ExpertWorker:
     def run(self, call: ExpertCall, rows_CD: Tensor) -> ExpertReply:
         """``rows_CD`` are on this worker's device, and so is the reply. Raises ExpertMovedError if it lacks an expert."""
         held = self._held  # as it is now: another thread may replace it
-        wanted = [held.get(ExpertId(call.layer, expert)) for expert in call.experts]
-        if None in wanted:
+        wanted = [ExpertId(call.layer, expert) for expert in call.experts]
+        if not held.keys() >= set(wanted):
             raise ExpertMovedError(f"not all of experts {call.experts} of layer {call.layer} are here")
         started = time.perf_counter()
-        groups = torch.split(rows_CD, list(call.sizes))
         with torch.inference_mode():
-            done_CD = torch.cat([expert(group) for expert, group in zip(wanted, groups, strict=True) if expert is not None])
+            done_CD = run_each([held[each] for each in wanted], call.sizes, rows_CD)
         reply = ExpertReply(done_CD, time.perf_counter() - started)
         self.busy_s += reply.busy_s
         self.num_rows += call.num_rows

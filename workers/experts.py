@@ -41,6 +41,12 @@ class ByExpert:
         return (by_choice_CD.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(dim=1)
 
 
+def run_each(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+    """Each expert on its group of rows, [C, D]: sizes [2, 3] are rows 0 and 1, and 2 to 4. Those with none do not run."""
+    groups = torch.split(rows_CD, list(sizes))
+    return torch.cat([expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)])
+
+
 class ExpertSet(nn.Module):
     """Some experts of some layers, by their global numbers."""
 
@@ -52,9 +58,8 @@ class ExpertSet(nn.Module):
         self.layers = nn.ModuleDict(by_layer)
 
     def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
-        """Each of these experts on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4."""
-        groups = zip(experts, torch.split(rows_CD, list(sizes)), strict=True)
-        return torch.cat([self.expert(ExpertId(layer, expert))(group) for expert, group in groups if len(group)])
+        """These experts of a layer, each on its group of rows."""
+        return run_each([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
 
     def expert(self, which: ExpertId) -> nn.Module:
         own = self.layers[str(which.layer)]

@@ -169,13 +169,14 @@ class PingPong:
     def _take(self) -> OpenStep | None:
         """What is to be computed next; waits for it. None at the end."""
         with self._news:
-            self._news.wait_for(lambda: self._is_closed or self._next() is not None)
-            self._computed = None if self._is_closed else self._next()
-            if self._computed is not None and self._computed not in self._open:
+            while (step := self._next()) is None and not self._is_closed:
+                self._news.wait()
+            if step is not None and step not in self._open:
                 del self._arrived[self._next_opened]
                 self._next_opened += 1
-                self._open.append(self._computed)
-            return self._computed
+                self._open.append(step)
+            self._computed = step
+            return step
 
     def _next(self) -> OpenStep | None:
         """The oldest that can go on, or another one that may begin."""
