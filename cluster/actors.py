@@ -21,7 +21,7 @@ from tramontane.proto.step import StepResult
 from tramontane.workers.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from tramontane.cluster.supervisor import PipelineSpec
+    from tramontane.cluster.pipeline_spec import PipelineSpec
     from tramontane.workers.edge import Address
     from tramontane.workers.link import StageLink
     from tramontane.workers.remote_experts import RemoteExperts

@@ -16,7 +16,7 @@ from tramontane.proto.model_folder import Weights
 from tramontane.workers.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from tramontane.cluster.supervisor import PipelineSpec
+    from tramontane.cluster.pipeline_spec import PipelineSpec
     from tramontane.workers.edge import Address
     from tramontane.workers.expert_link import ExpertDoor
     from tramontane.workers.expert_worker import ExpertWorker

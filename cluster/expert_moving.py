@@ -14,7 +14,7 @@ from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
 
 if TYPE_CHECKING:
-    from tramontane.cluster.supervisor import PipelineSpec
+    from tramontane.cluster.pipeline_spec import PipelineSpec
 
 RETRY_S, MOST_TRIES = 0.2, 300
 

@@ -12,7 +12,7 @@ from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.loading import Loading, ShowLoading
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import find_model_args, is_preset

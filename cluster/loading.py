@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.background import repeated
-from tramontane.cluster.supervisor import EXPERTS, STAGE
+from tramontane.cluster.pipeline_spec import EXPERTS, STAGE
 from tramontane.cluster.worker_actor import NAMESPACE, WorkerHealth, actor_names
 from tramontane.proto.expert_plan import ExpertActorPlan
 from tramontane.proto.plan import ClusterPlan, StagePlan

@@ -19,15 +19,9 @@ from ray.exceptions import RayError
 
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.cluster.loading import ShowLoading, shown_loading
+from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
-from tramontane.cluster.supervisor import (
-    RENEW_EVERY_S,
-    SUPERVISOR,
-    PipelineSpec,
-    create_supervisor,
-    driver_as_holder,
-    remove_pipeline,
-)
+from tramontane.cluster.supervisor import RENEW_EVERY_S, create_supervisor, driver_as_holder, remove_pipeline
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 

@@ -22,9 +22,10 @@ from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
 from tramontane.cluster.pipeline import running_pipeline
+from tramontane.cluster.pipeline_spec import SUPERVISOR, Application, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.cluster.supervisor import SUPERVISOR, Application, PipelineSpec, actor_as_holder
+from tramontane.cluster.supervisor import actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names, naming_the_node
 from tramontane.proto.errors import LeaseError, PipelineError, UserError

@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False, patience_s: float = 20.0) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``supervisor.Application``.
+    """``launched`` and ``owns_serve`` are those of ``pipeline_spec.Application``.
 
     ``patience_s``: how long a replica that is to stop may finish what it has begun.
 

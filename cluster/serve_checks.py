@@ -8,7 +8,7 @@ import ray
 from ray.serve.context import _get_global_client
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.proto.errors import ConfigError, PlanError
 
 FREE_POLL_S = 0.1

@@ -23,10 +23,11 @@ from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
+from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application
 from tramontane.cluster.serve_checks import check_doors, check_port, check_room
-from tramontane.cluster.supervisor import RENEW_EVERY_S, SUPERVISOR, PipelineSpec
+from tramontane.cluster.supervisor import RENEW_EVERY_S
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError

@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -14,23 +13,19 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors import ExpertActors, StageHealth, create_stage
+from tramontane.cluster.actors import StageHealth, create_stage
 from tramontane.cluster.expert_actors import create_experts
 from tramontane.cluster.expert_moving import move_experts
 from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
+from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
-from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan, Link
-from tramontane.workers.fingerprint import Fingerprint
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR, STAGE, EXPERTS = "-supervisor", "-stage-", "-experts-"  # after the pipeline's name; a number follows the last two
-NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 LEASE_TTL_S = 10.0
 RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
@@ -38,75 +33,6 @@ UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that cou
 WATCH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
-
-
-@dataclass(frozen=True, slots=True)
-class Application:
-    """The Ray Serve application that a pipeline belongs to.
-
-    ``launched``: a process keeps it alive; when that has gone, the application goes.
-    ``owns_serve``: then Ray Serve goes as well, unless it has other applications.
-    """
-
-    name: str
-    launched: bool = False
-    owns_serve: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineSpec:
-    """A named pipeline: what to run and what each stage gets."""
-
-    name: str
-    plan: ClusterPlan
-    weights: Weights
-    threads_per_stage: int
-    use_gpus: bool
-    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle, where the plan wants it (see ``places``); () is anywhere
-    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
-    application: Application | None = None
-    link: Link = "object-store"
-    ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
-
-    @property
-    def num_bundles(self) -> int:
-        """One per stage, then one per expert actor."""
-        return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
-
-    def workers_of(self, num_pipelines: int = 1) -> str:
-        """``2 stages``, or ``2 stages and 4 expert actors``."""
-        stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
-        return f"{stages} stages" + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
-
-    @property
-    def bundles(self) -> list[dict[str, float]]:
-        bundle: dict[str, float] = {"CPU": self.threads_per_stage}
-        return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in range(self.num_bundles)]
-
-    @property
-    def node_selectors(self) -> list[dict[str, str]]:
-        """Which nodes each bundle may go to, in Ray's words."""
-        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * self.num_bundles]
-
-    @property
-    def supervisor_name(self) -> str:
-        return f"{self.name}{SUPERVISOR}"
-
-    def stage_name(self, stage_id: int) -> str:
-        return f"{self.name}{STAGE}{stage_id}"
-
-    def expert_name(self, actor_id: int) -> str:
-        return f"{self.name}{EXPERTS}{actor_id}"
-
-    @property
-    def expert_actors(self) -> ExpertActors | None:
-        """As every stage has to know them."""
-        experts = self.plan.experts
-        if experts is None:
-            return None
-        return ExpertActors(
-            self.name, experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong
-        )
 
 
 class Supervisor:

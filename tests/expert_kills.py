@@ -13,8 +13,8 @@ import ray
 from harness import GREEDY, scheduler_for
 from ray.exceptions import RayError
 
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.router import Router

@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.cluster.pipeline import running_pipeline
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
-from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams

@@ -28,9 +28,9 @@ from rich.table import Table
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.hardware import this_machine
 from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult

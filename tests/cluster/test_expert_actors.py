@@ -21,8 +21,8 @@ from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 from tramontane.cluster.actors import StageHealth
 from tramontane.cluster.expert_actors import ExpertHealth
 from tramontane.cluster.expert_planner import replanned
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.plan import Link

@@ -23,17 +23,10 @@ from tramontane.cluster import supervisor as supervisor_module
 from tramontane.cluster.actors import StageHealth
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import end_pipeline, running_pipeline
+from tramontane.cluster.pipeline_spec import SUPERVISOR, Application, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.router_replica import any_pipeline
-from tramontane.cluster.supervisor import (
-    SUPERVISOR,
-    Application,
-    PipelineSpec,
-    actor_as_holder,
-    create_supervisor,
-    driver_as_holder,
-    remove_pipeline,
-)
+from tramontane.cluster.supervisor import actor_as_holder, create_supervisor, driver_as_holder, remove_pipeline
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult

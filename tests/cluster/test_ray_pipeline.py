@@ -24,8 +24,9 @@ from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import StageActor, StageHealth, as_stage_actor
 from tramontane.cluster.loading import Loading, shown_loading
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
-from tramontane.cluster.supervisor import PipelineSpec, wait_until_ready
+from tramontane.cluster.supervisor import wait_until_ready
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError

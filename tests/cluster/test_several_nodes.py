@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from reference import assert_same_tokens, greedy
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.supervisor import PipelineSpec
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.proto import wire
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch

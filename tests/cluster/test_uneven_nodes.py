@@ -21,8 +21,9 @@ from tramontane.cluster import pipeline
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.launch import pipeline_spec
+from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.cluster.planner import GIB
-from tramontane.cluster.supervisor import PipelineSpec, _group
+from tramontane.cluster.supervisor import _group
 from tramontane.proto.errors import PlanError
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]

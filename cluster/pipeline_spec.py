@@ -1,0 +1,80 @@
+"""What a pipeline is made of: everything that its supervisor needs to know, and what its actors are called."""
+
+from dataclasses import dataclass
+
+from tramontane.cluster.actors import ExpertActors
+from tramontane.proto.model_folder import Weights
+from tramontane.proto.plan import ClusterPlan, Link
+from tramontane.workers.fingerprint import Fingerprint
+
+SUPERVISOR, STAGE, EXPERTS = "-supervisor", "-stage-", "-experts-"  # after the pipeline's name; a number follows the last two
+NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The Ray Serve application that a pipeline belongs to.
+
+    ``launched``: a process keeps it alive; when that has gone, the application goes.
+    ``owns_serve``: then Ray Serve goes as well, unless it has other applications.
+    """
+
+    name: str
+    launched: bool = False
+    owns_serve: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineSpec:
+    """A named pipeline: what to run and what each stage gets."""
+
+    name: str
+    plan: ClusterPlan
+    weights: Weights
+    threads_per_stage: int
+    use_gpus: bool
+    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle, where the plan wants it (see ``places``); () is anywhere
+    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
+    application: Application | None = None
+    link: Link = "object-store"
+    ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
+
+    @property
+    def num_bundles(self) -> int:
+        """One per stage, then one per expert actor."""
+        return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
+
+    def workers_of(self, num_pipelines: int = 1) -> str:
+        """``2 stages``, or ``2 stages and 4 expert actors``."""
+        stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
+        return f"{stages} stages" + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        bundle: dict[str, float] = {"CPU": self.threads_per_stage}
+        return [bundle | ({"GPU": 1} if self.use_gpus else {}) for _ in range(self.num_bundles)]
+
+    @property
+    def node_selectors(self) -> list[dict[str, str]]:
+        """Which nodes each bundle may go to, in Ray's words."""
+        return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * self.num_bundles]
+
+    @property
+    def supervisor_name(self) -> str:
+        return f"{self.name}{SUPERVISOR}"
+
+    def stage_name(self, stage_id: int) -> str:
+        return f"{self.name}{STAGE}{stage_id}"
+
+    def expert_name(self, actor_id: int) -> str:
+        return f"{self.name}{EXPERTS}{actor_id}"
+
+    @property
+    def expert_actors(self) -> ExpertActors | None:
+        """As every stage has to know them."""
+        experts = self.plan.experts
+        if experts is None:
+            return None
+        return ExpertActors(
+            self.name, experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong
+        )
