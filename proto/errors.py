@@ -89,3 +89,7 @@ class NoStreamError(PipelineError):
 
 class NotRunningError(PipelineError):
     """A router's pipeline is being started again; another router may be well."""
+
+
+class UnknownJobError(RequestError):
+    """There is no batch job of that name."""
