@@ -19,8 +19,8 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-test: check  ## ruff and types, then the tests
-	$(BIN)/python -m pytest
+test: check  ## ruff and types, then the tests: those that start Ray in one process, beside them all others in another
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
 
 check: $(STAMP) types
 	$(BIN)/ruff check .

@@ -90,12 +90,14 @@ async def kill_under_load(
 
 
 def _kill(spec: PipelineSpec, number: int) -> None:
-    """One of the expert actors, in turn; returns when its next life has served."""
+    """One of the expert actors, in turn; returns when its next life has served. Raises ValueError if it gets none."""
     assert spec.plan.experts is not None
-    actor = ray.get_actor(spec.expert_name(number % len(spec.plan.experts.actors)), NAMESPACE)
+    name = spec.expert_name(number % len(spec.plan.experts.actors))
+    actor = ray.get_actor(name, NAMESPACE)
     pid = ray.get(actor.health.remote()).pid
     os.kill(pid, signal.SIGKILL)
     while True:
+        ray.get_actor(name, NAMESPACE)
         with suppress(RayError):
             health = ray.get(actor.health.remote())
             if health.pid != pid and health.num_rows:

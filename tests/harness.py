@@ -2,8 +2,10 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.cluster.pipeline import running_pipeline
@@ -20,6 +22,7 @@ from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
 from tramontane.workers.stage_worker import StageWorker
 
+T = TypeVar("T")
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
@@ -86,14 +89,25 @@ async def run_answers(
 
 @contextmanager
 def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[RayStageChain]:
-    """``running_pipeline`` for code that is not asynchronous."""
-    with asyncio.Runner() as runner:
-        pipeline = running_pipeline(spec, report)
-        chain = runner.run(pipeline.__aenter__())
+    """``running_pipeline`` for code that is not asynchronous; a thread renews the lease meanwhile."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
+    thread.start()
+
+    def run(step: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(step, loop).result()
+
+    pipeline = running_pipeline(spec, report)
+    try:
+        chain = run(pipeline.__aenter__())
         try:
             yield chain
         finally:
-            runner.run(pipeline.__aexit__(None, None, None))
+            run(pipeline.__aexit__(None, None, None))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
 def run_in_process(
