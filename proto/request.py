@@ -7,6 +7,12 @@ from typing import NamedTuple
 
 from tramontane.proto.errors import RequestError
 
+MAX_PENALTY = 2.0
+REPETITION_PENALTIES = (0.01, 100.0)
+MAX_BIAS = 100.0
+MAX_BIASES = 1024
+MAX_LOGPROBS = 20
+
 
 class FinishReason(StrEnum):
     STOP = "stop"  # the model said end-of-sequence
@@ -22,6 +28,15 @@ class SamplingParams:
     Randomness depends on (seed, choice, position) alone, so a sequence that is
     computed again, or packed with others, continues as it would have.
     ``return_experts``: layers (global numbers) whose choice of experts is to be told with the tokens.
+
+    Logits are changed before the temperature divides them: ``logit_bias`` (token id, what is added to it) first, then the
+    penalties. ``repetition_penalty`` divides positive logits, and multiplies negative ones, of tokens that the prompt or the
+    output so far has (Keskar and others, arXiv 1909.05858); ``frequency_penalty`` is subtracted for each time that the output
+    has a token, ``presence_penalty`` once. Before ``min_tokens`` have been made none may end the sequence. ``min_p``, after
+    the temperature: tokens of less than this share of the best one's probability are dropped.
+
+    ``logprobs``: each new token's log-probability is told, and so many of the likeliest; None: nothing. ``prompt_logprobs``:
+    the same of the prompt's tokens after the first. Both are of the model's own distribution, before anything above changes it.
     """
 
     max_tokens: int = 128
@@ -32,6 +47,14 @@ class SamplingParams:
     choice: int = 0
     ignore_eos: bool = False
     return_experts: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:
@@ -44,6 +67,36 @@ class SamplingParams:
             raise RequestError(f"top_k is {self.top_k}; it must be 0 (all tokens) or a positive whole number of 31 bits")
         if not -(2**63) <= self.seed < 2**63:
             raise RequestError(f"seed is {self.seed}; it must fit in 64 bits")
+        if not 0 <= self.min_p <= 1:
+            raise RequestError(f"min_p is {self.min_p}; it must be from 0 to 1")
+        if not 0 <= self.min_tokens <= self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}; it must be from 0 to max_tokens, which is {self.max_tokens}")
+        self._check_logit_changes()
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(f"{name} is {value}; it must be from 0 to {MAX_LOGPROBS}")
+
+    def _check_logit_changes(self) -> None:
+        for name, value in (("presence_penalty", self.presence_penalty), ("frequency_penalty", self.frequency_penalty)):
+            if not -MAX_PENALTY <= value <= MAX_PENALTY:
+                raise RequestError(f"{name} is {value}; it must be from {-MAX_PENALTY} to {MAX_PENALTY}")
+        low, high = REPETITION_PENALTIES
+        if not low <= self.repetition_penalty <= high:
+            raise RequestError(f"repetition_penalty is {self.repetition_penalty}; it must be from {low} to {high}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias has {len(self.logit_bias)} tokens; there may be at most {MAX_BIASES}")
+        for token_id, bias in self.logit_bias:
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise RequestError(f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to {MAX_BIAS}")
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether what has been said changes what may follow."""
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.counts_tokens or bool(self.logit_bias or self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +132,20 @@ class ExpertChoices(NamedTuple):
     expert_ids: tuple[tuple[int, ...], ...]
 
 
+class Logprobs(NamedTuple):
+    """Log-probabilities of consecutive tokens of one sequence, by the model's own distribution: each given all before it.
+
+    ``start`` is the position of the first of these tokens, never 0. ``top`` has of each the likeliest tokens that could have
+    stood there, as many as were asked for, the likeliest first: (token id, log-probability). ``seq_id`` is that of a
+    ``TokenEvent``.
+    """
+
+    seq_id: int
+    start: int
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
     """Where a request's time went inside the router, in seconds.
@@ -98,11 +165,13 @@ class TokenBatch:
 
     ``experts``: for sequences that want to know, what every token before the last one of ``events`` has chosen, as far as it
     has not been told; in the order of positions, and never without an event of the same sequence.
+    ``logprobs``: in the same way, for sequences that want to know, of every token up to the last one of ``events``.
     """
 
     events: tuple[TokenEvent, ...]
     times: RequestTimes
     experts: tuple[ExpertChoices, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
     def merged(cls, batches: "list[TokenBatch]") -> "TokenBatch":
@@ -110,4 +179,9 @@ class TokenBatch:
         if len(batches) == 1:
             return batches[0]
         events = tuple(event for batch in batches for event in batch.events)
-        return cls(events, batches[-1].times, tuple(choices for batch in batches for choices in batch.experts))
+        return cls(
+            events,
+            batches[-1].times,
+            tuple(choices for batch in batches for choices in batch.experts),
+            tuple(logprobs for batch in batches for logprobs in batch.logprobs),
+        )

@@ -9,7 +9,7 @@ What a busy router makes many of are named tuples: made in half the time that a 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tramontane.proto.request import ExpertChoices, SamplingParams
+from tramontane.proto.request import ExpertChoices, Logprobs, SamplingParams
 
 
 class Chunk(NamedTuple):
@@ -17,7 +17,9 @@ class Chunk(NamedTuple):
 
     ``start`` is the absolute position of the first token; a chunk at position 0
     begins its sequence. ``new_pages`` has one tuple per window class, to be
-    appended to the sequence's page ring. ``sampling`` comes with the first chunk.
+    appended to the sequence's page ring. ``sampling`` comes with the first chunk, and so does
+    ``num_prompt``: how many of the sequence's tokens are its prompt. What comes after them is its
+    output, also where a sequence that gave its pages back begins anew with both.
     ``wants_token`` is true where the logits of the last token are to be sampled.
     """
 
@@ -27,6 +29,7 @@ class Chunk(NamedTuple):
     new_pages: tuple[tuple[int, ...], ...]
     sampling: SamplingParams | None
     wants_token: bool
+    num_prompt: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -113,7 +116,8 @@ class StageTiming(NamedTuple):
 class StepResult:
     """A token for each of the micro-batch's ``sampled_ids``, and the timing of every stage that it has passed.
 
-    ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router.
+    ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router. ``logprobs``: likewise, of
+    prompts and of ``token_ids``, for those that ask.
     On the direct link every stage answers by itself: none but the last one has tokens, and timing and choices are its own.
     """
 
@@ -122,3 +126,4 @@ class StepResult:
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]
     choices: tuple[ExpertChoices, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()

@@ -1,6 +1,8 @@
 """The wire form of steps and requests: msgpack arrays, field by field, no pickled classes."""
 
 from collections.abc import Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -16,6 +18,7 @@ from tramontane.proto.errors import (
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
+    Logprobs,
     RequestTimes,
     SamplingParams,
     SequenceSpec,
@@ -23,6 +26,8 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
+
+_sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 REFUSALS: dict[str, type[TramontaneError]] = {
     "request": RequestError,
@@ -35,7 +40,7 @@ REFUSALS: dict[str, type[TramontaneError]] = {
 
 def encode_batch(batch: MicroBatch) -> bytes:
     chunks = [
-        (c.seq_id, c.start, c.token_ids, c.new_pages, c.sampling and _sampling_fields(c.sampling), c.wants_token)
+        (c.seq_id, c.start, c.token_ids, c.new_pages, c.sampling and _sampling_fields(c.sampling), c.wants_token, c.num_prompt)
         for c in batch.chunks
     ]
     return _pack((batch.epoch, batch.step_id, chunks, batch.released, batch.decodes))
@@ -47,8 +52,8 @@ def decode_batch(data: bytes) -> MicroBatch:
         epoch,
         step_id,
         tuple(
-            Chunk(seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), wants_token)
-            for seq_id, start, token_ids, new_pages, sampling, wants_token in chunks
+            Chunk(seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), wants_token, num_prompt)
+            for seq_id, start, token_ids, new_pages, sampling, wants_token, num_prompt in chunks
         ),
         released,
         Decodes(*decodes),
@@ -56,12 +61,12 @@ def decode_batch(data: bytes) -> MicroBatch:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices))
+    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices, result.logprobs))
 
 
 def decode_result(data: bytes) -> StepResult:
-    epoch, step_id, token_ids, timings, choices = _unpack(data)
-    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices))
+    epoch, step_id, token_ids, timings, choices, logprobs = _unpack(data)
+    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices), _logprobs(logprobs))
 
 
 def encode_header(
@@ -112,20 +117,17 @@ def _delivery_fields(what: TokenBatch | str) -> Any:  # noqa: ANN401
     if isinstance(what, str):
         return what
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in what.events]
-    return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s), what.experts
+    return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s), what.experts, what.logprobs
 
 
 def _delivery(fields: Any) -> TokenBatch:  # noqa: ANN401
-    events, times, experts = fields
+    events, times, experts, logprobs = fields
     return TokenBatch(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
         RequestTimes(*times),
         _choices(experts),
+        _logprobs(logprobs),
     )
-
-
-def _sampling_fields(s: SamplingParams) -> tuple[Any, ...]:
-    return (s.max_tokens, s.temperature, s.top_p, s.top_k, s.seed, s.choice, s.ignore_eos, s.return_experts)
 
 
 def _timing(fields: Any) -> StageTiming:  # noqa: ANN401
@@ -134,6 +136,10 @@ def _timing(fields: Any) -> StageTiming:  # noqa: ANN401
 
 def _choices(fields: Any) -> tuple[ExpertChoices, ...]:  # noqa: ANN401
     return tuple(map(ExpertChoices._make, fields))
+
+
+def _logprobs(fields: Any) -> tuple[Logprobs, ...]:  # noqa: ANN401
+    return tuple(map(Logprobs._make, fields))
 
 
 def _pack(value: Any) -> bytes:  # noqa: ANN401 - msgpack takes any nesting of plain values

@@ -34,6 +34,9 @@ def check_possible(sequence: Sequence, limits: Limits, ledger: PageLedger) -> No
     for token_id in (min(sequence.prompt_ids), max(sequence.prompt_ids)):
         if not 0 <= token_id < limits.vocab_size:
             raise RequestError(f"token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")
+    for token_id, _ in sequence.sampling.logit_bias:
+        if not 0 <= token_id < limits.vocab_size:
+            raise RequestError(f"logit_bias: token id {token_id} is outside the model's vocabulary of {limits.vocab_size}")
     assert sequence.max_len <= limits.max_model_len
     if not ledger.fits_ever(sequence):
         raise RequestError(

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tramontane.proto.request import FinishReason, TokenEvent
+from tramontane.router.logprobs import ChosenToken, TokenScore
 from tramontane.router.tokenizer import Tokenizer
 
 
@@ -17,13 +18,15 @@ class StopMatcher:
         self._stops = stops
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
-        """What may be shown now, and whether a stop string has been met.
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
+        """What may be shown now, and whether a stop string has been met. One that ends in a text that may not stop is none.
 
         Stop "END": push("xEN") shows "x" and holds "EN"; push("Q") shows "ENQ".
         """
+        num_held = len(self._held)
         self._held += text
-        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        stops = self._stops if may_stop else ()
+        found = [(at + len(stop), at) for stop in stops if (at := self._held.find(stop, max(num_held - len(stop) + 1, 0))) >= 0]
         if found:  # the one that is complete first, and of those the longest
             shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
@@ -43,26 +46,55 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class ChoiceText:
-    """Tokens in, text out. After a stop string further tokens change nothing."""
+    """Tokens in, text out. After a stop string further tokens change nothing; before ``min_tokens`` none is one.
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str]) -> None:
+    Tokens that come with a score come out again, as far as their text may be shown: a token that begins within it is told, one
+    that begins in a stop string, or after it, never is.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int = 0) -> None:
         self._decoder = tokenizer.decoder() if tokenizer else None
         self._matcher = StopMatcher(stops)
+        self._has_stops = bool(stops)
+        self._min_tokens = min_tokens
+        self._num_decoded = self._num_shown = 0  # characters
+        self._untold: list[ChosenToken] = []
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 
-    def push(self, event: TokenEvent) -> str:
+    def push(self, event: TokenEvent, score: TokenScore | None = None) -> str:
         """The text that this token completes. A token that completes a stop string still counts as made."""
         if self.finish is not None:
             return ""
         self.num_tokens += 1
-        piece = self._decoder.push(event.token_id) if self._decoder else ""
+        piece = self._piece(event.token_id, score)
         if event.finish and self._decoder:
             piece += self._decoder.finish()
-        shown, stopped = self._matcher.push(piece)
+        self._num_decoded += len(piece)
+        shown, stopped = self._matcher.push(piece, may_stop=self.num_tokens >= self._min_tokens)
         if stopped:
             self.finish = FinishReason.STOP
         elif event.finish:
             self.finish = event.finish
             shown += self._matcher.finish()
+        self._num_shown += len(shown)
+        if stopped and self._untold:
+            self._untold = self._begun_in_shown()
         return shown
+
+    def take_chosen(self) -> list[ChosenToken]:
+        """Of the tokens with scores those that may be told and have not been; offsets count from the beginning of the text."""
+        told = self._untold if self.finish or not self._has_stops else self._begun_in_shown()
+        self._untold = self._untold[len(told) :]
+        return told
+
+    def _piece(self, token_id: int, score: TokenScore | None) -> str:
+        if score is None:
+            return self._decoder.push(token_id) if self._decoder else ""
+        piece, place = self._decoder.push_at(token_id) if self._decoder else ("", 0)
+        self._untold.append(ChosenToken(token_id, self._num_decoded + place, score))
+        return piece
+
+    def _begun_in_shown(self) -> list[ChosenToken]:
+        """Tokens "x", "E", "ND" of which "x" is shown: the first one."""
+        return [token for token in self._untold if token.offset < self._num_shown]

@@ -1,24 +1,38 @@
 """``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
 
 import asyncio
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch
+from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
 from tramontane.router.choice_text import ChoiceText
 from tramontane.router.expert_history import by_layer
+from tramontane.router.logprobs import (
+    TokenScore,
+    chosen_prompt,
+    completion_logprobs,
+    joined_logprobs,
+    prompt_logprobs,
+    scores_of,
+)
+from tramontane.router.model_checks import (
+    MAX_LOGPROBS_IN_ALL,
+    MAX_PROMPT_LOGPROBS,
+    check_layers,
+    check_logit_bias,
+    check_num_experts,
+    check_num_logprobs,
+)
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
-MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +60,8 @@ class Completion:
         self._request = request
         self._model = model
         self._prompt_ids = prompt_ids
-        self._choices = [ChoiceText(model.tokenizer, request.stop) for _ in range(len(prompt_ids) * request.n)]
+        num_choices = len(prompt_ids) * request.n
+        self._choices = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(num_choices)]
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -55,6 +70,7 @@ class Completion:
         }
         self._arrived_at = arrived_at
         self._times: RequestTimes | None = None
+        self._num_echoed: dict[int, int] = {}  # characters, by choice
 
     @classmethod
     async def prepare(cls, model: ServedModel, request: CompletionRequest, arrived_at: float) -> "Completion":
@@ -68,7 +84,8 @@ class Completion:
             )
         if model.tokenizer is None and request.stop:
             raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-        _check_layers(model, request.return_experts)
+        check_layers(request.return_experts, model.num_layers)
+        check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
         prompt_ids = await _encode(model, request.prompt)
         for ids in prompt_ids:
             if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
@@ -77,30 +94,20 @@ class Completion:
                     f"it may have at most {model.max_model_len - 1}",
                     "prompt",
                 )
-        _check_num_experts(model, request, prompt_ids)
+        _check_told(model, request, [len(ids) for ids in prompt_ids])
         return cls(model, request, prompt_ids, arrived_at)
 
     def specs(self) -> list[SequenceSpec]:
-        """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5."""
+        """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
         request = self._request
-        seed = secrets.randbits(63) if request.seed is None else request.seed
-        return [
-            SequenceSpec(
-                ids,
-                SamplingParams(
-                    request.max_tokens,
-                    request.temperature,
-                    request.top_p,
-                    max(request.top_k, 0),
-                    seed,
-                    choice,
-                    request.ignore_eos,
-                    request.return_experts,
-                ),
-            )
-            for ids in self._prompt_ids
-            for choice in range(request.n)
-        ]
+        sampling = replace(
+            request.sampling(max(request.max_tokens, 1)),
+            return_experts=request.return_experts,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.num_prompt_top,
+        )
+        choices = [replace(sampling, choice=choice) for choice in range(request.n)]
+        return [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
 
     async def run(self, source: TokenSource) -> dict[str, Any]:
         """The whole answer at once."""
@@ -109,7 +116,7 @@ class Completion:
             async for choices in changes:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
-        choices = [_joined(own, self._request.return_experts) for own in parts]
+        choices = [_joined(own, self._request) for own in parts]
         return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -153,12 +160,23 @@ class Completion:
     def _take(self, batch: TokenBatch, yielded: set[int]) -> list[dict[str, Any]]:
         texts: dict[int, list[str]] = {}
         token_ids: dict[int, list[int]] = {}
+        scores = scores_of(batch.logprobs)
         for event in batch.events:
             choice = self._choices[event.seq_id]
-            if choice.finish is None:
-                texts.setdefault(event.seq_id, []).append(choice.push(event))
-                token_ids.setdefault(event.seq_id, []).append(event.token_id)
+            if choice.finish is not None:
+                continue
+            own_texts, own_ids = texts.setdefault(event.seq_id, []), token_ids.setdefault(event.seq_id, [])
+            if not self._request.max_tokens:
+                choice.finish = FinishReason.LENGTH  # the one token that was made is nobody's
+                continue
+            score = scores.get((event.seq_id, self._num_prompt(event.seq_id) + choice.num_tokens)) if scores else None
+            own_texts.append(choice.push(event, score))
+            own_ids.append(event.token_id)
+        firsts = texts.keys() - yielded
         changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+        if self._request.logprobs is not None or self._request.prompt_logprobs is not None:
+            for change in changes:
+                self._add_logprobs(change, scores, is_first=change["index"] in firsts)
         if self._request.return_experts:
             self._add_experts(changes, batch.experts)
         return changes
@@ -176,10 +194,29 @@ class Completion:
         yielded.add(index)
         if first and self._request.echo:
             change["text"] = self._prompt_text(prompt) + text
+            self._num_echoed[index] = len(change["text"]) - len(text)
         if self._request.return_token_ids:
             change["token_ids"] = token_ids
             change["prompt_token_ids"] = list(self._prompt_ids[prompt]) if first else None
         return change
+
+    def _add_logprobs(self, change: dict[str, Any], scores: dict[tuple[int, int], TokenScore], *, is_first: bool) -> None:
+        """The prompt's with the first change: they came with the first token."""
+        request, tokenizer, index = self._request, self._model.tokenizer, change["index"]
+        prompt = index // request.n
+        is_first = is_first and request.num_prompt_top is not None
+        echoed = chosen_prompt(tokenizer, self._prompt_ids[prompt], index, scores) if is_first else []
+        if is_first and request.prompt_logprobs is not None:
+            change["prompt_logprobs"] = prompt_logprobs(tokenizer, echoed, request.prompt_logprobs)
+        if request.logprobs is not None:
+            start = self._num_echoed.get(index, 0)
+            told = [token._replace(offset=start + token.offset) for token in self._choices[index].take_chosen()]
+            if told := [*(echoed if request.echo else ()), *told]:
+                change["logprobs"] = completion_logprobs(tokenizer, told, request.logprobs)
+
+    def _num_prompt(self, index: int) -> int:
+        """Tokens of a sequence's prompt."""
+        return len(self._prompt_ids[index // self._request.n])
 
     def _add_experts(self, changes: list[dict[str, Any]], news: Sequence[ExpertChoices]) -> None:
         """What is known since the last change; of the tokens that a choice has, also where more were made than it takes."""
@@ -189,7 +226,7 @@ class Completion:
                 own[choices.seq_id].append(choices)
         for change in changes:
             index = change["index"]
-            num_prompt = len(self._prompt_ids[index // self._request.n])
+            num_prompt = self._num_prompt(index)
             made = by_layer(own[index], num_prompt, num_prompt + self._choices[index].num_tokens - 1)
             told = {"prompt_experts": by_layer(own[index], 0, num_prompt), "experts": made}
             change |= {name: layers for name, layers in told.items() if layers}
@@ -223,31 +260,25 @@ def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     return model.tokenizer.encode(text)
 
 
-def _check_layers(model: ServedModel, layers: Sequence[int]) -> None:
-    if layers and not model.num_layers:
-        raise ParameterError("return_experts: this model has no experts", "return_experts")
-    if wrong := [layer for layer in layers if layer >= model.num_layers]:
-        raise ParameterError(
-            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {model.num_layers - 1}", "return_experts"
-        )
+def _check_told(model: ServedModel, request: CompletionRequest, prompt_lens: Sequence[int]) -> None:
+    """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
+    num_prompt = request.n * sum(prompt_lens)
+    num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in prompt_lens)
+    check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
+    if (num_top := request.num_prompt_top) is not None:
+        name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
+        check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
+    if request.logprobs is not None:
+        check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
 
 
-def _check_num_experts(model: ServedModel, request: CompletionRequest, prompt_ids: Sequence[tuple[int, ...]]) -> None:
-    """As many as there may be: an answer can be as long as was asked for, or as the context."""
-    num_tokens = request.n * sum(min(len(ids) + request.max_tokens, model.max_model_len) for ids in prompt_ids)
-    num_ids = num_tokens * len(request.return_experts) * model.experts_per_token
-    if num_ids > MAX_EXPERT_IDS:
-        raise ParameterError(
-            f"return_experts: {len(request.return_experts)} layers of up to {num_tokens} tokens are {num_ids} experts; "
-            f"one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers or tokens",
-            "return_experts",
-        )
-
-
-def _joined(changes: list[dict[str, Any]], layers: Sequence[int]) -> dict[str, Any]:
+def _joined(changes: list[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+    layers = request.return_experts
     whole = changes[0] | {"text": "".join(change["text"] for change in changes), "finish_reason": changes[-1]["finish_reason"]}
     if "token_ids" in whole:
         whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+    if request.logprobs is not None:
+        whole["logprobs"] = joined_logprobs(change["logprobs"] for change in changes)
     for name in ("prompt_experts", "experts") if layers else ():
         parts = [change.get(name, {}) for change in changes]
         whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}

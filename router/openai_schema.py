@@ -6,10 +6,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tramontane.proto.errors import RequestError
+from tramontane.proto.request import MAX_LOGPROBS
+from tramontane.router.sampling_fields import MAX_TOKEN_ID, SamplingFields, or_default
 
-MAX_STOPS = 16
-MAX_STOP_CHARS = 1024
-MAX_TOKEN_ID = 2**31
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 
@@ -62,15 +61,6 @@ def _are_ids(value: list[Any]) -> bool:
     return True
 
 
-def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
-    stops = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError("it must be a text or a list of texts, none of them empty")
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
-        raise ValueError(f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each")
-    return tuple(stops)
-
-
 def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     layers = [] if value is None else value
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers):
@@ -78,11 +68,6 @@ def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     if len(set(layers)) < len(layers):
         raise ValueError("a layer is listed twice")
     return tuple(layers)
-
-
-def _or(default: Any) -> BeforeValidator:  # noqa: ANN401
-    """OpenAI's clients may send null for "not given"."""
-    return BeforeValidator(lambda value: default if value is None else value)
 
 
 def _encodable(value: Prompts) -> Prompts:
@@ -98,45 +83,37 @@ def _encodable(value: Prompts) -> Prompts:
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    include_usage: Annotated[bool, _or(False)] = False
+    include_usage: Annotated[bool, or_default(False)] = False
     include_obfuscation: Annotated[bool | None, _neutral()] = None
 
 
-class CompletionRequest(BaseModel):
-    """Body of ``POST /v1/completions``."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+class CompletionRequest(SamplingFields):
+    """Body of ``POST /v1/completions``. With ``echo`` and 0 for ``max_tokens`` prompts are only scored."""
 
     model: str | None = None
     prompt: Annotated[Prompts, BeforeValidator(_prompts), AfterValidator(_encodable)] = Field(strict=False)
-    max_tokens: Annotated[int, _or(16)] = Field(16, ge=1, lt=2**31)
-    temperature: Annotated[float, _or(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: Annotated[float, _or(1.0)] = Field(1.0, gt=0, le=1)
-    top_k: Annotated[int, _or(0)] = Field(0, ge=-1, lt=2**31)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = Field((), strict=False)
-    n: Annotated[int, _or(1)] = Field(1, ge=1, le=128)
-    echo: Annotated[bool, _or(False)] = False
-    stream: Annotated[bool, _or(False)] = False
+    max_tokens: Annotated[int, or_default(16)] = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Annotated[bool, or_default(False)] = False
+    stream: Annotated[bool, or_default(False)] = False
     stream_options: StreamOptions | None = None
-    ignore_eos: Annotated[bool, _or(False)] = False
-    return_token_ids: Annotated[bool, _or(False)] = False
+    return_token_ids: Annotated[bool, or_default(False)] = False
     return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers)] = Field((), strict=False)
     user: str | None = None  # means nothing here, and harms nothing
 
     best_of: Annotated[Any, _neutral(1)] = None
-    frequency_penalty: Annotated[Any, _neutral(0)] = None
-    presence_penalty: Annotated[Any, _neutral(0)] = None
-    repetition_penalty: Annotated[Any, _neutral(1)] = None
-    min_p: Annotated[Any, _neutral(0)] = None
-    min_tokens: Annotated[Any, _neutral(0)] = None
-    logit_bias: Annotated[Any, _neutral({})] = None
-    logprobs: Annotated[Any, _neutral()] = None
     suffix: Annotated[Any, _neutral("")] = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_prompt_top(self) -> int | None:
+        """How many of the likeliest tokens are told in each place of the prompt, by either name; None: nothing is."""
+        asked = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        return max(asked, default=None)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
@@ -153,6 +130,10 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise ParameterError("the body is nested too deeply") from None
     if request.stream_options is not None and not request.stream:
         raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    if not request.max_tokens and not request.echo:
+        raise ParameterError("max_tokens is 0: without echo: true there would be no answer", "max_tokens")
+    if request.min_tokens > request.max_tokens:
+        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}", "min_tokens")
     return request
 
 

@@ -10,9 +10,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import ExpertChoices, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import ExpertChoices, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.expert_history import ExpertHistory
+from tramontane.router.logprob_history import LogprobHistory
 from tramontane.router.mailbox import Mailbox
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
@@ -30,16 +31,21 @@ class LiveRequest:
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self._experts = ExpertHistory()
+        self._logprobs = LogprobHistory()
 
     def note_experts(self, choices: ExpertChoices) -> None:
         """They go with the next token of their sequence: a piece of a prompt may be the last for a while."""
         self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]))
 
+    def note_logprobs(self, logprobs: Logprobs) -> None:
+        """They go with the next token of their sequence too."""
+        self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
+
     def deliver(self, events: list[TokenEvent], now: float) -> None:
         self.first_token_at = min(self.first_token_at, now)
         own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
         experts = tuple(choices for event in own for choices in self._experts.take(event.seq_id))
-        self.sink(TokenBatch(own, self._times(now), experts))
+        self.sink(TokenBatch(own, self._times(now), experts, self._logprobs.take(own)))
 
     def _times(self, now: float) -> RequestTimes:
         return RequestTimes(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
@@ -174,7 +180,7 @@ class Router:
         if self._observe is not None:
             self._observe(result)
         if result.epoch == self.scheduler.epoch:
-            self._note_experts(result)
+            self._note(result)
         ready: dict[LiveRequest, list[TokenEvent]] = {}
         for event in self.scheduler.complete(batch, result):
             take = self._requests.pop if event.finish else self._requests.__getitem__
@@ -183,11 +189,14 @@ class Router:
         for request, events in ready.items():
             request.deliver(events, now)
 
-    def _note_experts(self, result: StepResult) -> None:
+    def _note(self, result: StepResult) -> None:
         """Before the tokens: what ends with one of them is forgotten."""
         for choices in result.choices:
             if (request := self._requests.get(choices.seq_id)) is not None:  # else its client has left
                 request.note_experts(choices)
+        for logprobs in result.logprobs:
+            if (request := self._requests.get(logprobs.seq_id)) is not None:
+                request.note_logprobs(logprobs)
 
     def fail(self, error: PipelineError) -> None:
         """Somebody else has seen that the pipeline cannot go on: end everything, and ``run``."""

@@ -241,6 +241,7 @@ class Scheduler:
             new_pages=self.ledger.grow(sequence, end),
             sampling=sequence.sampling if start == 0 else None,
             wants_token=end == sequence.num_known,
+            num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
         )
 
     def _take_in(self, sequence: Sequence, token_id: int | None) -> list[Accepted]:

@@ -2,7 +2,7 @@
 
 import codecs
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from tramontane.proto.errors import RequestError
@@ -62,8 +62,29 @@ class IncrementalDecoder:
         if not piece:
             return self.finish()
         if self._drops_space:
-            piece, self._drops_space = piece if token_id in self._bytes_of_text else piece.removeprefix(b" "), False
+            piece = self._without_space(token_id, piece)
         return self._utf8.decode(piece)
+
+    def push_at(self, token_id: int) -> tuple[str, int]:
+        """As ``push``, and at which character of that text the token itself begins: after what was left unfinished before it.
+
+        After E2 82, which may become a character, the token "a" gives ("\ufffda", 1) and the token AC ("\u20ac", 0).
+        """
+        piece = self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
+        if not piece:
+            return (text := self.finish()), len(text)
+        if self._drops_space:
+            piece = self._without_space(token_id, piece)
+            if not piece:
+                return "", 0
+        text = self._utf8.decode(piece[:1])
+        is_in_last = not self._utf8.getstate()[0]  # the first byte is no longer waiting for others
+        return text + self._utf8.decode(piece[1:]), len(text) - is_in_last
+
+    def _without_space(self, token_id: int, piece: bytes) -> bytes:
+        """Of the first token that says anything."""
+        self._drops_space = False
+        return piece if token_id in self._bytes_of_text else piece.removeprefix(b" ")
 
     def finish(self) -> str:
         """What an unfinished character leaves behind at the end of the sequence."""
@@ -120,6 +141,23 @@ class Tokenizer(ABC):
 
     def pieces(self, token_ids: tuple[int, ...]) -> list[str]:
         """What ``decode`` gives, token by token; a character that several of them make comes with the last."""
-        decoder = self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))
+        decoder = self._decoder_of(token_ids)
         pieces = [decoder.push(token_id) for token_id in token_ids]
         return [*pieces[:-1], *(piece + decoder.finish() for piece in pieces[-1:])]
+
+    def offsets(self, token_ids: Sequence[int]) -> list[int]:
+        """At which character of what ``decode`` gives each token begins; of one that continues a character, where that stands."""
+        decoder = self._decoder_of(token_ids)
+        offsets, num_chars = [], 0
+        for token_id in token_ids:
+            text, place = decoder.push_at(token_id)
+            offsets.append(num_chars + place)
+            num_chars += len(text)
+        return offsets
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The text of one token as it is in the middle of others; none for control tokens and ids without a piece."""
+        return self._piece_bytes[token_id] if token_id < len(self._piece_bytes) else b""
+
+    def _decoder_of(self, token_ids: Sequence[int]) -> IncrementalDecoder:
+        return self.decoder(is_text_start=not self._bos_ids or not self._bos_ids.isdisjoint(token_ids[:1]))

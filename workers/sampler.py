@@ -34,7 +34,9 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
 
 
 def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]]) -> Tensor:
-    """Invert the cumulative distribution of temperature, then top-k, then top-p (Holtzman, arXiv 1904.09751)."""
+    """Invert the cumulative distribution of temperature, then min-p (Nguyen and others, arXiv 2407.01082), top-k, and then
+    top-p (Holtzman and others, arXiv 1904.09751) of what these have left.
+    """
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, device=logits_SV.device)[:, None]
@@ -45,6 +47,10 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     sorted_logits, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
     top_k = column([p.top_k or vocab for p, _ in draws])
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
+    if any(p.min_p for p, _ in draws):
+        # Less than a share of the best probability is a logit further below the best one than the share's logarithm.
+        floor = sorted_logits[:, :1] + column([p.min_p for p, _ in draws]).log()
+        sorted_logits = sorted_logits.masked_fill(sorted_logits < floor, -torch.inf)
     probs = sorted_logits.softmax(-1)
     before = probs.cumsum(-1) - probs
     top_p = column([p.top_p for p, _ in draws])

@@ -5,10 +5,13 @@ import torch
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import StagePlan
+from tramontane.proto.request import Logprobs
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.chosen_experts import asked_experts
+from tramontane.workers.logit_changes import LogitChanges
+from tramontane.workers.logprobs import LogprobKeeper
 from tramontane.workers.model import StageModel
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_tables
@@ -37,6 +40,8 @@ class StageWorker:
         self.kernels = _kernels_for(self.device)
         self.cache = RollingCache(plan, self.dtype, self.device)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
+        self.logit_changes = LogitChanges(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
+        self.logprobs = LogprobKeeper(plan.args.vocab_size)
         self.epoch = NOT_FENCED
         self.num_begun = 0  # steps of this epoch
 
@@ -61,6 +66,8 @@ class StageWorker:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
         self.check_newer(epoch)
         self.table.clear()
+        self.logit_changes.clear()
+        self.logprobs.clear()
         self.epoch = epoch
         self.num_begun = 0
 
@@ -94,14 +101,17 @@ class StageWorker:
         self.check_turn(batch)
         self.num_begun += 1
         self.table.update(batch)
+        if self.plan.is_last:
+            self.logit_changes.update(batch)
+            self.logprobs.update(batch)
         notes.experts = asked_experts(batch, self.table, self.plan.layers)
         index = build_step_index(batch, self.table, self.device)
         hidden_TD = yield from notes.timed(self._layers(batch, incoming, index, notes))
-        token_ids = self._sample(batch, hidden_TD[index.sampled_rows]) if self.plan.is_last else ()
+        token_ids, logprobs = self._sample(batch, hidden_TD, index) if self.plan.is_last else ((), ())
         timings = (*(incoming.timings if incoming else ()), notes.timing(self.plan.stage_id, batch.num_tokens))
         choices = (*(incoming.choices if incoming else ()), *notes.experts.choices())
         if self.plan.is_last:
-            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices)
+            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs)
         return Activation(hidden_TD, timings, choices)
 
     def _layers(
@@ -117,12 +127,19 @@ class StageWorker:
         outcome: torch.Tensor = yield from self.model(hidden_TD, rotary, CachedAttention(self.cache, index, self.kernels), notes)
         return outcome
 
-    def _sample(self, batch: MicroBatch, hidden_SD: torch.Tensor) -> tuple[int, ...]:
+    def _sample(
+        self, batch: MicroBatch, hidden_TD: torch.Tensor, index: StepIndex
+    ) -> tuple[tuple[int, ...], tuple[Logprobs, ...]]:
+        """Token ids, and what is asked of the probabilities of them and of prompts."""
+        of_prompts = tuple(self.logprobs.prompts(batch, hidden_TD, self.model.head))
         seq_ids = batch.sampled_ids
         if not seq_ids:
-            return ()
+            return (), of_prompts
         positions = [c.start + c.num_tokens for c in batch.chunks if c.wants_token] + [p + 1 for p in batch.decodes.starts]
-        return tuple(sample(self.model.head(hidden_SD), [self.table.sampling[s] for s in seq_ids], positions))
+        logits_SV = self.model.head(hidden_TD[index.sampled_rows])
+        changed_SV = self.logit_changes.apply(logits_SV, seq_ids, positions)
+        token_ids = tuple(sample(changed_SV, [self.table.sampling[s] for s in seq_ids], positions))
+        return token_ids, (*of_prompts, *self.logprobs.sampled(logits_SV, token_ids, seq_ids, positions))
 
 
 def _kernels_for(device: torch.device) -> Kernels:

@@ -435,7 +435,10 @@ def test_another_model_does_not_exist(chain: LocalStageChain, tokenizer: Tokeniz
         ({"return_experts": "0"}, "return_experts"),
         ({"prompt": ["a"] * 2, "n": MAX_SEQUENCES}, "prompt"),
         ({"temperature": -1}, "temperature"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {str(ARGS.vocab_size): 1}}, "logit_bias"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
     ],
 )

@@ -8,6 +8,7 @@ from tramontane.proto import wire
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
+    Logprobs,
     RequestTimes,
     SamplingParams,
     SequenceSpec,
@@ -17,9 +18,10 @@ from tramontane.proto.request import (
 from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 ids = st.integers(0, 2**40)
+numbers_of_top = st.none() | st.integers(0, 20)
 sampling = st.builds(
     SamplingParams,
-    max_tokens=st.integers(1, 10_000),
+    max_tokens=st.integers(50, 10_000),
     temperature=st.floats(0, 5),
     top_p=st.floats(0.01, 1),
     top_k=st.integers(0, 1000),
@@ -27,6 +29,14 @@ sampling = st.builds(
     choice=st.integers(0, 100),
     ignore_eos=st.booleans(),
     return_experts=st.lists(st.integers(0, 1000), max_size=3).map(tuple),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.lists(st.tuples(ids, st.floats(-100, 100)), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 50),
+    logprobs=numbers_of_top,
+    prompt_logprobs=numbers_of_top,
 )
 pages = st.lists(ids, max_size=4).map(tuple)
 chunks = st.builds(
@@ -37,6 +47,7 @@ chunks = st.builds(
     new_pages=st.lists(pages, max_size=3).map(tuple),
     sampling=st.none() | sampling,
     wants_token=st.booleans(),
+    num_prompt=ids,
 )
 columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
@@ -48,9 +59,15 @@ experts = st.lists(st.builds(ExpertTiming, ids, times, ids), max_size=3).map(tup
 timings = st.lists(st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4).map(tuple)
 expert_ids = st.lists(st.tuples(st.integers(0, 1023), st.integers(0, 1023)), max_size=3).map(tuple)
 choices = st.lists(st.builds(ExpertChoices, ids, st.integers(0, 1023), ids, expert_ids), max_size=3).map(tuple)
-results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices)
+least = st.floats(-9999, 0)
+top = st.lists(st.tuples(ids, least), max_size=3).map(tuple)
+scored = st.lists(st.tuples(least, top), max_size=3).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), ()))
+logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, start, *scored), ids, ids, scored), max_size=3).map(
+    tuple
+)
+results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices, logprobs=logprobs)
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
-tokens = st.builds(TokenBatch, events, st.builds(RequestTimes, times, times, times), choices)
+tokens = st.builds(TokenBatch, events, st.builds(RequestTimes, times, times, times), choices, logprobs)
 
 
 @settings(derandomize=True, deadline=None)

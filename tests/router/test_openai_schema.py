@@ -7,38 +7,18 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tramontane.router.openai_schema import (
-    MAX_STOP_CHARS,
-    MAX_STOPS,
-    CompletionRequest,
-    ParameterError,
-    error_body,
-    parse_completion,
-)
+from tramontane.router.openai_schema import CompletionRequest, ParameterError, error_body, parse_completion
+from tramontane.router.sampling_fields import MAX_STOP_CHARS, MAX_STOPS
 
 LONGEST_MESSAGE = 300
 FIELDS = sorted(CompletionRequest.model_fields)
 NULLABLE = [name for name in FIELDS if name != "prompt"]
 UNSUPPORTED = {
     "best_of": (1, 1.0),
-    "frequency_penalty": (0, 0.0),
-    "presence_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
-    "min_p": (0, 0.0),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "logprobs": (),
     "suffix": ("",),
 }
 WITH_EFFECT = {
     "best_of": (2, 0, True, "1"),
-    "frequency_penalty": (0.5, -1, True, "0", []),
-    "presence_penalty": (0.5, -1, True),
-    "repetition_penalty": (1.1, 0, True),
-    "min_p": (0.1, True),
-    "min_tokens": (1, True),
-    "logit_bias": ({"50256": -100}, [], 0, True),
-    "logprobs": (0, 1, 5, True, ""),
     "suffix": ("the end", 0, True),
 }
 
@@ -83,6 +63,9 @@ def test_what_is_not_given_is_as_openai_says() -> None:
     assert (request.echo, request.stream, request.includes_usage) == (False, False, False)
     assert (request.ignore_eos, request.return_token_ids) == (False, False)
     assert request.return_experts == ()
+    assert (request.min_p, request.min_tokens, request.logit_bias) == (0.0, 0, ())
+    assert (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) == (0.0, 0.0, 1.0)
+    assert (request.logprobs, request.prompt_logprobs, request.num_prompt_top) == (None, None, None)
 
 
 @pytest.mark.parametrize("field", NULLABLE)
@@ -150,6 +133,20 @@ def test_a_pair_of_surrogates_is_one_character() -> None:
         ("stream", True, True),
         ("ignore_eos", True, True),
         ("return_token_ids", True, True),
+        ("min_p", 1, 1.0),
+        ("presence_penalty", -2, -2.0),
+        ("presence_penalty", 2, 2.0),
+        ("frequency_penalty", -2.0, -2.0),
+        ("frequency_penalty", 2.0, 2.0),
+        ("repetition_penalty", 0.01, 0.01),
+        ("repetition_penalty", 100, 100.0),
+        ("logit_bias", {}, ()),
+        ("logit_bias", {"0": -100, "2147483647": 100, "7": 0.5}, ((0, -100.0), (2**31 - 1, 100.0), (7, 0.5))),
+        ("logit_bias", {str(i): 1 for i in range(1024)}, tuple((i, 1.0) for i in range(1024))),
+        ("min_tokens", 16, 16),
+        ("logprobs", 0, 0),
+        ("logprobs", 20, 20),
+        ("prompt_logprobs", 20, 20),
         ("return_experts", [], ()),
         ("return_experts", [31, 0], (31, 0)),
         ("model", "demo", "demo"),
@@ -200,6 +197,42 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
         ("n", 0),
         ("n", 129),
         ("n", -1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", True),
+        ("presence_penalty", -2.1),
+        ("presence_penalty", True),
+        ("frequency_penalty", 2.1),
+        ("frequency_penalty", "0"),
+        ("frequency_penalty", []),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("repetition_penalty", 101),
+        ("logit_bias", []),
+        ("logit_bias", 0),
+        ("logit_bias", True),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": -100.5}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"\u0665": 1}),
+        ("logit_bias", {"2147483648": 1}),
+        ("logit_bias", {"9" * 5000: 1}),
+        ("logit_bias", {"a\nb": 1}),
+        ("logit_bias", {str(i): 1 for i in range(1025)}),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("min_tokens", True),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("logprobs", ""),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", 21),
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
@@ -233,6 +266,26 @@ def test_the_last_of_two_equal_keys_counts_as_everywhere_in_python() -> None:
 )
 def test_a_value_out_of_bounds_is_refused_by_its_name(field: str, value: object) -> None:
     assert _refused_fields(**{field: value}).parameter == field
+
+
+def test_a_prompt_may_be_only_scored_if_it_is_echoed() -> None:
+    assert _parsed(max_tokens=0, echo=True, logprobs=1).num_prompt_top == 1
+    assert _refused_fields(max_tokens=0, echo=False, logprobs=1).parameter == "max_tokens"
+    assert _refused_fields(max_tokens=0, echo=True, min_tokens=1).parameter == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_top"),
+    [
+        ({"logprobs": 5}, None),
+        ({"logprobs": 5, "echo": True}, 5),
+        ({"prompt_logprobs": 0}, 0),
+        ({"prompt_logprobs": 3, "logprobs": 5}, 3),
+        ({"prompt_logprobs": 3, "logprobs": 5, "echo": True}, 5),
+    ],
+)
+def test_a_prompt_is_told_by_either_name(fields: dict[str, Any], num_top: int | None) -> None:
+    assert _parsed(**fields).num_prompt_top == num_top
 
 
 def test_a_missing_prompt_is_named() -> None:

@@ -1,0 +1,92 @@
+"""How a client may want its tokens chosen: what every endpoint that makes tokens takes, in OpenAI's words and vLLM's."""
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from tramontane.proto.request import MAX_BIAS, MAX_BIASES, MAX_PENALTY, REPETITION_PENALTIES, SamplingParams
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+MAX_TOKEN_ID = 2**31
+
+LogitBias = tuple[tuple[int, float], ...]
+
+
+def or_default(default: Any) -> BeforeValidator:  # noqa: ANN401
+    """OpenAI's clients may send null for "not given"."""
+    return BeforeValidator(lambda value: default if value is None else value)
+
+
+def _stops(value: Any) -> tuple[str, ...]:  # noqa: ANN401
+    stops = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError("it must be a text or a list of texts, none of them empty")
+    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in stops):
+        raise ValueError(f"there may be at most {MAX_STOPS} of at most {MAX_STOP_CHARS} characters each")
+    return tuple(stops)
+
+
+def _biases(value: Any) -> LogitBias:  # noqa: ANN401
+    biases = {} if value is None else value
+    if not isinstance(biases, dict):
+        raise ValueError("it must be an object with a number for each token id")
+    if len(biases) > MAX_BIASES:
+        raise ValueError(f"it has {len(biases)} tokens; there may be at most {MAX_BIASES}")
+    return tuple((_token_id(key), _bias(key, bias)) for key, bias in biases.items())
+
+
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key and int(key) < MAX_TOKEN_ID):
+        raise ValueError(f"{key[:40]!r} is not a token id, which is a whole number from 0 to {MAX_TOKEN_ID - 1}")
+    return int(key)
+
+
+def _bias(key: str, bias: Any) -> float:  # noqa: ANN401
+    if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+        raise ValueError(f"the bias of token {key} must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}")
+    return float(bias)
+
+
+Penalty = Annotated[float, or_default(0.0)]
+
+
+class SamplingFields(BaseModel):
+    """A base of requests. What bounds them beyond these fields (the vocabulary, the context) is checked where it is known."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
+
+    temperature: Annotated[float, or_default(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: Annotated[float, or_default(1.0)] = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, or_default(0)] = Field(0, ge=-1, lt=2**31)
+    min_p: Annotated[float, or_default(0.0)] = Field(0.0, ge=0, le=1)
+    presence_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    repetition_penalty: Annotated[float, or_default(1.0)] = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    logit_bias: Annotated[LogitBias, BeforeValidator(_biases)] = Field((), strict=False)
+    min_tokens: Annotated[int, or_default(0)] = Field(0, ge=0, lt=2**31)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = Field((), strict=False)
+    ignore_eos: Annotated[bool, or_default(False)] = False
+    n: Annotated[int, or_default(1)] = Field(1, ge=1, le=128)
+
+    def sampling(self, max_tokens: int) -> SamplingParams:
+        """Of the first choice; the others have other numbers for ``choice``. Without a seed each call draws one.
+
+        Raises RequestError for min_tokens above ``max_tokens``.
+        """
+        return SamplingParams(
+            max_tokens,
+            self.temperature,
+            self.top_p,
+            max(self.top_k, 0),
+            secrets.randbits(63) if self.seed is None else self.seed,
+            ignore_eos=self.ignore_eos,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            min_tokens=self.min_tokens,
+        )
