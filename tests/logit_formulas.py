@@ -1,0 +1,23 @@
+"""Biases and penalties as their formulas say, one number after the other: what the vectorised ones are tested against."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from tramontane.proto.request import SamplingParams
+
+
+def changed_logits(
+    logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int] = ()
+) -> list[float]:
+    """OpenAI: mu[j] - c[j] * frequency - (c[j] > 0) * presence. CTRL: divided by the penalty, or multiplied where negative."""
+    counts, biases = Counter(output), Counter(dict(sampling.logit_bias))
+    changed = []
+    for token, logit in enumerate(logits):
+        x = logit + biases[token]
+        if token in counts or token in prompt:
+            x = x / sampling.repetition_penalty if x > 0 else x * sampling.repetition_penalty
+        x -= counts[token] * sampling.frequency_penalty
+        x -= sampling.presence_penalty if counts[token] else 0.0
+        changed.append(-math.inf if token in eos and len(output) < sampling.min_tokens else x)
+    return changed
