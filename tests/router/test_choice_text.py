@@ -150,7 +150,47 @@ def test_a_stop_string_longer_than_all_text_holds_it_back_to_the_end() -> None:
     assert _run(list("aaab"), ["aaaaa"]) == (["", "", "", "aaab", ""], False)
 
 
+def _before_late_stop(pieces: Sequence[str], stops: Sequence[str], min_pieces: int) -> str | None:
+    """As ``_before_stop``, but a stop string counts only if a piece from number ``min_pieces`` on completes it."""
+    text = "".join(pieces)
+    borders = list(accumulate(map(len, pieces)))
+    for end in range(1, len(text) + 1):
+        number = 1 + sum(border < end for border in borders)  # of the piece that this character is in
+        complete = [stop for stop in stops if text[:end].endswith(stop)]
+        if complete and number >= min_pieces:
+            return text[: end - max(map(len, complete))]
+    return None
+
+
+@settings(derandomize=True, deadline=None, max_examples=500)
+@given(text=TEXTS, at=CUTS, stops=st.lists(STOP, min_size=1, max_size=3), min_pieces=st.integers(0, 8))
+@example(text="aaa", at=[1, 2], stops=["aa"], min_pieces=3)
+@example(text="bab", at=[1, 2], stops=["bab", "a"], min_pieces=3)
+def test_stop_strings_are_text_before_they_may_stop(text: str, at: list[int], stops: list[str], min_pieces: int) -> None:
+    pieces = [piece for piece in _cut(text, at) if piece]
+    matcher = StopMatcher(stops)
+    shown, stopped = "", False
+    for number, piece in enumerate(pieces, start=1):
+        now, stopped = matcher.push(piece, may_stop=number >= min_pieces)
+        shown += now
+        if stopped:
+            break
+    shown += "" if stopped else matcher.finish()
+    expected = _before_late_stop(pieces, stops, min_pieces)
+    assert stopped == (expected is not None)
+    assert shown == (text if expected is None else expected)
+
+
 # A choice
+
+
+def test_no_stop_string_ends_a_choice_before_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("one, two, three, four")
+    commas = [number for number, token_id in enumerate(ids, start=1) if "," in tokenizer.decode((token_id,))]
+    for min_tokens, expected in ((commas[0], " one"), (commas[0] + 1, " one, two"), (len(ids), " one, two, three, four")):
+        choice = ChoiceText(tokenizer, [","], min_tokens)
+        assert "".join(choice.push(event) for event in _events(ids, FinishReason.LENGTH)) == expected
+        assert choice.num_tokens >= min_tokens
 
 
 def _event(token_id: int, finish: FinishReason | None = None) -> TokenEvent:

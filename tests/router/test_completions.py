@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RequestError
-from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.completions import LONG_TEXT, Completion, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.logprobs import token_text
+from tramontane.router.model_checks import MAX_LOGPROBS_IN_ALL, MAX_PROMPT_LOGPROBS
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
@@ -32,7 +34,8 @@ ENDED = {"index": 0, "logprobs": None, "finish_reason": "length"}
 class ScriptedSource:
     """Gives sequence i the tokens of ``scripts[i]``, in batches as long as ``sizes`` says, in turns over the sequences.
 
-    Who asks for experts is told ``_expert_ids`` of every position before the last one.
+    Who asks for experts is told ``_expert_ids`` of every position before the last one, and who asks for log-probabilities
+    ``_logprob`` and ``_top``.
     """
 
     def __init__(self, scripts: Sequence[Sequence[int]], sizes: Sequence[int] = (1,), error: PipelineError | None = None) -> None:
@@ -46,6 +49,7 @@ class ScriptedSource:
         assert len(specs) == len(self._scripts)
         self.num_open += 1
         self._num_told = [0] * len(specs)
+        self._num_made = [0] * len(specs)
         try:
             events, number = self._events(), count()
             while events:
@@ -53,7 +57,8 @@ class ScriptedSource:
                 await asyncio.sleep(0)
                 self.num_batches += 1
                 times = RequestTimes(1.0, 2.0, float(self.num_batches))
-                yield TokenBatch(tuple(events[:size]), times, tuple(self._experts(events[:size])))
+                scores = tuple(score for event in events[:size] for score in self._scores(event))
+                yield TokenBatch(tuple(events[:size]), times, tuple(self._experts(events[:size])), scores)
                 events = events[size:]
             if self._error is not None:
                 raise self._error
@@ -68,6 +73,17 @@ class ScriptedSource:
             for layer in spec.sampling.return_experts:
                 yield ExpertChoices(index, layer, start, tuple(_expert_ids(index, layer, at) for at in range(start, end)))
 
+    def _scores(self, event: TokenEvent) -> Iterator[Logprobs]:
+        index, spec = event.seq_id, self.specs[event.seq_id]
+        num_prompt = len(spec.prompt_ids)
+        if (num_top := spec.sampling.prompt_logprobs) is not None and not self._num_made[index] and num_prompt > 1:
+            places = range(1, num_prompt)
+            yield Logprobs(index, 1, tuple(_logprob(index, p) for p in places), tuple(_top(index, p, num_top) for p in places))
+        position = num_prompt + self._num_made[index]
+        self._num_made[index] += 1
+        if (num_top := spec.sampling.logprobs) is not None:
+            yield Logprobs(index, position, (_logprob(index, position),), (_top(index, position, num_top),))
+
     def _events(self) -> list[TokenEvent]:
         """Scripts (7, 8) and (9,) become 7 of sequence 0, 9 of sequence 1, 8 of sequence 0."""
         last = None if self._error else FinishReason.LENGTH
@@ -81,6 +97,14 @@ class ScriptedSource:
 
 def _expert_ids(index: int, layer: int, position: int) -> tuple[int, int]:
     return (index + layer + position) % 8, (index * layer + 3 * position) % 8
+
+
+def _logprob(index: int, position: int) -> float:
+    return -10.0 - index - position / 1000
+
+
+def _top(index: int, position: int, num_top: int) -> tuple[tuple[int, float], ...]:
+    return tuple((300 + index + position + place, -float(place)) for place in range(num_top))
 
 
 @pytest.fixture(scope="module")
@@ -296,6 +320,123 @@ def test_experts_of_too_many_tokens_are_refused(model: ServedModel, max_tokens: 
         assert refused.value.parameter == "return_experts"
 
 
+# Log-probabilities
+
+
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(
+    num_prompts=st.integers(1, 2),
+    n=st.integers(1, 2),
+    sizes=SIZES,
+    other_sizes=SIZES,
+    stop=st.sampled_from([[], ["my"], [", m", "END"], ["lat", "late."], ["\U0001f600"]]),
+    echo=st.booleans(),
+    num_top=st.none() | st.integers(0, 3),
+    num_prompt_top=st.none() | st.integers(0, 3),
+    max_tokens=st.sampled_from([0, 500]),
+    ids=st.booleans(),
+)
+def test_every_token_that_is_shown_is_told_streamed_or_not(
+    model: ServedModel,
+    script: tuple[int, ...],
+    other_script: tuple[int, ...],
+    num_prompts: int,
+    n: int,
+    sizes: list[int],
+    other_sizes: list[int],
+    stop: list[str],
+    echo: bool,
+    num_top: int | None,
+    num_prompt_top: int | None,
+    max_tokens: int,
+    ids: bool,
+) -> None:
+    assert model.tokenizer is not None
+    scripts = [(script, other_script)[index % 2] for index in range(num_prompts * n)]
+    prompts: list[Any] = [PROMPT, "\u00e9\U0001f600"][:num_prompts]
+    encoded = [model.tokenizer.encode(prompt) for prompt in prompts]
+    fields = {"prompt": [list(each) for each in encoded] if ids else prompts, "n": n, "stop": stop, "echo": echo or not max_tokens}
+    fields |= {"max_tokens": max_tokens, "logprobs": num_top, "prompt_logprobs": num_prompt_top, "return_token_ids": True}
+    whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
+    chunks, last = _stream(model, ScriptedSource(scripts, sizes), **fields)
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        own, index, prompt_ids = _changes(chunks, choice["index"]), choice["index"], encoded[choice["index"] // n]
+        assert "".join(change["text"] for change in own) == choice["text"]
+        assert [change["finish_reason"] for change in own][-1] == choice["finish_reason"]
+        if not max_tokens:
+            assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == (prompts[index // n], [], "length")
+        assert ("prompt_logprobs" in choice) == (num_prompt_top is not None)
+        assert choice.get("prompt_logprobs") == own[0].get("prompt_logprobs")
+        if num_prompt_top is not None:
+            assert choice["prompt_logprobs"][0] is None
+            for position, told in enumerate(choice["prompt_logprobs"][1:], start=1):
+                expected = {str(prompt_ids[position]): _logprob(index, position)}
+                expected |= {str(token_id): logprob for token_id, logprob in _top(index, position, num_prompt_top)}
+                assert {token_id: each["logprob"] for token_id, each in told.items()} == expected
+        if num_top is None:
+            assert choice["logprobs"] is None
+            continue
+        told = choice["logprobs"]
+        parts = [change["logprobs"] for change in own if change["logprobs"]]
+        assert {name: [each for part in parts for each in part[name]] for name in told} == told
+        first = 0 if fields["echo"] else len(prompt_ids)
+        all_ids = (*prompt_ids, *choice["token_ids"])
+        told_ids = all_ids[first : first + len(told["tokens"])]
+        assert told["tokens"] == [token_text(model.tokenizer, token_id) for token_id in told_ids]
+        assert len({len(values) for values in told.values()}) == 1
+        if choice["finish_reason"] != "stop":
+            assert told_ids == all_ids[first:]
+        for place, logprob in enumerate(told["token_logprobs"]):
+            position = first + place
+            assert logprob == (_logprob(index, position) if position else None)
+            assert told["top_logprobs"][place] is None or len(told["top_logprobs"][place]) <= num_top + 1
+        text = choice["text"]
+        for token, offset in zip(told["tokens"], told["text_offset"], strict=True):
+            assert 0 <= offset <= len(text)
+            if not token.startswith(("bytes:", "token_id:")):
+                end = text[offset:]
+                # A text's first token has lost its space; the last one may be cut by a stop string.
+                assert end.startswith((token, token.removeprefix(" "))) or token.startswith(end)
+
+
+def test_logprobs_without_a_tokenizer_are_told_by_number(wordless: ServedModel) -> None:
+    answer = _run(wordless, ScriptedSource([(7, 8)]), prompt=[1, 2], echo=True, logprobs=1)
+    assert answer["choices"][0]["logprobs"] == {
+        "tokens": ["token_id:1", "token_id:2", "token_id:7", "token_id:8"],
+        "token_logprobs": [None, _logprob(0, 1), _logprob(0, 2), _logprob(0, 3)],
+        "top_logprobs": [None]
+        + [{f"token_id:{300 + p}": 0.0, f"token_id:{token}": _logprob(0, p)} for p, token in ((1, 2), (2, 7), (3, 8))],
+        "text_offset": [0, 0, 0, 0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "parameter", "most"),
+    [
+        ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_PROMPT_LOGPROBS),
+        ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_PROMPT_LOGPROBS),
+        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_LOGPROBS_IN_ALL),
+    ],
+)
+def test_log_probabilities_of_too_many_tokens_are_refused(
+    model: ServedModel, fields: dict[str, Any], parameter: str, most: int
+) -> None:
+    """Just as many as there may be are not; one choice or one of the likeliest more is."""
+    wide = replace(model, max_model_len=10**6)
+    asyncio.run(_prepared(wide, **fields))
+    with pytest.raises(ParameterError, match=f"at most {most}") as refused:
+        asyncio.run(_prepared(wide, **fields | {parameter: fields[parameter] + 1}))
+    assert refused.value.parameter == parameter
+
+
+def test_a_bias_of_a_token_that_is_not_there_is_refused(model: ServedModel) -> None:
+    asyncio.run(_prepared(model, logit_bias={str(VOCAB - 1): 1}))
+    with pytest.raises(ParameterError, match=f"{VOCAB} is outside") as refused:
+        asyncio.run(_prepared(model, logit_bias={str(VOCAB): 1}))
+    assert refused.value.parameter == "logit_bias"
+
+
 # Sequences and their numbers
 
 
@@ -320,6 +461,16 @@ def test_sampling_is_what_was_asked(model: ServedModel, script: tuple[int, ...])
     assert (sampling.seed, sampling.choice, sampling.ignore_eos) == (-3, 0, True)
     _run(model, source, top_k=-1)
     assert source.specs[0].sampling.top_k == 0, "vLLM's word for all"
+    changes = {"min_p": 0.1, "presence_penalty": -0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5, "min_tokens": 3}
+    _run(model, source, logit_bias={"9": -1, "8": 2.5}, logprobs=2, prompt_logprobs=4, **changes)
+    sampling = source.specs[0].sampling
+    assert {name: getattr(sampling, name) for name in changes} == changes
+    assert (sampling.logit_bias, sampling.logprobs, sampling.prompt_logprobs) == (((9, -1.0), (8, 2.5)), 2, 4)
+
+
+def test_no_stop_string_ends_an_answer_before_min_tokens(model: ServedModel, script: tuple[int, ...]) -> None:
+    [choice] = _run(model, ScriptedSource([script]), stop=[",", ";"], min_tokens=len(script) - 1, max_tokens=99)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (" " + TEXT, "length")
 
 
 def test_without_a_seed_every_request_has_one_of_its_own(model: ServedModel, script: tuple[int, ...]) -> None:

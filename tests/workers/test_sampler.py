@@ -25,10 +25,10 @@ def _logits(rows: int, seed: int = 0, vocab: int = VOCAB, std: float = 2.0) -> T
 
 
 def _kept(logits: list[float], p: SamplingParams) -> list[tuple[int, float]]:
-    """(token, probability) after temperature, then top-k, then top-p, likeliest first: as one would write it by hand."""
+    """(token, probability) after temperature, then min-p, top-k and top-p, likeliest first: as one would write it by hand."""
     top = max(logits)
     ranked = sorted(((math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)), reverse=True)
-    ranked = ranked[: p.top_k or None]
+    ranked = [(weight, token) for weight, token in ranked if weight >= p.min_p][: p.top_k or None]
     total = sum(weight for weight, _ in ranked)
     kept, mass = [], 0.0
     for weight, token in ranked:
@@ -56,10 +56,13 @@ SETTINGS = [
     _params(top_p=0.95),
     _params(temperature=0.7, top_k=7, top_p=0.8),
     _params(temperature=2.0, top_k=3, top_p=0.99),
+    _params(min_p=0.2),
+    _params(temperature=1.5, min_p=0.05),
+    _params(temperature=2.0, min_p=0.1, top_k=9, top_p=0.8),
 ]
 
 
-@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}")
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
 def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
     logits = _logits(300)
     tokens = sample(logits, [params] * 300, range(300))
@@ -73,6 +76,15 @@ def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
     assert borders < 3
     greedy = logits.argmax(-1).tolist()
     assert tokens != greedy
+
+
+def test_min_p_keeps_what_has_its_share_of_the_best_after_the_temperature() -> None:
+    """Probabilities 0.5, 0.25, 0.125, ...: 0.3 of the best keeps two; at temperature 2 their shares are 1, 0.71, 0.5, 0.35, 0.25."""
+    row = torch.tensor([[-math.log(2) * i for i in range(1, 21)]])
+    for min_p, temperature, expected in ((0.3, 1.0, {0, 1}), (0.3, 2.0, {0, 1, 2, 3}), (1.0, 1.0, {0}), (0.0, 1.0, None)):
+        params = _params(min_p=min_p, temperature=temperature)
+        tokens = set(sample(row.expand(2000, -1), [params] * 2000, range(2000)))
+        assert tokens == expected if expected else len(tokens) > 6
 
 
 @pytest.mark.parametrize("top_k", [2, 6])
@@ -124,7 +136,13 @@ def test_a_draw_does_not_depend_on_its_company() -> None:
     logits = _logits(60, seed=4)
     rng = random.Random(0)
     params = [
-        _params(temperature=rng.choice([0.0, 0.5, 1.0]), top_k=rng.choice([0, 4]), top_p=rng.choice([0.6, 1.0]), seed=row)
+        _params(
+            temperature=rng.choice([0.0, 0.5, 1.0]),
+            top_k=rng.choice([0, 4]),
+            top_p=rng.choice([0.6, 1.0]),
+            min_p=rng.choice([0.0, 0.1]),
+            seed=row,
+        )
         for row in range(60)
     ]
     positions = [rng.randrange(1000) for _ in range(60)]
