@@ -143,7 +143,9 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, moe: bool) -> None:
     config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
     config |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "sliding_window": 16}
     torch.manual_seed(1)
-    oracle = MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4)) if moe else MistralForCausalLM(MistralConfig(**config))
+    oracle = (
+        MixtralForCausalLM(MixtralConfig(**config, num_local_experts=4)) if moe else MistralForCausalLM(MistralConfig(**config))
+    )
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.normal_(1.0, 0.3) if parameter.dim() == 1 else parameter.normal_(0.0, 0.3)
@@ -185,6 +187,16 @@ def test_what_is_computed_again_is_told_once(monkeypatch: pytest.MonkeyPatch) ->
         _check_told(reference_logits(weights, ARGS, ids), prompt, answer, asking)
     assert scheduler.num_preempted > 0
     assert most_rows == 2
+
+
+def test_what_has_no_probability_is_told_as_openai_does() -> None:
+    """Infinity and what is no number cannot be written as JSON."""
+    rows = [[0.0, -torch.inf, 0.0], [0.0, torch.inf, 0.0], [torch.nan] * 3]
+    told = logprobs_module.token_logprobs(torch.tensor(rows), [1, 1, 1], [3, 1, 0])
+    assert told[0][0] == told[1][0] == told[2][0] == -9999.0
+    assert [round(logprob, 4) for _, logprob in told[0][1]] == [-0.6931, -0.6931, -9999.0]
+    assert [len(top) for _, top in told] == [3, 1, 0]
+    assert [len(top) for _, top in logprobs_module.token_logprobs(torch.zeros(1, 3), [1], [20])] == [3], "no more than there are"
 
 
 def test_who_does_not_ask_is_not_told() -> None:

@@ -12,7 +12,8 @@ import openai
 import pytest
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
-from reference import assert_best_experts
+from logit_formulas import changed_logits
+from reference import assert_best_experts, reference_logits
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
@@ -24,6 +25,7 @@ from tramontane.cluster.http_door import HttpDoor, MoveExperts, Pacer
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
+from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits
 from tramontane.router.completions import ServedModel
@@ -275,6 +277,70 @@ def test_openais_own_client_understands_every_answer(chain: LocalStageChain, tok
             with pytest.raises(openai.BadRequestError, match="n is 0") as refused:
                 await client.completions.create(model="tiny", prompt="a", n=0)
             assert (refused.value.param, refused.value.type) == ("n", "invalid_request_error")
+
+    asyncio.run(scenario())
+
+
+def test_a_prompt_is_scored_without_an_answer(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    """As harnesses of benchmarks ask for it: echo, log-probabilities, no tokens; also by ids, streamed, and with an answer."""
+    weights = random_model(ARGS).state_dict()
+    prompts = [tokenizer.encode("What news? " * 4), tokenizer.encode("la")]
+
+    async def scenario() -> None:
+        async with _house(chain, tokenizer) as house:
+            client = openai.AsyncOpenAI(api_key="none", base_url="http://door/v1", http_client=house.client, max_retries=0)
+            asked: dict[str, Any] = {
+                "model": "tiny",
+                "prompt": [list(ids) for ids in prompts],
+                "logprobs": 3,
+                "echo": True,
+                "seed": 1,
+            }
+            scored = await client.completions.create(**asked, max_tokens=0)
+            answered = await client.completions.create(**asked, max_tokens=4, extra_body={"return_token_ids": True})
+            assert scored.usage is not None
+            assert scored.usage.completion_tokens == 0
+            stream = await client.completions.create(**asked, max_tokens=0, stream=True)
+            streamed = {choice.index: choice async for chunk in stream for choice in chunk.choices}
+            for choice, longer, ids in zip(scored.choices, answered.choices, prompts, strict=True):
+                assert choice.text == tokenizer.decode(ids)
+                assert streamed[choice.index].model_dump() == choice.model_dump()
+                assert longer.text.startswith(choice.text)
+                assert choice.logprobs is not None
+                assert longer.logprobs is not None
+                assert longer.logprobs.tokens is not None
+                assert longer.logprobs.token_logprobs is not None
+                assert choice.logprobs.tokens == longer.logprobs.tokens[: len(ids)]
+                whole = [*ids, *longer.model_dump()["token_ids"]]
+                expected = reference_logits(weights, ARGS, whole).log_softmax(-1)
+                for position in range(1, len(whole)):
+                    logprob, best = longer.logprobs.token_logprobs[position], expected[position - 1]
+                    assert abs(logprob - best[whole[position]].item()) < 1e-3
+                    top = (longer.logprobs.top_logprobs or [])[position]
+                    assert sorted(top.values())[-3:] == pytest.approx(sorted(best.topk(3).values.tolist()), abs=1e-3)
+                    assert len(longer.logprobs.tokens) == len(whole)
+
+    asyncio.run(scenario())
+
+
+def test_penalties_and_biases_over_http_are_those_of_their_formulas(chain: LocalStageChain, tokenizer: Tokenizer) -> None:
+    weights = random_model(ARGS).state_dict()
+    changes: dict[str, Any] = {"presence_penalty": 1.0, "frequency_penalty": -0.5, "repetition_penalty": 1.5}
+    prompt = list(tokenizer.encode("What news? " * 2))
+
+    async def scenario() -> None:
+        async with _house(chain, tokenizer) as house:
+            plain = (await house.post(GREEDY | {"prompt": prompt, "return_token_ids": True})).json()["choices"][0]
+            bias = {str(plain["token_ids"][0]): -2, "700": 3}
+            asked = GREEDY | {"prompt": prompt, "return_token_ids": True, "logit_bias": bias} | changes
+            token_ids = (await house.post(asked)).json()["choices"][0]["token_ids"]
+            assert token_ids != plain["token_ids"]
+            sampling = SamplingParams(**changes, logit_bias=tuple((int(token), float(by)) for token, by in bias.items()))
+            for place, token_id in enumerate(token_ids):
+                made = token_ids[:place]
+                logits = reference_logits(weights, ARGS, prompt + made)[-1].tolist()
+                wanted = changed_logits(logits, sampling, prompt, made)
+                assert max(wanted) - wanted[token_id] < 1e-4
 
     asyncio.run(scenario())
 

@@ -355,7 +355,12 @@ def test_every_token_that_is_shown_is_told_streamed_or_not(
     scripts = [(script, other_script)[index % 2] for index in range(num_prompts * n)]
     prompts: list[Any] = [PROMPT, "\u00e9\U0001f600"][:num_prompts]
     encoded = [model.tokenizer.encode(prompt) for prompt in prompts]
-    fields = {"prompt": [list(each) for each in encoded] if ids else prompts, "n": n, "stop": stop, "echo": echo or not max_tokens}
+    fields = {
+        "prompt": [list(each) for each in encoded] if ids else prompts,
+        "n": n,
+        "stop": stop,
+        "echo": echo or not max_tokens,
+    }
     fields |= {"max_tokens": max_tokens, "logprobs": num_top, "prompt_logprobs": num_prompt_top, "return_token_ids": True}
     whole = _run(model, ScriptedSource(scripts, other_sizes), **fields)
     chunks, last = _stream(model, ScriptedSource(scripts, sizes), **fields)

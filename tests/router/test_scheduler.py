@@ -308,6 +308,8 @@ def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
     pipe = _pipeline(_cache(16, 8, 64))
     with pytest.raises(RequestError, match=f"token id {token_id} is outside"):
         pipe.scheduler.add(Sequence(0, (5, token_id), SamplingParams(max_tokens=1), 3))
+    with pytest.raises(RequestError, match=f"logit_bias: token id {token_id} is outside"):
+        pipe.scheduler.add(Sequence(0, (5,), SamplingParams(max_tokens=1, logit_bias=((7, 1.0), (token_id, 1.0))), 3))
 
 
 def test_refuses_a_sequence_larger_than_the_pool() -> None:

@@ -79,7 +79,7 @@ def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
 
 
 def test_min_p_keeps_what_has_its_share_of_the_best_after_the_temperature() -> None:
-    """Probabilities 0.5, 0.25, 0.125, ...: 0.3 of the best keeps two; at temperature 2 their shares are 1, 0.71, 0.5, 0.35, 0.25."""
+    """Probabilities 0.5, 0.25, ...: 0.3 of the best keeps two; at temperature 2 the shares are 1, 0.71, 0.5, 0.35, 0.25, ..."""
     row = torch.tensor([[-math.log(2) * i for i in range(1, 21)]])
     for min_p, temperature, expected in ((0.3, 1.0, {0, 1}), (0.3, 2.0, {0, 1, 2, 3}), (1.0, 1.0, {0}), (0.0, 1.0, None)):
         params = _params(min_p=min_p, temperature=temperature)
