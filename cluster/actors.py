@@ -21,6 +21,7 @@ from tramontane.proto.step import StepResult
 from tramontane.workers.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
+    from tramontane.cluster.pieces import PiecesOf
     from tramontane.cluster.pipeline_spec import PipelineSpec
     from tramontane.workers.edge import Address
     from tramontane.workers.link import StageLink
@@ -71,8 +72,10 @@ class StageActor(WorkerActor["StageWorker"]):
         fingerprint: Fingerprint = (),
         experts: ExpertActors | None = None,
         pipeline: str = "",
+        pieces: "PiecesOf | None" = None,
     ) -> None:
         self._plan, self._threads, self._experts, self._pipeline = plan, threads, experts, pipeline
+        self._pieces = pieces
         self._holder = ""
         self._fencing = threading.Lock()  # a fence that nobody waits for any more may still be about
         self._steps: Steps | None = None
@@ -83,7 +86,7 @@ class StageActor(WorkerActor["StageWorker"]):
     def _load(self) -> "StageWorker":
         from tramontane.workers.stage_worker import StageWorker
 
-        return StageWorker.load(self._plan, self._weights, self._device, self._on_tensor)
+        return StageWorker.load(self._plan, self._weights, self._device, self._on_tensor, self._pieces or tuple)
 
     def _exporter(self) -> Callable[[], None]:
         from tramontane.cluster.metrics import expert_tokens
@@ -214,7 +217,8 @@ def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -
     make = kind.options(**placed_in(spec, plan.stage_id, group), name=spec.stage_name(plan.stage_id)).remote
     device = "cuda" if spec.use_gpus else "cpu"
     return cast(
-        "ActorHandle[Any]", make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name)
+        "ActorHandle[Any]",
+        make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name, spec.pieces),
     )
 
 

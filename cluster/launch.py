@@ -11,6 +11,7 @@ from tramontane.cluster.best_plan import best_plan, plan_for, stage_threads
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.loading import Loading, ShowLoading
+from tramontane.cluster.pieces import PiecesOf
 from tramontane.cluster.pipeline import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.pipeline_spec import PipelineSpec
 from tramontane.proto.errors import PipelineError
@@ -134,8 +135,9 @@ async def _local_pipeline(
         if show_loading is not None:
             show_loading(loading)
 
+    pieces = PiecesOf(config.model, args.vocab_size)
     try:  # beside the event loop, which hears Ctrl-C meanwhile
-        chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped)
+        chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped, pieces)
     finally:
         stopped.set()
     try:
@@ -180,4 +182,5 @@ def pipeline_spec(
         fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
         link=config.link,
         ping_pong=config.ping_pong,
+        pieces=PiecesOf(config.model, args.vocab_size),
     )

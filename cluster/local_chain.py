@@ -11,6 +11,7 @@ from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
+from tramontane.workers.grammar import ReadPieces
 from tramontane.workers.stage_worker import StageWorker
 
 
@@ -22,8 +23,15 @@ class LocalStageChain:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages")
 
     @classmethod
-    def load(cls, plan: ClusterPlan, weights: Weights, devices: Sequence[str], show: ShowLoading | None = None) -> Self:
-        """Load one stage after the other, each to the next device."""
+    def load(
+        cls,
+        plan: ClusterPlan,
+        weights: Weights,
+        devices: Sequence[str],
+        show: ShowLoading | None = None,
+        read_pieces: ReadPieces = tuple,
+    ) -> Self:
+        """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``."""
         loaded = [0] * len(plan.stages)
 
         def load_stage(stage: StagePlan) -> StageWorker:
@@ -32,7 +40,7 @@ class LocalStageChain:
                 if show is not None:
                     show([Loading(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
 
-            return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor)
+            return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor, read_pieces)
 
         return cls([load_stage(stage) for stage in plan.stages])
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from tramontane.cluster.actors import ExpertActors
+from tramontane.cluster.pieces import PiecesOf
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.workers.fingerprint import Fingerprint
@@ -38,6 +39,7 @@ class PipelineSpec:
     application: Application | None = None
     link: Link = "object-store"
     ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
+    pieces: PiecesOf | None = None  # of the model's tokenizer
 
     @property
     def num_bundles(self) -> int:

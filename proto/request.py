@@ -15,9 +15,10 @@ MAX_LOGPROBS = 20
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # the model said end-of-sequence
+    STOP = "stop"  # the model said end-of-sequence, or nothing can follow by the sequence's grammar
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client left
+    ERROR = "error"  # of this sequence alone: its grammar cannot be followed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str = ""  # that the answer follows, in llguidance's words
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:

@@ -9,7 +9,7 @@ What a busy router makes many of are named tuples: made in half the time that a 
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tramontane.proto.request import ExpertChoices, Logprobs, SamplingParams
+from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
 
 
 class Chunk(NamedTuple):
@@ -118,6 +118,7 @@ class StepResult:
 
     ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router. ``logprobs``: likewise, of
     prompts and of ``token_ids``, for those that ask.
+    ``ended``: sequences that end with their token although it does not say so, likewise, and why.
     On the direct link every stage answers by itself: none but the last one has tokens, and timing and choices are its own.
     """
 
@@ -127,3 +128,4 @@ class StepResult:
     timings: tuple[StageTiming, ...]
     choices: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
+    ended: tuple[tuple[int, FinishReason], ...] = ()

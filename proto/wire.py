@@ -61,12 +61,13 @@ def decode_batch(data: bytes) -> MicroBatch:
 
 
 def encode_result(result: StepResult) -> bytes:
-    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices, result.logprobs))
+    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices, result.logprobs, result.ended))
 
 
 def decode_result(data: bytes) -> StepResult:
-    epoch, step_id, token_ids, timings, choices, logprobs = _unpack(data)
-    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices), _logprobs(logprobs))
+    epoch, step_id, token_ids, timings, choices, logprobs, ended = _unpack(data)
+    ended = tuple((seq_id, FinishReason(reason)) for seq_id, reason in ended)
+    return StepResult(epoch, step_id, token_ids, tuple(map(_timing, timings)), _choices(choices), _logprobs(logprobs), ended)
 
 
 def encode_header(

@@ -93,24 +93,25 @@ class Scheduler:
         assert result.step_id == batch.step_id
         share, work, decoding = self._in_flight.popleft()
         self.policy.observe(share, work, result.timings)
-        token_ids = iter(result.token_ids)
+        token_ids, ended = iter(result.token_ids), dict(result.ended)
         accepted: list[Accepted] = []
         lengths = []  # of sequences that go on decoding
         for chunk in batch.chunks:
             sequence = self._admitted[chunk.seq_id]
             sequence.num_in_flight -= 1
-            accepted += self._take_in(sequence, next(token_ids) if chunk.wants_token else None)
+            accepted += self._take_in(sequence, next(token_ids) if chunk.wants_token else None, ended.get(chunk.seq_id))
         for sequence, token_id in zip(decoding, token_ids, strict=True):
             sequence.num_in_flight -= 1
             num_known = sequence.num_known + 1
-            if sequence.status is RUNNING and num_known < sequence.max_len and token_id not in self._eos:  # nearly always
+            goes_on = num_known < sequence.max_len and token_id not in self._eos and sequence.seq_id not in ended
+            if goes_on and sequence.status is RUNNING:  # nearly always
                 sequence.output_ids.append(token_id)
                 sequence.num_known = num_known
                 lengths.append(num_known)
                 self._ready.append(sequence)
                 accepted.append((sequence.seq_id, token_id, None))
             else:
-                accepted += self._take_in(sequence, token_id)
+                accepted += self._take_in(sequence, token_id, ended.get(sequence.seq_id))
         self._decoding_keys += self._keys.gained(lengths)
         return list(map(TokenEvent._make, accepted))  # three fifths of what calling TokenEvent takes
 
@@ -244,21 +245,20 @@ class Scheduler:
             num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
         )
 
-    def _take_in(self, sequence: Sequence, token_id: int | None) -> list[Accepted]:
-        """Something of the sequence has come back, with a token or without."""
-        accepted = [self._accept(sequence, token_id)] if token_id is not None and sequence.status is not FINISHED else []
+    def _take_in(self, sequence: Sequence, token_id: int | None, finish: FinishReason | None) -> list[Accepted]:
+        """Something of the sequence has come back, with a token or without, and with a reason if the stage says that it ends."""
+        accepted = [self._accept(sequence, token_id, finish)] if token_id is not None and sequence.status is not FINISHED else []
         if sequence.status is not RUNNING:
             self._release_if_drained(sequence)
         return accepted
 
-    def _accept(self, sequence: Sequence, token_id: int) -> Accepted:
+    def _accept(self, sequence: Sequence, token_id: int, finish: FinishReason | None) -> Accepted:
         num_known = sequence.accept(token_id)
         if sequence.is_decoding:  # it sees one key more, up to the window
             self._decoding_keys += self._keys.gained([num_known])
-        finish = None
-        if token_id in self._eos and not sequence.sampling.ignore_eos:
+        if finish is None and token_id in self._eos and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
-        elif num_known >= sequence.max_len:
+        if finish is None and num_known >= sequence.max_len:
             finish = FinishReason.LENGTH
         if finish is not None:
             self._stop(sequence, FINISHED)

@@ -119,6 +119,14 @@ class Tokenizer(ABC):
         with refusing_bad_text(text):
             return self._encode(text)
 
+    def vocabulary(self) -> tuple[bytes, ...]:
+        """What every id stands for in a text; nothing where it stands for none, as control tokens do, and the unknown one."""
+        return self._piece_bytes
+
+    @abstractmethod
+    def control_id(self, name: str) -> int | None:
+        """The id of a control token such as "[TOOL_CALLS]"; None if there is no such token, or its name is text."""
+
     @abstractmethod
     def _encode(self, text: str) -> tuple[int, ...]:
         """Ids of valid Unicode."""

@@ -41,6 +41,15 @@ class SentencePieceTokenizer(Tokenizer):
         bytes_of_text = frozenset(filter(self.model.is_byte, range(self.model.vocab_size())))
         super().__init__(pieces, frozenset(self._bos), adds_space, REPLACE_EACH, bytes_of_text)
 
+    def vocabulary(self) -> tuple[bytes, ...]:
+        pieces = list(self._piece_bytes)
+        pieces[self.model.unk_id()] = b""
+        return tuple(pieces)
+
+    def control_id(self, name: str) -> int | None:
+        token_id = self.model.piece_to_id(name)  # the unknown one's, where there is no such piece
+        return token_id if self.model.is_control(token_id) else None
+
     def _encode(self, text: str) -> tuple[int, ...]:
         return (*self._bos, *self.model.encode(text))
 
@@ -66,6 +75,9 @@ class TekkenTokenizer(Tokenizer):
             raise CheckpointError(f"{path} is not a tekken tokenizer: {_first_line(error)}") from error
         pieces = tuple(map(self.tekkenizer.id_to_byte_piece, range(self.tekkenizer.n_words)))
         super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
+
+    def control_id(self, name: str) -> int | None:
+        return self.tekkenizer.get_special_token(name) if self.tekkenizer.is_special(name) else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tekkenizer.encode(text, bos=True, eos=False))
@@ -98,6 +110,11 @@ class JsonTokenizer(Tokenizer):
             raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
         self._backend = backend
         super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
+
+    def control_id(self, name: str) -> int | None:
+        token_id = self._backend.token_to_id(name)
+        added = self._backend.get_added_tokens_decoder()
+        return token_id if token_id in added and added[token_id].special else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._backend.encode(text).ids)

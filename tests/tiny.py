@@ -14,6 +14,7 @@ from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.grammar import ReadPieces
 from tramontane.workers.model import StageModel
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
@@ -67,7 +68,7 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
     return model.eval()
 
 
-def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
+def split_model(whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = tuple) -> list[StageWorker]:
     """Stages that share the whole model's weights."""
     workers = []
     state = whole.state_dict()
@@ -75,7 +76,7 @@ def split_model(whole: StageModel, plan: ClusterPlan) -> list[StageWorker]:
         with torch.device("meta"):
             part = StageModel(plan.args, stage.layers)
         part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
-        workers.append(StageWorker(stage, part))
+        workers.append(StageWorker(stage, part, read_pieces=read_pieces))
     return workers
 
 

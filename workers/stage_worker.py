@@ -10,6 +10,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.attention import CachedAttention, Kernels, SdpaKernels
 from tramontane.workers.chosen_experts import asked_experts
+from tramontane.workers.grammar import Constraints, ReadPieces
 from tramontane.workers.logit_changes import LogitChanges
 from tramontane.workers.logprobs import LogprobKeeper
 from tramontane.workers.model import StageModel
@@ -29,10 +30,11 @@ class StageWorker:
     """Runs micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
 
     A new worker refuses steps until it is fenced: it may be the reborn successor of
-    one whose caches are lost, and an old chain must not run on empty caches.
+    one whose caches are lost, and an old chain must not run on empty caches. ``read_pieces`` is called, in the last stage,
+    when the first answer is to follow a grammar.
     """
 
-    def __init__(self, plan: StagePlan, model: StageModel, device: str = "cpu") -> None:
+    def __init__(self, plan: StagePlan, model: StageModel, device: str = "cpu", read_pieces: ReadPieces = tuple) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
@@ -41,13 +43,19 @@ class StageWorker:
         self.cache = RollingCache(plan, self.dtype, self.device)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.logit_changes = LogitChanges(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
+        self.constraints = Constraints(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         self.logprobs = LogprobKeeper(plan.args.vocab_size)
         self.epoch = NOT_FENCED
         self.num_begun = 0  # steps of this epoch
 
     @classmethod
     def load(
-        cls, plan: StagePlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
+        cls,
+        plan: StagePlan,
+        weights: Weights,
+        device: str = "cpu",
+        on_tensor: OnTensor = lambda _read, _loaded: None,
+        read_pieces: ReadPieces = tuple,
     ) -> "StageWorker":
         """Read or make this stage's tensors, and only those, straight to their dtype and device."""
         model = with_weights(
@@ -60,13 +68,14 @@ class StageWorker:
             device,
             on_tensor,
         )
-        return cls(plan, model, device)
+        return cls(plan, model, device, read_pieces)
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
         self.check_newer(epoch)
         self.table.clear()
         self.logit_changes.clear()
+        self.constraints.clear()
         self.logprobs.clear()
         self.epoch = epoch
         self.num_begun = 0
@@ -103,6 +112,7 @@ class StageWorker:
         self.table.update(batch)
         if self.plan.is_last:
             self.logit_changes.update(batch)
+            self.constraints.update(batch)
             self.logprobs.update(batch)
         notes.experts = asked_experts(batch, self.table, self.plan.layers)
         index = build_step_index(batch, self.table, self.device)
@@ -111,7 +121,15 @@ class StageWorker:
         timings = (*(incoming.timings if incoming else ()), notes.timing(self.plan.stage_id, batch.num_tokens))
         choices = (*(incoming.choices if incoming else ()), *notes.experts.choices())
         if self.plan.is_last:
-            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs)
+            return StepResult(
+                batch.epoch,
+                batch.step_id,
+                token_ids,
+                timings,
+                choices,
+                logprobs,
+                self.constraints.ended(batch.sampled_ids, token_ids),
+            )
         return Activation(hidden_TD, timings, choices)
 
     def _layers(
@@ -138,7 +156,8 @@ class StageWorker:
         positions = [c.start + c.num_tokens for c in batch.chunks if c.wants_token] + [p + 1 for p in batch.decodes.starts]
         logits_SV = self.model.head(hidden_TD[index.sampled_rows])
         changed_SV = self.logit_changes.apply(logits_SV, seq_ids, positions)
-        token_ids = tuple(sample(changed_SV, [self.table.sampling[s] for s in seq_ids], positions))
+        allowed_SV = self.constraints.masked(changed_SV, seq_ids)
+        token_ids = tuple(sample(allowed_SV, [self.table.sampling[s] for s in seq_ids], positions))
         return token_ids, (*of_prompts, *self.logprobs.sampled(logits_SV, token_ids, seq_ids, positions))
 
 

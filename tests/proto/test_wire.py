@@ -37,6 +37,7 @@ sampling = st.builds(
     min_tokens=st.integers(0, 50),
     logprobs=numbers_of_top,
     prompt_logprobs=numbers_of_top,
+    grammar=st.text(max_size=9),
 )
 pages = st.lists(ids, max_size=4).map(tuple)
 chunks = st.builds(
@@ -65,7 +66,8 @@ scored = st.lists(st.tuples(least, top), max_size=3).map(lambda rows: tuple(zip(
 logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, start, *scored), ids, ids, scored), max_size=3).map(
     tuple
 )
-results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices, logprobs=logprobs)
+ended = st.lists(st.tuples(ids, st.sampled_from(FinishReason)), max_size=2).map(tuple)
+results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices, logprobs=logprobs, ended=ended)
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
 tokens = st.builds(TokenBatch, events, st.builds(RequestTimes, times, times, times), choices, logprobs)
 

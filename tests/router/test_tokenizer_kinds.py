@@ -208,3 +208,19 @@ def test_damaged_files_are_named(tmp_path: Path, kind: type[Any], content: bytes
     with pytest.raises(CheckpointError, match="damaged is not a") as refusal:
         kind(path)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_vocabulary_has_text_for_what_is_text_only(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json_of_sentencepiece(SENTENCEPIECE["v3"])), encoding="utf-8")
+    by_model, by_json = SentencePieceTokenizer(SENTENCEPIECE["v3"]), JsonTokenizer(tmp_path / "tokenizer.json")
+    by_tekken = TekkenTokenizer(small_tekken(tmp_path))
+    assert by_model.vocabulary() == by_json.vocabulary()
+    for tokenizer in (by_model, by_json, by_tekken):
+        pieces = tokenizer.vocabulary()
+        assert {bytes([byte]) for byte in range(256)} <= set(pieces)
+        controls = [tokenizer.control_id(name) for name in ("<s>", "</s>", "[INST]", "[TOOL_CALLS]")]
+        assert all(token_id is not None and pieces[token_id] == b"" for token_id in controls)
+        assert pieces[0] == b"", "the unknown one is nobody's text"
+        assert tokenizer.control_id("[NONE]") is tokenizer.control_id("the") is tokenizer.control_id("<0x41>") is None
+        text = "To be, \u20ac or not"
+        assert b"".join(pieces[token_id] for token_id in tokenizer.encode(text)).decode().strip() == text
