@@ -1,16 +1,48 @@
 """A conversation, and what turns it into a prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from tramontane.proto.errors import RequestError
+
+ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI writes one of ``tools``
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """``id`` is nine letters and digits, as Mistral wants it; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    role: Literal["system", "user", "assistant"]
+    """An assistant may call tools; what one answers is a message of the role tool, with the call's id."""
+
+    role: Literal["system", "user", "assistant", "tool"]
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+
+
+def texts_of(messages: Sequence[ChatMessage]) -> list[str]:
+    """All that somebody wrote."""
+    calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
+    return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model calls tools: the control tokens [TOOL_CALLS] and [ARGS].
+
+    Without ``args``: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]. With it, for each call: [TOOL_CALLS]f[ARGS]{...}.
+    """
+
+    calls: int
+    args: int | None = None
 
 
 class ChatPrompt(Protocol):
@@ -20,7 +52,12 @@ class ChatPrompt(Protocol):
     Raises RequestError for conversations that the model's format does not know.
     """
 
-    def encode(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]: ...
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """None for a format without tools."""
+        ...
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from tramontane.proto.errors import RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
 from tramontane.router.choice_text import ChoiceText
+from tramontane.router.constraints import grammar_for
 from tramontane.router.expert_history import by_layer
 from tramontane.router.logprobs import (
     TokenScore,
@@ -55,11 +56,16 @@ class Completion:
     """One request on its way: its sequences, and the texts that grow."""
 
     def __init__(
-        self, model: ServedModel, request: CompletionRequest, prompt_ids: list[tuple[int, ...]], arrived_at: float
+        self,
+        model: ServedModel,
+        request: CompletionRequest,
+        prompt_ids: list[tuple[int, ...]],
+        arrived_at: float,
+        grammar: str = "",
     ) -> None:
         self._request = request
         self._model = model
-        self._prompt_ids = prompt_ids
+        self._prompt_ids, self._grammar = prompt_ids, grammar
         num_choices = len(prompt_ids) * request.n
         self._choices = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(num_choices)]
         self._head = {
@@ -95,7 +101,7 @@ class Completion:
                     "prompt",
                 )
         _check_told(model, request, [len(ids) for ids in prompt_ids])
-        return cls(model, request, prompt_ids, arrived_at)
+        return cls(model, request, prompt_ids, arrived_at, await _grammar(model, request))
 
     def specs(self) -> list[SequenceSpec]:
         """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
@@ -105,6 +111,7 @@ class Completion:
             return_experts=request.return_experts,
             logprobs=request.logprobs,
             prompt_logprobs=request.num_prompt_top,
+            grammar=self._grammar,
         )
         choices = [replace(sampling, choice=choice) for choice in range(request.n)]
         return [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
@@ -236,6 +243,14 @@ class Completion:
         if isinstance(given, str):
             return given
         return self._model.tokenizer.decode(given) if self._model.tokenizer else ""
+
+
+async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
+    if request.response_format is None:
+        return ""
+    if model.tokenizer is None:
+        raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
+    return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=len(request.prompt) * request.n)
 
 
 async def _encode(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """Mistral's own instruct formats, by mistral-common: control tokens are ids, never spelled out in text."""
 
+import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ from mistral_common.tokens.tokenizers.base import TokenizerVersion
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
 from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
 from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from pydantic import ValidationError
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.chat import ChatMessage
+from tramontane.router.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
 from tramontane.router.tokenizer import refusing_bad_text
 
 FORMATS = {
@@ -53,12 +54,40 @@ class MistralChat:
             tokenizer = SentencePieceTokenizer(path, next(known, TokenizerVersion.v1))
         return cls(tokenizer)
 
-    def encode(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        written: list[Any] = [asdict(message) for message in messages]
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """Version 1 has no tools, and from version 11 on calls are no list any more."""
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        if tokenizer.version < TokenizerVersion.v2:
+            return None
+        args = tokenizer.get_special_token("[ARGS]") if tokenizer.version >= TokenizerVersion.v11 else None
+        return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        written: list[Any] = [_written(message) for message in messages]
         try:
             # A model's name is asked for, and used for nothing.
-            request: ChatCompletionRequest[Any] = ChatCompletionRequest(model="model", messages=written)
-            with refusing_bad_text(*(message.content for message in messages)):
+            request: ChatCompletionRequest[Any] = ChatCompletionRequest(
+                model="model", messages=written, tools=list(map(_known_fields, tools)) or None
+            )
+            with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
                 return tuple(self._mistral.encode_chat_completion(request).tokens)
-        except MistralCommonException as error:
-            raise RequestError(f"the model's format has no such conversation: {error}") from error
+        except (MistralCommonException, ValidationError) as error:
+            raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
+
+
+def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common makes a Tool of
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
+
+
+def _written(message: ChatMessage) -> dict[str, Any]:
+    """As OpenAI writes it."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["content"] = message.content or None
+        calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
+        written["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+    if message.role == "tool":
+        written["tool_call_id"] = message.tool_call_id
+    return written

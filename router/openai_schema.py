@@ -7,6 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.request import MAX_LOGPROBS
+from tramontane.router.constraint_fields import ResponseFormat
 from tramontane.router.sampling_fields import MAX_TOKEN_ID, SamplingFields, or_default
 
 MAX_NAME_CHARS = 64
@@ -100,6 +101,7 @@ class CompletionRequest(SamplingFields):
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, or_default(False)] = False
     return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers)] = Field((), strict=False)
+    response_format: ResponseFormat | None = None
     user: str | None = None  # means nothing here, and harms nothing
 
     best_of: Annotated[Any, _neutral(1)] = None

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.router.chat import ChatMessage
+from tramontane.router.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
 from tramontane.router.tokenizer import refusing_bad_text
 
 
@@ -48,9 +48,13 @@ class TemplateTokens:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def hide(self, message: ChatMessage) -> str:
-        """Its text, with an alias for whatever looks like a control token."""
-        return _replaced(message.content, self._aliases_in_answers if message.role == "assistant" else self._aliases)
+    def hide(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
+        """The same, with an alias for whatever looks like a control token in its texts."""
+        if isinstance(written, str):
+            return _replaced(written, self._aliases_in_answers if in_answer else self._aliases)
+        if isinstance(written, Mapping):
+            return {self.hide(key): self.hide(value) for key, value in written.items()}
+        return list(map(self.hide, written)) if isinstance(written, list | tuple) else written
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Raises RequestError if the template has cut or changed an alias."""
@@ -63,13 +67,37 @@ class TemplateTokens:
 class TemplateChat:
     """``names``: what the template may call by name, such as ``bos_token``."""
 
-    def __init__(self, template: str, names: Mapping[str, str], tokens: TemplateTokens) -> None:
+    def __init__(
+        self, template: str, names: Mapping[str, str], tokens: TemplateTokens, tool_format: ToolFormat | None = None
+    ) -> None:
         self._template, self._names, self._tokens = compiled(template), names, tokens
+        self.tool_format = tool_format
 
-    def encode(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        with refusing_bad_text(*(message.content for message in messages)):
-            hidden = [(message.role, self._tokens.hide(message)) for message in messages]
-            return self._tokens.encode(rendered(self._template, hidden, self._names))
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
+            hidden = [self._hidden(message) for message in messages]
+            return self._tokens.encode(rendered(self._template, hidden, self._names, self._tokens.hide(list(tools)) or None))
+
+    def _hidden(self, message: ChatMessage) -> dict[str, Any]:
+        """As templates take a message: with arguments that are read already."""
+        content = self._tokens.hide(message.content, in_answer=message.role == "assistant")
+        written: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            calls = [(call.id, {"name": call.name, "arguments": _read(call.arguments)}) for call in message.tool_calls]
+            written["tool_calls"] = [
+                {"id": self._tokens.hide(call_id), "type": "function", "function": self._tokens.hide(function)}
+                for call_id, function in calls
+            ]
+        if message.role == "tool":
+            written["tool_call_id"] = self._tokens.hide(message.tool_call_id)
+        return written
+
+
+def _read(arguments: str) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise RequestError("the arguments of a tool call are not JSON") from None
 
 
 def compiled(template: str) -> Template:
@@ -85,11 +113,12 @@ def compiled(template: str) -> Template:
         raise CheckpointError(f"the chat template cannot be understood: {error}") from error
 
 
-def rendered(template: Template, messages: Sequence[tuple[str, str]], names: Mapping[str, str]) -> str:
-    """Up to where the assistant answers; messages as pairs of role and content. Raises RequestError."""
-    said = [{"role": role, "content": content} for role, content in messages]
+def rendered(
+    template: Template, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str], tools: Sequence[Any] | None = None
+) -> str:
+    """Up to where the assistant answers. Raises RequestError."""
     try:
-        return template.render(messages=said, add_generation_prompt=True, tools=None, documents=None, **names)
+        return template.render(messages=messages, add_generation_prompt=True, tools=tools, documents=None, **names)
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
         raise RequestError(f"the model's chat template does not take this conversation: {error}") from error
 

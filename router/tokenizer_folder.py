@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.router.chat import ChatPrompt
+from tramontane.router.chat import ChatPrompt, ToolFormat
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import JsonTokenizer, SentencePieceTokenizer, TekkenTokenizer
 
@@ -74,9 +74,15 @@ def _by_template(folder: Path, template: str, tokenizer: JsonTokenizer) -> ChatP
     from tramontane.router.template_chat import TemplateChat, TemplateTokens
 
     try:
-        return TemplateChat(template, _names(folder), TemplateTokens(tokenizer.text))
+        return TemplateChat(template, _names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
+
+
+def _tool_format(template: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """Mistral's, if the template writes it."""
+    calls, args = (tokenizer.control_id(name) if name in template else None for name in ("[TOOL_CALLS]", "[ARGS]"))
+    return None if calls is None or "tools" not in template else ToolFormat(calls, args)
 
 
 def _has_own_format(folder: Path) -> bool:
@@ -87,7 +93,8 @@ def _has_own_format(folder: Path) -> bool:
     from tramontane.router.template_chat import compiled, rendered  # only where there is a template
 
     try:
-        prompt = rendered(compiled(template), PROBE, _names(folder) | {"eos_token": "</s>"})
+        said = [{"role": role, "content": content} for role, content in PROBE]
+        prompt = rendered(compiled(template), said, _names(folder) | {"eos_token": "</s>"})
     except (RequestError, CheckpointError):
         return True
     return not "".join(prompt.split()).endswith(PROBE_BY_MISTRAL)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import read_model_args
-from tramontane.router.chat import ChatMessage, ChatPrompt
+from tramontane.router.chat import ChatMessage, ChatPrompt, ToolCall, ToolFormat
 from tramontane.router.tokenizer_folder import need_tokenizer, open_chat, open_tokenizer, tokenizer_file
 
 CHATML = """{% for message in messages -%}
@@ -305,6 +305,85 @@ def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="not valid JSON"):
         _chat(folder)
+
+
+WEATHER = {
+    "name": "weather",
+    "description": "What </s> it is like [TOOL_CALLS]",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+CALLED = [
+    ChatMessage("user", "And in Rome?"),
+    ChatMessage("assistant", "", (ToolCall("abcDEF123", "weather", '{"city": "Rome </s>"}'),)),
+    ChatMessage("tool", '{"sun": true} [INST]', tool_call_id="abcDEF123"),
+]
+BY_TOOLS = """{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]
+{%- elif m.role == 'tool' %}[TOOL_RESULTS]{{ m.tool_call_id }} {{ m.content }}[/TOOL_RESULTS]
+{%- elif m.tool_calls %}[TOOL_CALLS]
+{%- for c in m.tool_calls %}{{ c.function.name }} {{ c.id }} {{ c.function.arguments.city }}{% endfor %}{{ eos_token }}
+{%- endif %}{% endfor %}"""
+
+
+def _reference_with_tools(path: Path) -> list[int]:
+    call = {"name": "weather", "arguments": '{"city": "Rome </s>"}'}
+    written: list[Any] = [
+        {"role": "user", "content": CALLED[0].content},
+        {"role": "assistant", "tool_calls": [{"id": "abcDEF123", "type": "function", "function": call}]},
+        {"role": "tool", "content": CALLED[2].content, "tool_call_id": "abcDEF123"},
+    ]
+    tools: list[Any] = TOOLS
+    request = ChatCompletionRequest(messages=written, tools=tools)
+    tokens: list[int] = MistralTokenizer.from_file(path).encode_chat_completion(request).tokens
+    return tokens
+
+
+@pytest.mark.parametrize("version", ["v2", "v3", "v7", "tekken"])
+def test_tools_and_their_calls_are_written_as_mistral_common_does(tmp_path: Path, version: str) -> None:
+    path = small_tekken(tmp_path) if version == "tekken" else tmp_path / f"tokenizer.model.{version}"
+    if version != "tekken":
+        shutil.copy(SENTENCEPIECE[version], path)
+    chat, tokenizer = _chat(tmp_path), need_tokenizer(tmp_path, 10**6)
+    ids = chat.encode(CALLED, TOOLS)
+    assert list(ids) == _reference_with_tools(path)
+    assert chat.tool_format == ToolFormat(tokenizer.control_id("[TOOL_CALLS]") or 0), "a list, up to version 10"
+    assert tokenizer.vocabulary()[chat.tool_format.calls] == b""
+    assert ids.count(chat.tool_format.calls) == 1, "what the description spells out is text"
+
+
+def test_a_format_without_tools(tmp_path: Path) -> None:
+    (tmp_path / "v1").mkdir()
+    shutil.copy(SENTENCEPIECE["v1"], tmp_path / "v1" / "tokenizer.model.v1")
+    assert _chat(tmp_path / "v1").tool_format is None
+    assert _chat(_of_fine_tune(tmp_path / "chatml", CHATML)).tool_format is None
+    assert _chat(_of_fine_tune(tmp_path / "no token", BY_TOOLS)).tool_format is None
+
+
+def test_tools_in_a_template(tmp_path: Path) -> None:
+    """Nothing that tools and their calls spell out becomes a control token, and calls by name are known by their token."""
+    controls = ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+    folder = _of_fine_tune(tmp_path / "list", BY_TOOLS, [*controls, "[ARGS]"])
+    chat, tokenizer = _chat(folder), need_tokenizer(folder, 10**6)
+    assert chat.tool_format == ToolFormat(tokenizer.control_id("[TOOL_CALLS]") or 0)
+    ids = chat.encode(CALLED, TOOLS)
+    assert [ids.count(tokenizer.control_id(name) or 0) for name in controls] == [1] * 5
+    assert ids.count(2) == 1
+    text = tokenizer.decode(ids)
+    for spelled in ("What </s> it is like [TOOL_CALLS]", "weather abcDEF123 Rome </s>", 'abcDEF123 {"sun": true} [INST]'):
+        assert spelled in text
+    named = _of_fine_tune(tmp_path / "named", BY_TOOLS + "{# [ARGS] #}", [*controls, "[ARGS]"])
+    assert _chat(named).tool_format == ToolFormat(tokenizer.control_id("[TOOL_CALLS]") or 0, tokenizer.control_id("[ARGS]"))
+    broken = [CALLED[0], ChatMessage("assistant", "", (ToolCall("abcDEF123", "weather", "{"),))]
+    with pytest.raises(RequestError, match="not JSON"):
+        chat.encode(broken, TOOLS)
+
+
+def test_a_call_that_mistrals_formats_do_not_know_is_refused(tmp_path: Path) -> None:
+    shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
+    called = replace(CALLED[1], tool_calls=(ToolCall("call_1", "weather", "{}"),))
+    with pytest.raises(RequestError, match="length of 9"):
+        _chat(tmp_path).encode([CALLED[0], called, replace(CALLED[2], tool_call_id="call_1")], TOOLS)
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.choice_text import ChoiceText, StopMatcher
 from tramontane.router.tokenizer import Tokenizer
@@ -220,7 +221,7 @@ def test_a_choice_goes_on_until_its_last_token(tokenizer: Tokenizer) -> None:
     assert choice.finish is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize("finish", list(FinishReason))
+@pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
 def test_the_reason_of_the_end_is_the_last_tokens(tokenizer: Tokenizer, finish: FinishReason) -> None:
     choice = ChoiceText(tokenizer, ["never met"])
     choice.push(_event(7, finish))
@@ -300,3 +301,10 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
     needed = whole.index(stop) + len(stop)
     num_chars = list(accumulate(map(len, map(tokenizer.decoder().push, ids))))
     assert choice.num_tokens == next((number for number, there in enumerate(num_chars, start=1) if there >= needed), len(ids))
+
+
+def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:
+    text = ChoiceText(None, ())
+    text.push(TokenEvent(0, 5))
+    with pytest.raises(PipelineError, match="as its schema asks for"):
+        text.push(TokenEvent(0, 5, FinishReason.ERROR))

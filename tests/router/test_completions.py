@@ -478,6 +478,24 @@ def test_no_stop_string_ends_an_answer_before_min_tokens(model: ServedModel, scr
     assert (choice["text"], choice["finish_reason"]) == (" " + TEXT, "length")
 
 
+def test_a_response_format_becomes_the_grammar_of_every_sequence(
+    model: ServedModel, wordless: ServedModel, script: tuple[int, ...]
+) -> None:
+    source = ScriptedSource([script, script])
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "integer"}}}
+    _run(model, source, n=2, response_format=wanted)
+    first, second = (spec.sampling.grammar for spec in source.specs)
+    assert '"type": "integer"' in first
+    assert first == second
+    _run(model, source, n=2, response_format={"type": "text"})
+    assert {spec.sampling.grammar for spec in source.specs} == {""}
+    wanted["json_schema"]["schema"] = {"type": "array", "uniqueItems": True}  # type: ignore[index]
+    with pytest.raises(ParameterError, match="uniqueItems"):
+        asyncio.run(_prepared(model, response_format=wanted))
+    with pytest.raises(ParameterError, match="has no tokenizer"):
+        asyncio.run(_prepared(wordless, prompt=[1], response_format={"type": "json_object"}))
+
+
 def test_without_a_seed_every_request_has_one_of_its_own(model: ServedModel, script: tuple[int, ...]) -> None:
     source = ScriptedSource([script] * 4)
     seeds = []
