@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
 import llguidance
+import numpy
 import torch
 from torch import Tensor
 
@@ -126,12 +127,13 @@ class Constraints:
         bound = [(row, answer) for row, answer in rows if isinstance(answer, Answer)]
         if not bound:
             return logits_SV
-        allowed = unpacked([answer.mask for _, answer in bound], logits_SV.shape[1], logits_SV.device)
+        banned_RV = unpacked([answer.mask for _, answer in bound], self._vocab_size).logical_not_()
         ending = [i for i, (row, answer) in enumerate(bound) if answer.may_end and seq_ids[row] not in self._never_ends]
         if ending and self._eos:
-            allowed[torch.tensor(ending)[:, None], torch.tensor(self._eos)] = True
-        where = torch.tensor([row for row, _ in bound], device=logits_SV.device)
-        return logits_SV.index_copy(0, where, logits_SV[where].masked_fill(~allowed, -torch.inf))
+            banned_RV[torch.tensor(ending)[:, None], torch.tensor(self._eos)] = False
+        rows_R = torch.tensor([row for row, _ in bound], device=logits_SV.device)
+        allowed_RV = logits_SV[rows_R].masked_fill_(banned_RV.to(logits_SV.device), -torch.inf)
+        return logits_SV.index_copy(0, rows_R, allowed_RV)
 
     def ended(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
         """Having sampled these, which sequences end with them: because nothing can follow, or because of an error."""
@@ -198,12 +200,13 @@ def answered(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
     return chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 
 
-def unpacked(masks: Sequence[bytes], vocab_size: int, device: torch.device) -> Tensor:
+def unpacked(masks: Sequence[bytes], vocab_size: int) -> Tensor:
     """[R, V] from R rows of bits; ids beyond them, which have no piece, are false. 0b101 is ids 0 and 2."""
-    packed_RB = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).to(device).view(len(masks), -1)
-    bits_RBb = packed_RB[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1
-    known_RV = bits_RBb.flatten(1)[:, :vocab_size].bool()
-    return torch.nn.functional.pad(known_RV, (0, vocab_size - known_RV.shape[1]))
+    packed_RB = numpy.frombuffer(b"".join(masks), dtype=numpy.uint8).reshape(len(masks), -1)
+    known_RV = torch.from_numpy(
+        numpy.unpackbits(packed_RB, axis=1, count=vocab_size, bitorder="little")
+    )  # several times torch's pace
+    return known_RV.view(torch.bool)
 
 
 def _is_empty(mask: bytes) -> bool:

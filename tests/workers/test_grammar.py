@@ -155,6 +155,6 @@ def test_what_a_grammar_does_not_allow_ends_the_sequence() -> None:
 
 
 def test_bits_count_from_the_lowest() -> None:
-    allowed = unpacked([b"\x05\x80", b"\x00\x01"], 20, torch.device("cpu"))
+    allowed = unpacked([b"\x05\x80", b"\x00\x01"], 20)
     assert [row.nonzero()[:, 0].tolist() for row in allowed] == [[0, 2, 15], [8]]
     assert allowed.shape == (2, 20)
