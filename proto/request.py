@@ -12,6 +12,7 @@ REPETITION_PENALTIES = (0.01, 100.0)
 MAX_BIAS = 100.0
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+NUM_PRIORITIES = 10
 
 
 class FinishReason(StrEnum):
@@ -103,10 +104,18 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """One sequence of a request: a request has one per prompt and choice."""
+    """One sequence of a request: a request has one per prompt and choice.
+
+    ``priority`` 0 is interactive, 1 batch work; the higher, the less urgent.
+    """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.priority < NUM_PRIORITIES:
+            raise RequestError(f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}")
 
 
 class TokenEvent(NamedTuple):

@@ -1,17 +1,18 @@
 """What may be added to a scheduler at all, and what may be added now."""
 
 from collections.abc import Collection
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from tramontane.proto.errors import RequestError
+from tramontane.router.admitted import Admitted
+from tramontane.router.line import Line
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission."""
+    """``max_queued_seqs`` and ``max_queued_tokens`` (of prompts) bound what waits for admission, of each priority by itself."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -45,14 +46,22 @@ def check_possible(sequence: Sequence, limits: Limits, ledger: PageLedger) -> No
         )
 
 
-def overload(
-    arriving: SequenceOf[Sequence], waiting: Collection[Sequence], places: int, limits: Limits, ledger: PageLedger
-) -> str | None:
+def overload(arriving: Collection[Sequence], waiting: Line, admitted: Admitted, limits: Limits) -> str | None:
     """Why these sequences must not be added now, or None.
 
-    Only what would wait is counted: with 3 of 64 places free, pages for them, and nobody waiting, 5 arrivals queue 2.
+    Only what would wait is counted, and of waiting ones only those of the same priority. With 3 of 64 places free, pages for
+    them, and nobody as urgent waiting, 5 arrivals queue 2. Places and pages of less urgent sequences count as free.
     """
-    free = 0 if waiting else ledger.how_many_fit(arriving[:places])
+    reasons = (
+        _overload([s for s in arriving if s.priority == priority], priority, waiting, admitted, limits)
+        for priority in {s.priority for s in arriving}
+    )
+    return next(filter(None, reasons), None)
+
+
+def _overload(arriving: list[Sequence], priority: int, line: Line, admitted: Admitted, limits: Limits) -> str | None:
+    waiting = line.of_priority(priority)
+    free = 0 if line.has_any_up_to(priority) else admitted.num_free_for(arriving, priority)
     num_queued = len(waiting) + max(len(arriving) - free, 0)
     if limits.max_queued_seqs is not None and num_queued > limits.max_queued_seqs:
         return f"{len(waiting)} sequences are waiting and at most {limits.max_queued_seqs} may"

@@ -9,7 +9,7 @@ import numpy as np
 from tramontane.proto.step import StageTiming
 from tramontane.router.cost_model import CostModel
 from tramontane.router.pipeline_times import PipelineTimes, Seconds
-from tramontane.router.policy import EvenPolicy, Load, Share, Work
+from tramontane.router.policy import EvenPolicy, Load, Share, Work, kept_for_prompts
 from tramontane.router.rounds import RoundWatch
 
 ALIKE = 0.2  # decodes count as alike where their keys take at most this share of the time that the rest of them takes
@@ -32,6 +32,7 @@ class BalancedPolicy:
     * Prompts are cut so that the last piece is out soonest: n pieces take n - 1 times the slowest stage (or a turn of
       all stages shared by M, where that is longer) and once through all of them. Each piece is what brings its
       micro-batch to the same time, decodes included.
+    * Prompts that are more urgent than something else that runs travel with no others, and are always out soonest.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
     """
 
@@ -113,7 +114,7 @@ class BalancedPolicy:
         per_token, per_key = self._decode_slopes()
         even = (per_token * load.num_decoding + per_key * load.decoding_keys) / spread
         quota, taken, count, seen = even + self._owed, 0.0, 0, 0
-        most = min(load.num_ready, self._max_tokens - (1 if load.pending_tokens and self._max_tokens > 1 else 0))
+        most = min(load.num_ready, self._max_tokens - kept_for_prompts(load, self._max_tokens))
         if per_key * load.decoding_keys < ALIKE * per_token * load.num_decoding:
             keys = load.decoding_keys // load.num_decoding
             cost = per_token + per_key * keys
@@ -142,13 +143,15 @@ class BalancedPolicy:
         alike: what comes now and then all at once would have to be waited for in every stage. Otherwise they are cut
         to be out soonest, which is not at all where one stage works at a time.
         """
-        even = Work(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
-        fewest = -(-load.pending_tokens // max(self._max_tokens - max(even.decodes, own.decodes), 1))
-        if self._overlaps and load.num_decoding and (load.waiting_tokens or self._watch.is_saturated):
-            pieces = [max(fewest, min(SPREAD_ROUNDS * spread, load.pending_tokens // LEAST_CHUNK))]
+        even = own if load.urgent_tokens else Work(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
+        pending = load.urgent_tokens or load.pending_tokens
+        fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
+        is_full = load.num_decoding and (load.waiting_tokens or self._watch.is_saturated)
+        if self._overlaps and is_full and not load.urgent_tokens:
+            pieces = [max(fewest, min(SPREAD_ROUNDS * spread, pending // LEAST_CHUNK))]
         else:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
-        sizes = [-(-load.pending_tokens // n) for n in pieces]
+        sizes = [-(-pending // n) for n in pieces]
         works = [_with_prefill(even, size, load.prefill_start) for size in sizes]
         slowest, through = self._foretold_for(works)
         interval = np.maximum(slowest, through / self._watch.max_in_flight)
@@ -156,7 +159,8 @@ class BalancedPolicy:
         best = int(np.argmin(out_after))
         if not load.num_decoding:
             return sizes[best]
-        return self._within_target(self._adjusted(sizes[best], works[best], own, even), own, load)
+        size = sizes[best] if load.urgent_tokens else self._adjusted(sizes[best], works[best], own, even)
+        return self._within_target(size, own, load)
 
     def _adjusted(self, size: int, nominal: Work, own: Work, even: Work) -> int:
         """More prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""

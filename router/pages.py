@@ -30,15 +30,21 @@ class PageLedger:
         """Could this sequence be admitted if nothing else ran?"""
         return self._is_possible(self._pages(sequence.max_cached))
 
-    def how_many_fit(self, sequences: Iterable[Sequence]) -> int:
-        """Of these, one after the other, so many could be promised their pages now."""
-        promised, fitting = self._promised, 0
+    def how_many_fit(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
+        """Of these, one after the other, so many could be promised their pages if those that leave had given theirs back."""
+        promised, fitting = self._promised_without(leaving), 0
         for sequence in sequences:
             promised = [p + n for p, n in zip(promised, self._needs(sequence), strict=True)]
             if not self._is_possible(promised):
                 break
             fitting += 1
         return fitting
+
+    def fits_without(self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int) -> bool:
+        """Could ``promise`` be given if these had given their pages back?"""
+        needs = self._needs(sequence)
+        promised = self._promised_without(leaving)
+        return self._is_possible([p + n for p, n in zip(promised, needs, strict=True)], num_spare)
 
     def promise(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each class without a window."""
@@ -105,6 +111,10 @@ class PageLedger:
         return [
             c.pages_for(at_first if c.window is None else sequence.max_cached, self.cache.page_size) for c in self.cache.classes
         ]
+
+    def _promised_without(self, leaving: Iterable[Sequence]) -> list[int]:
+        returned = [sum(pages) for pages in zip(*(s.promised for s in leaving), strict=True)]
+        return [p - n for p, n in zip(self._promised, returned, strict=True)] if returned else self._promised
 
     def _pages(self, num_positions: int) -> list[int]:
         return [c.pages_for(num_positions, self.cache.page_size) for c in self.cache.classes]

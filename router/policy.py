@@ -27,6 +27,7 @@ class Load:
     ``num_decoding`` sequences are past their prompts, with ``decoding_keys`` visible keys in all; the next token of
     ``num_ready`` of them can go now (``ready_keys``: visible keys of each, in the order in which they would go). Of prompts,
     ``pending_tokens`` are admitted and not yet submitted, the first of them after ``prefill_start`` earlier positions;
+    the first ``urgent_tokens`` of these are more urgent than something else that runs, and that should give way to them.
     ``waiting_tokens`` are not admitted. ``free_share`` of the scarcest pages is free.
     """
 
@@ -39,6 +40,17 @@ class Load:
     prefill_start: int
     waiting_tokens: int
     free_share: float
+    urgent_tokens: int = 0
+
+
+def kept_for_prompts(load: Load, max_tokens: int) -> int:
+    """Tokens of a micro-batch that decodes leave to prompts: one, and what urgent ones need up to seven eighths of all.
+
+    Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
+    """
+    if not load.pending_tokens or max_tokens == 1:
+        return 0
+    return max(min(load.urgent_tokens, max_tokens * 7 // 8), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +80,10 @@ class Policy(Protocol):
 
 
 class EvenPolicy:
-    """A fixed number M of micro-batches in flight, with as many decodes each as even shares of them have."""
+    """A fixed number M of micro-batches in flight, with as many decodes each as even shares of them have.
+
+    Urgent prompts travel with no others.
+    """
 
     overlaps_chunks = True
 
@@ -78,9 +93,9 @@ class EvenPolicy:
     def share(self, load: Load) -> Share | None:
         if load.num_in_flight >= self._max_in_flight:
             return None
-        kept_for_prefill = 1 if load.pending_tokens and self._max_tokens > 1 else 0
-        decodes = min(-(-load.num_decoding // self._max_in_flight), self._max_tokens - kept_for_prefill, load.num_ready)
-        return Share(decodes, self._max_tokens - decodes)
+        most = self._max_tokens - kept_for_prompts(load, self._max_tokens)
+        decodes = min(-(-load.num_decoding // self._max_in_flight), most, load.num_ready)
+        return Share(decodes, min(load.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
 
     def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
         """Nothing is learned."""

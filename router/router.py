@@ -10,7 +10,15 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import ExpertChoices, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import (
+    NUM_PRIORITIES,
+    ExpertChoices,
+    Logprobs,
+    RequestTimes,
+    SequenceSpec,
+    TokenBatch,
+    TokenEvent,
+)
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.expert_history import ExpertHistory
 from tramontane.router.logprob_history import LogprobHistory
@@ -29,6 +37,7 @@ class LiveRequest:
     def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
         self.sink = sink
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
+        self.priority = sequences[0].priority
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self._experts = ExpertHistory()
         self._logprobs = LogprobHistory()
@@ -69,7 +78,7 @@ class Router:
         self._in_flight: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
         self._wake = asyncio.Event()
         self._seq_ids = itertools.count()
-        self._last_queue_s = 0.0  # of the request that started last
+        self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
         self.failure: PipelineError | None = None
         self._is_fenced = False
 
@@ -100,7 +109,7 @@ class Router:
         if (reason := self.scheduler.overload(sequences)) is not None:
             if self.scheduler.is_idle:  # it will never be otherwise
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
-            raise OverloadedError(f"too much is waiting: {reason}", self.retry_after_s)
+            raise OverloadedError(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
         request = LiveRequest(sequences, sink, self._clock())
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -124,10 +133,9 @@ class Router:
     def num_requests(self) -> int:
         return len(set(map(id, self._requests.values())))
 
-    @property
-    def retry_after_s(self) -> int:
-        """As long as the request that started last has waited, in whole seconds."""
-        return max(1, math.ceil(self._last_queue_s))
+    def _retry_after_s(self, priority: int) -> int:
+        """As long as the request like it that started last has waited, in whole seconds."""
+        return max(1, math.ceil(self._last_queue_s[priority]))
 
     async def run(self) -> None:
         """Submit and collect until cancelled, or until the pipeline fails."""
@@ -155,7 +163,7 @@ class Router:
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
-        return LiveSequence(next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len)
+        return LiveSequence(next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority)
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:
@@ -168,7 +176,7 @@ class Router:
         for chunk in batch.chunks:
             if chunk.start == 0 and (request := self._requests.get(chunk.seq_id)) and request.started_at == math.inf:
                 request.started_at = self._clock()
-                self._last_queue_s = request.started_at - request.arrived_at
+                self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 
     def _collect(self) -> None:
         """Results come in the order of submission."""

@@ -4,12 +4,15 @@ from collections import deque
 from collections.abc import Collection
 
 from tramontane.proto.plan import CachePlan
-from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
+from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
+from tramontane.proto.step import Decodes, MicroBatch, StepResult
 from tramontane.router.admission import Limits, check_possible, overload
-from tramontane.router.pages import PageLedger
+from tramontane.router.admitted import Admitted
+from tramontane.router.ageing import note_left_behind
+from tramontane.router.line import Line
 from tramontane.router.policy import Load, Policy, Share, Work
-from tramontane.router.sequence import Sequence, SequenceStatus
+from tramontane.router.prompts import Prompts, num_tokens_of_first_level
+from tramontane.router.sequence import Sequence, SequenceStatus, rank
 from tramontane.router.visible_keys import VisibleKeys
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
@@ -20,25 +23,28 @@ Accepted = tuple[int, int, FinishReason | None]  # the fields of a TokenEvent
 class Scheduler:
     """Chunked prefill and decode in one micro-batch, several micro-batches in flight.
 
-    How much of either is the policy's to say; prompts go first come first served. A decode token waits for its
-    predecessor; a prompt's next chunk need not. Where pages run out, which happens only in layers without a window, the
-    sequence that came last gives its own back, waits, and is computed again: prompt and answer so far, as one prompt.
+    How much of either is the policy's to say. A decode token waits for its predecessor; a prompt's next chunk need not.
+    Sequences are admitted, and their prompts computed, the most urgent first, of equals whoever came first. A sequence
+    may have to give its pages back; then it waits, and is computed again: prompt and answer so far, as one prompt.
+
+    * Where no place or too few pages are free for a sequence, less urgent ones give theirs back.
+    * Where pages run out, which happens only in layers without a window, the least urgent that came last does.
+    * Whoever is left behind too often becomes as urgent as any (``ageing.py``).
     """
 
     def __init__(self, cache: CachePlan, limits: Limits, policy: Policy, epoch: int = 0) -> None:
         self.limits = limits
         self.policy = policy
         self.epoch = epoch
-        self.ledger = PageLedger(cache)
+        self._admitted = Admitted(cache, limits.max_num_seqs)
+        self.ledger = self._admitted.ledger
         self._eos = frozenset(limits.eos_token_ids)
-        self._waiting: deque[Sequence] = deque()
-        self._prefilling: deque[Sequence] = deque()  # admitted, known tokens not all submitted
+        self._waiting = Line()
+        self._prompts = Prompts(self.ledger, policy.overlaps_chunks)
         self._ready: deque[Sequence] = deque()  # one decode token to submit
-        self._admitted: dict[int, Sequence] = {}  # running, or finished and still in flight
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
         self._in_flight: deque[tuple[Share, Work, list[Sequence]]] = deque()  # and whose decodes, in the order of columns
-        self._waiting_tokens = 0
         self._num_decoding = self._decoding_keys = 0  # sequences past their prompts, and the keys that they see
         self.num_preempted = 0  # times that a sequence gave its pages back
         self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
@@ -46,8 +52,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
         self.check(sequence)
-        self._waiting.append(sequence)
-        self._waiting_tokens += sequence.num_known
+        self._waiting.join(sequence)
         self._admit()
 
     def check(self, sequence: Sequence) -> None:
@@ -56,29 +61,30 @@ class Scheduler:
 
     def overload(self, arriving: Collection[Sequence]) -> str | None:
         """Why these sequences must not be added now, or None."""
-        places = self.limits.max_num_seqs - len(self._admitted)
-        return overload(list(arriving), self._waiting, places, self.limits, self.ledger)
+        return overload(arriving, self._waiting, self._admitted, self.limits)
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
-        if (admitted := self._admitted.get(seq_id)) is not None:
+        if (admitted := self._admitted.by_id.get(seq_id)) is not None:
             self._stop(admitted, FINISHED)
             self._release_if_drained(admitted)
         for sequence in [s for s in self._waiting if s.seq_id == seq_id]:
-            self._waiting.remove(sequence)
-            self._waiting_tokens -= sequence.num_known
+            self._waiting.leave(sequence)
             sequence.status = FINISHED
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
         self._admit()
-        share = self.policy.share(self._load())
+        share = self.policy.share(self._load(self._prompts.to_go()))
         if share is None:
             return None
         decoding, decodes = self._decodes(share.decodes)
-        prefills = self._prefill_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
+        prefills = self._prompts.chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
         if not decoding and not prefills:
             return None
+        if prefills:
+            going = [self._admitted.by_id[c.seq_id] for c in prefills]
+            note_left_behind(going, self._waiting, self._prompts, self._admitted)
         chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1]
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released), decodes)
         self._released.clear()
@@ -97,7 +103,7 @@ class Scheduler:
         accepted: list[Accepted] = []
         lengths = []  # of sequences that go on decoding
         for chunk in batch.chunks:
-            sequence = self._admitted[chunk.seq_id]
+            sequence = self._admitted.by_id[chunk.seq_id]
             sequence.num_in_flight -= 1
             accepted += self._take_in(sequence, next(token_ids) if chunk.wants_token else None, ended.get(chunk.seq_id))
         for sequence, token_id in zip(decoding, token_ids, strict=True):
@@ -135,12 +141,10 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Recount everything; raises AssertionError if the books do not balance."""
-        self.ledger.check_integrity(self._admitted.values())
-        for sequence in self._admitted.values():
-            assert sequence.num_dispatched <= sequence.num_known
-            assert sequence.status is RUNNING or sequence.num_in_flight > 0
-        assert self._waiting_tokens == sum(s.num_known for s in self._waiting)
-        decoding = [s for s in self._admitted.values() if s.is_decoding]
+        self._admitted.check_integrity()
+        self._waiting.check_integrity()
+        assert self._prompts.all == sorted(self._prompts.all, key=rank)
+        decoding = [s for s in self._admitted.by_id.values() if s.is_decoding]
         assert all(s.status is RUNNING for s in decoding)
         assert self._num_decoding == len(decoding)
         assert self._decoding_keys == sum(self._keys.of(s.num_known) for s in decoding)
@@ -148,30 +152,39 @@ class Scheduler:
             assert self.ledger.num_free == [c.num_pages for c in self.ledger.cache.classes]
 
     def _admit(self) -> None:
-        """In the order of arrival. Beside others only where each of them has room for one page more."""
-        while self._waiting and len(self._admitted) < self.limits.max_num_seqs:
-            sequence = self._waiting[0]
-            if not self.ledger.promise(sequence, num_spare=len(self._admitted)):
-                return
-            self._waiting.popleft()
-            self._waiting_tokens -= sequence.num_known
-            sequence.status = RUNNING
-            self._admitted[sequence.seq_id] = sequence
-            self._prefilling.append(sequence)
+        """Whoever is first, as long as there is room."""
+        self._prompts.least_urgent = NUM_PRIORITIES
+        while (sequence := self._waiting.first) is not None and self._has_room(sequence):
+            self._waiting.leave(sequence)
+            self._prompts.add(sequence)
 
-    def _load(self) -> Load:
-        able = self._prefilling
-        if not self.policy.overlaps_chunks:
-            able = deque(s for s in able if not s.num_in_flight)
+    def _has_room(self, sequence: Sequence) -> bool:
+        """A place and pages are its own now, if need be those of less urgent ones.
+
+        Only whoever has nothing in flight gives way, so that there is room at once. Decodes soon come back; so that prompts
+        do, none of them goes on meanwhile.
+        """
+        while not self._admitted.take(sequence):
+            if not self._admitted.could_make_room(sequence):
+                return False
+            if (giving_way := self._admitted.first_to_give_way(sequence)) is None:
+                self._prompts.least_urgent = sequence.level
+                return False
+            self._preempt(giving_way)
+        return True
+
+    def _load(self, prompts: list[Sequence]) -> Load:
+        are_urgent = bool(prompts) and self._admitted.has_any_below(prompts[0].level)
         return Load(
             num_in_flight=len(self._in_flight),
             num_decoding=self._num_decoding,
             decoding_keys=self._decoding_keys,
             num_ready=len(self._ready),
             ready_keys=(self._keys.of(s.num_known) for s in self._ready),
-            pending_tokens=sum(s.num_pending for s in able),
-            prefill_start=self._keys.of(able[0].num_dispatched) if able else 0,
-            waiting_tokens=self._waiting_tokens,
+            pending_tokens=sum(s.num_pending for s in prompts),
+            urgent_tokens=num_tokens_of_first_level(prompts) if are_urgent else 0,
+            prefill_start=self._keys.of(prompts[0].num_dispatched) if prompts else 0,
+            waiting_tokens=self._waiting.num_tokens,
             free_share=min(n / c.num_pages for n, c in zip(self.ledger.num_free, self.ledger.cache.classes, strict=True)),
         )
 
@@ -188,7 +201,7 @@ class Scheduler:
             sequence = ready[0]
             if (num_known := sequence.num_known) > sequence.num_covered:
                 if not self.ledger.reserve(sequence, num_known):
-                    if self._preempt():
+                    if self._preempt_last():
                         continue
                     break
                 grown.append((len(going), self.ledger.grow(sequence, num_known)))
@@ -203,47 +216,20 @@ class Scheduler:
             new_pages=tuple(grown),
         )
 
-    def _preempt(self) -> bool:
-        """Make the sequence that came last give its pages back; returns whether any are free now.
+    def _preempt_last(self) -> bool:
+        """Make the least urgent sequence that came last give its pages back; returns whether any are free now.
 
-        One at a time: the oldest sequence is never the last one unless it is alone, and alone it has room.
+        One at a time: the first in rank is never the last one unless it is alone, and alone it has room.
         """
-        running = [s for s in self._admitted.values() if s.status is RUNNING]
-        if len(running) < len(self._admitted):  # somebody's pages are coming back
+        if (last := self._admitted.last()) is None:  # somebody's pages are coming back
             return False
-        youngest = max(running, key=lambda sequence: sequence.seq_id)
-        self._stop(youngest, PREEMPTED)
+        self._preempt(last)
+        return not last.num_in_flight
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._stop(sequence, PREEMPTED)
         self.num_preempted += 1
-        self._release_if_drained(youngest)
-        return not youngest.num_in_flight
-
-    def _prefill_chunks(self, budget: int) -> list[Chunk]:
-        """In the order of arrival; where chunks may not overlap, prompts that wait for their last one are passed over."""
-        chunks = []
-        for sequence in list(self._prefilling):
-            if budget <= 0:
-                break
-            if sequence.num_in_flight and not self.policy.overlaps_chunks:
-                continue
-            chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
-            budget -= chunks[-1].num_tokens
-            if not sequence.num_pending:
-                self._prefilling.remove(sequence)
-        return chunks
-
-    def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
-        start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
-        sequence.num_dispatched = end
-        sequence.num_in_flight += 1
-        return Chunk(
-            seq_id=sequence.seq_id,
-            start=start,
-            token_ids=sequence.known_ids(start, end),
-            new_pages=self.ledger.grow(sequence, end),
-            sampling=sequence.sampling if start == 0 else None,
-            wants_token=end == sequence.num_known,
-            num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
-        )
+        self._release_if_drained(sequence)
 
     def _take_in(self, sequence: Sequence, token_id: int | None, finish: FinishReason | None) -> list[Accepted]:
         """Something of the sequence has come back, with a token or without, and with a reason if the stage says that it ends."""
@@ -272,9 +258,9 @@ class Scheduler:
 
     def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
         """It is not scheduled any more; what is in flight comes back."""
-        for queue in (self._prefilling, self._ready):
-            if sequence in queue:
-                queue.remove(sequence)
+        self._prompts.discard(sequence)
+        if sequence in self._ready:
+            self._ready.remove(sequence)
         if sequence.is_decoding:
             sequence.is_decoding = False
             self._num_decoding -= 1
@@ -284,11 +270,9 @@ class Scheduler:
     def _release_if_drained(self, sequence: Sequence) -> None:
         if sequence.num_in_flight:
             return
-        self.ledger.release(sequence)
-        del self._admitted[sequence.seq_id]
+        self._admitted.give_back(sequence)
         if sequence.num_dispatched:
             self._released.append(sequence.seq_id)
         if sequence.status is PREEMPTED:
             sequence.status, sequence.num_dispatched = SequenceStatus.WAITING, 0
-            self._waiting.appendleft(sequence)
-            self._waiting_tokens += sequence.num_known
+            self._waiting.join(sequence)

@@ -19,6 +19,7 @@ class Sequence:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     max_len: int  # positions at the most: prompt and output, within the context
+    priority: int = 0  # 0 is the most urgent
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
@@ -29,9 +30,12 @@ class Sequence:
     promised: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
     num_covered: int = 0  # positions for which its pages suffice
     num_promised: int = 0  # positions for which those that it is promised do
+    level: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often
+    num_passed_over: int = 0  # micro-batches that took more urgent prompts while this was the first to be left behind
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids)
+        self.level = self.priority
 
     def accept(self, token_id: int) -> int:
         """A token was sampled; returns how many are known now."""
@@ -56,3 +60,13 @@ class Sequence:
         """
         split = len(self.prompt_ids)
         return self.prompt_ids[start:end] + tuple(self.output_ids[max(start - split, 0) : max(end - split, 0)])
+
+
+def arrival(sequence: Sequence) -> int:
+    """The router numbers them as they come."""
+    return sequence.seq_id
+
+
+def rank(sequence: Sequence) -> tuple[int, int]:
+    """The lower, the sooner: by how urgent it is, of equals by arrival."""
+    return sequence.level, sequence.seq_id

@@ -17,11 +17,12 @@ TOKEN = 7  # what every sequence says
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: when it comes, how many tokens it brings, and how many it wants."""
+    """A request: when it comes, how many tokens it brings, how many it wants, and how urgent it is."""
 
     at: float
     prompt_tokens: int
     new_tokens: int
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,15 @@ class ModelledPipeline:
 class Trace:
     """What happened: of each request when its tokens came, of each micro-batch when each stage worked.
 
-    Until ``backlog_until`` there was always a request that waited for a place.
+    Until ``backlog_until`` there was always a request that waited for a place. ``in_flight``, where it is known: of each
+    micro-batch when it was sent and when it was back.
     """
 
     arrivals: tuple[Arrival, ...]
     token_times: tuple[tuple[float, ...], ...]
     timings: tuple[tuple[StageTiming, ...], ...]
     backlog_until: float
+    in_flight: tuple[tuple[float, float], ...] = ()
 
     @property
     def span_s(self) -> float:
@@ -85,7 +88,7 @@ def simulate(scheduler: Scheduler, model: ModelledPipeline, arrivals: Sequence[A
         run.submit()
         run.wait()
         run.collect()
-    return Trace(run.arrivals, tuple(map(tuple, run.token_times)), tuple(run.timings), run.backlog_until)
+    return Trace(run.arrivals, tuple(map(tuple, run.token_times)), tuple(run.timings), run.backlog_until, tuple(run.in_flight))
 
 
 class _Run:
@@ -96,6 +99,7 @@ class _Run:
         self.arrivals = tuple(sorted(arrivals, key=lambda arrival: arrival.at))
         self.token_times: list[list[float]] = [[] for _ in arrivals]
         self.timings: list[tuple[StageTiming, ...]] = []
+        self.in_flight: list[tuple[float, float]] = []
         self.backlog_until = 0.0
         self._now, self._num_come = 0.0, 0
         self._free_at = [0.0] * len(model.seconds(Work()))
@@ -110,13 +114,15 @@ class _Run:
             arrival = self.arrivals[self._num_come]
             sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0)
             prompt = (TOKEN,) * arrival.prompt_tokens
-            self._scheduler.add(LiveSequence(self._num_come, prompt, sampling, arrival.prompt_tokens + arrival.new_tokens))
+            max_len = arrival.prompt_tokens + arrival.new_tokens
+            self._scheduler.add(LiveSequence(self._num_come, prompt, sampling, max_len, arrival.priority))
             self._num_come += 1
 
     def submit(self) -> None:
         while (batch := self._scheduler.schedule()) is not None:
             timings = self._pass(self._scheduler.work_of(batch))
             self._in_flight.append((timings[-1].ended_at + self._model.hop_s, batch, timings))
+            self.in_flight.append((self._now, self._in_flight[-1][0]))
         if self._scheduler.num_waiting:
             self.backlog_until = self._now
 

@@ -98,9 +98,9 @@ def test_deliveries(deliveries: list[tuple[int, TokenBatch | str]]) -> None:
 
 
 @settings(derandomize=True, deadline=None)
-@given(pages, sampling)
-def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams) -> None:
-    specs = (SequenceSpec(prompt_ids, sampling),) * 2
+@given(pages, sampling, st.integers(0, 9))
+def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
+    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling))
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
 

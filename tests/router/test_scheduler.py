@@ -1,131 +1,38 @@
 """The scheduler against an imagined pipeline: budgets, borders, pages, aborts. No torch, no event loop."""
 
 import random
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from imagined import EOS, new_cache, new_pipeline, new_sequence
 from scripted import all_chunks
 
 from tramontane.proto.errors import RequestError
-from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.proto.request import FinishReason, SamplingParams, TokenEvent
-from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
-from tramontane.router.admission import Limits
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import FinishReason, SamplingParams
+from tramontane.proto.step import StepResult
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.peer_policies import UniformBudget
 from tramontane.router.policy import EvenPolicy, Policy
-from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence
-
-EOS = 2
-
-
-def _cache(page_size: int, num_seqs: float, *windows: int | None, max_len: int = 256) -> CachePlan:
-    rings = [ring_pages(window, page_size, max_len) for window in windows]
-    classes = [WindowClass(w, r, max(r, int(r * num_seqs))) for w, r in zip(windows, rings, strict=True)]
-    return CachePlan(page_size, tuple(classes))
-
-
-def _sequence(seq_id: int, prompt: int, new: int, max_len: int = 256) -> Sequence:
-    sampling = SamplingParams(max_tokens=new, temperature=0.0)
-    return Sequence(seq_id, tuple(range(10, 10 + prompt)), sampling, min(prompt + new, max_len))
-
-
-@dataclass
-class ImaginedPipeline:
-    """Answers micro-batches in order, and checks what stages rely on."""
-
-    scheduler: Scheduler
-    in_flight: deque[MicroBatch] = field(default_factory=deque)
-    pages: dict[int, list[list[int]]] = field(default_factory=dict)
-    positions: Counter[int] = field(default_factory=Counter)
-    events: list[TokenEvent] = field(default_factory=list)
-    token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
-    num_stages: int = 0  # whose timings come back
-    now: float = 0.0
-
-    def submit(self) -> MicroBatch | None:
-        batch = self.scheduler.schedule()
-        if batch is not None:
-            self._check(batch)
-            self.in_flight.append(batch)
-        return batch
-
-    def answer(self, token_id: int | None = None) -> None:
-        batch = self.in_flight.popleft()
-        ends = [(c.seq_id, c.start + c.num_tokens) for c in all_chunks(batch) if c.wants_token]
-        assert [seq_id for seq_id, _ in ends] == list(batch.sampled_ids)
-        token_ids = tuple(self.token_at(seq_id, end) if token_id is None else token_id for seq_id, end in ends)
-        self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, self._timings(batch)))
-        self.scheduler.check_integrity()
-
-    def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
-        """Each stage works right after the one before it."""
-        timings = []
-        for stage in range(self.num_stages):
-            timings.append(StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens))
-            self.now = timings[-1].ended_at
-        return tuple(timings)
-
-    def drain(self) -> None:
-        while self.in_flight or self.submit():
-            while self.submit():
-                pass
-            self.answer()
-
-    def tokens_of(self, seq_id: int) -> list[TokenEvent]:
-        return [event for event in self.events if event.seq_id == seq_id]
-
-    def _check(self, batch: MicroBatch) -> None:
-        assert 0 < batch.num_tokens <= self.scheduler.limits.max_num_batched_tokens
-        chunks = all_chunks(batch)
-        assert len({c.seq_id for c in chunks}) == len(chunks)
-        sizes = [c.num_tokens > 1 for c in chunks]
-        assert sizes == sorted(sizes, reverse=True)
-        for seq_id in batch.released:
-            del self.pages[seq_id], self.positions[seq_id]
-        for chunk in chunks:
-            self._check_chunk(chunk)
-        for of_class in zip(*self.pages.values(), strict=True):
-            held = [page for ring in of_class for page in ring]
-            assert len(held) == len(set(held)), "a page has two owners"
-
-    def _check_chunk(self, chunk: Chunk) -> None:
-        cache = self.scheduler.ledger.cache
-        assert (chunk.sampling is not None) == (chunk.start == 0) == (chunk.seq_id not in self.pages)
-        rings = self.pages.setdefault(chunk.seq_id, [[] for _ in cache.classes])
-        assert chunk.start == self.positions[chunk.seq_id], "a stage sees positions in order, each once"
-        self.positions[chunk.seq_id] += chunk.num_tokens
-        for ring, new, window_class in zip(rings, chunk.new_pages or ((),) * len(rings), cache.classes, strict=True):
-            ring += new
-            assert len(ring) == window_class.pages_for(self.positions[chunk.seq_id], cache.page_size)
-
-
-def _pipeline(
-    cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
-) -> ImaginedPipeline:
-    policy = policy or EvenPolicy(in_flight, budget)
-    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, 1000, (EOS,)), policy))
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
-    pipe = _pipeline(_cache(16, 8, 64), budget=10)
-    pipe.scheduler.add(_sequence(0, 4, 5))
+    pipe = new_pipeline(new_cache(16, 8, 64), budget=10)
+    pipe.scheduler.add(new_sequence(0, 4, 5))
     pipe.submit()
     pipe.answer()
-    pipe.scheduler.add(_sequence(1, 30, 5))
+    pipe.scheduler.add(new_sequence(1, 30, 5))
     batch = pipe.submit()
     assert batch is not None
     assert [(c.seq_id, c.start, c.num_tokens, c.wants_token) for c in all_chunks(batch)] == [(1, 0, 9, False), (0, 4, 1, True)]
 
 
 def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
-    pipe = _pipeline(_cache(16, 8, 64), budget=10)
-    pipe.scheduler.add(_sequence(0, 25, 5))
+    pipe = new_pipeline(new_cache(16, 8, 64), budget=10)
+    pipe.scheduler.add(new_sequence(0, 25, 5))
     batches = [pipe.submit(), pipe.submit(), pipe.submit()]
     assert [b.chunks[0].num_tokens for b in batches if b] == [10, 10, 5]
     assert [b.chunks[0].wants_token for b in batches if b] == [False, False, True]
@@ -136,9 +43,9 @@ def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
 
 
 def test_decodes_are_spread_over_the_micro_batches_in_flight() -> None:
-    pipe = _pipeline(_cache(16, 8, 64), in_flight=3)
+    pipe = new_pipeline(new_cache(16, 8, 64), in_flight=3)
     for seq_id in range(8):
-        pipe.scheduler.add(_sequence(seq_id, 1, 5))
+        pipe.scheduler.add(new_sequence(seq_id, 1, 5))
     pipe.submit()
     pipe.answer()
     sizes = [batch.num_tokens for batch in (pipe.submit(), pipe.submit(), pipe.submit()) if batch]
@@ -146,12 +53,12 @@ def test_decodes_are_spread_over_the_micro_batches_in_flight() -> None:
 
 
 def test_decodes_never_shut_a_prompt_out() -> None:
-    pipe = _pipeline(_cache(16, 8, 64), budget=4, in_flight=1)
+    pipe = new_pipeline(new_cache(16, 8, 64), budget=4, in_flight=1)
     for seq_id in range(4):
-        pipe.scheduler.add(_sequence(seq_id, 1, 100))
+        pipe.scheduler.add(new_sequence(seq_id, 1, 100))
     pipe.submit()
     pipe.answer()
-    pipe.scheduler.add(_sequence(9, 3, 1))
+    pipe.scheduler.add(new_sequence(9, 3, 1))
     for _ in range(3):
         pipe.submit()
         pipe.answer()
@@ -160,13 +67,13 @@ def test_decodes_never_shut_a_prompt_out() -> None:
 
 
 def test_finishes_by_length_stop_and_context() -> None:
-    pipe = _pipeline(_cache(16, 8, 64))
-    pipe.scheduler.add(_sequence(0, 3, 4))
-    pipe.scheduler.add(_sequence(1, 250, 100))
+    pipe = new_pipeline(new_cache(16, 8, 64))
+    pipe.scheduler.add(new_sequence(0, 3, 4))
+    pipe.scheduler.add(new_sequence(1, 250, 100))
     pipe.drain()
     assert [e.finish for e in pipe.tokens_of(0)] == [None, None, None, FinishReason.LENGTH]
     assert len(pipe.tokens_of(1)) == 6, "the context of 256 ends it"
-    pipe.scheduler.add(_sequence(2, 3, 4))
+    pipe.scheduler.add(new_sequence(2, 3, 4))
     pipe.submit()
     pipe.answer(EOS)
     assert [e.finish for e in pipe.tokens_of(2)] == [FinishReason.STOP]
@@ -179,9 +86,9 @@ def test_finishes_by_length_stop_and_context() -> None:
 
 def test_pages_stop_growing_at_the_window_and_start_small() -> None:
     """Must hold: no growth past the window, and a short sequence holds only the pages it filled."""
-    cache = _cache(16, 8, 64)
-    pipe = _pipeline(cache, budget=16)
-    pipe.scheduler.add(_sequence(0, 1, 250))
+    cache = new_cache(16, 8, 64)
+    pipe = new_pipeline(cache, budget=16)
+    pipe.scheduler.add(new_sequence(0, 1, 250))
     held = []
     while pipe.submit():
         held.append(len(pipe.pages[0][0]))
@@ -193,9 +100,9 @@ def test_pages_stop_growing_at_the_window_and_start_small() -> None:
 
 
 def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
-    pipe = _pipeline(_cache(16, 2, 64))
+    pipe = new_pipeline(new_cache(16, 2, 64))
     for seq_id in range(3):
-        pipe.scheduler.add(_sequence(seq_id, 100, 4))
+        pipe.scheduler.add(new_sequence(seq_id, 100, 4))
     batch = pipe.submit()
     assert batch is not None
     assert {c.seq_id for c in all_chunks(batch)} == {0}
@@ -205,9 +112,9 @@ def test_waits_for_pages_and_is_admitted_when_they_return() -> None:
 
 def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> None:
     """Each may become 116 tokens long, 8 pages; there are 12. All run at once while they are short."""
-    pipe = _pipeline(CachePlan(16, (WindowClass(None, 16, 12),)))
+    pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)))
     for seq_id in range(4):
-        pipe.scheduler.add(_sequence(seq_id, 16, 100))
+        pipe.scheduler.add(new_sequence(seq_id, 16, 100))
     batch = pipe.submit()
     assert batch is not None
     assert {c.seq_id for c in all_chunks(batch)} == {0, 1, 2, 3}
@@ -215,9 +122,9 @@ def test_without_a_window_sequences_are_admitted_for_what_is_known_of_them() -> 
 
 def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
     """12 pages, three sequences that will hold 5 each: the last one gives back what it has, and still gets all its tokens."""
-    pipe = _pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), budget=200)
+    pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), budget=200)
     for seq_id in range(3):
-        pipe.scheduler.add(_sequence(seq_id, 20, 60))
+        pipe.scheduler.add(new_sequence(seq_id, 20, 60))
     again = []
     while batch := pipe.submit():
         again += [c for c in batch.chunks if c.start == 0 and len(pipe.tokens_of(c.seq_id)) > 0]
@@ -234,9 +141,9 @@ def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
 
 def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_them() -> None:
     """Four pages of four positions, two for each. Sequence 0 needs a third while sequence 1 is in the pipeline."""
-    pipe = _pipeline(CachePlan(4, (WindowClass(None, 4, 4),)), in_flight=2)
-    pipe.scheduler.add(_sequence(0, 4, 10))
-    pipe.scheduler.add(_sequence(1, 3, 10))
+    pipe = new_pipeline(CachePlan(4, (WindowClass(None, 4, 4),)), in_flight=2)
+    pipe.scheduler.add(new_sequence(0, 4, 10))
+    pipe.scheduler.add(new_sequence(1, 3, 10))
     while not pipe.scheduler.num_preempted:
         while pipe.submit():
             pass
@@ -256,12 +163,12 @@ def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_
 
 
 def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
-    pipe = _pipeline(_cache(16, 1, 64), budget=20)
-    pipe.scheduler.add(_sequence(0, 100, 4))
+    pipe = new_pipeline(new_cache(16, 1, 64), budget=20)
+    pipe.scheduler.add(new_sequence(0, 100, 4))
     pipe.submit()
     pipe.submit()
     pipe.scheduler.abort(0)
-    pipe.scheduler.add(_sequence(1, 100, 4))
+    pipe.scheduler.add(new_sequence(1, 100, 4))
     assert pipe.submit() is None, "its two micro-batches may still write to the pages"
     pipe.answer()
     assert pipe.submit() is None
@@ -275,9 +182,9 @@ def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
 
 
 def test_an_aborted_sequence_that_waits_is_simply_gone() -> None:
-    pipe = _pipeline(_cache(16, 1, 64))
-    pipe.scheduler.add(_sequence(0, 100, 4))
-    pipe.scheduler.add(_sequence(1, 100, 4))
+    pipe = new_pipeline(new_cache(16, 1, 64))
+    pipe.scheduler.add(new_sequence(0, 100, 4))
+    pipe.scheduler.add(new_sequence(1, 100, 4))
     pipe.submit()
     pipe.scheduler.abort(1)
     pipe.drain()
@@ -286,8 +193,8 @@ def test_an_aborted_sequence_that_waits_is_simply_gone() -> None:
 
 
 def test_a_result_of_an_older_epoch_changes_nothing() -> None:
-    pipe = _pipeline(_cache(16, 8, 64))
-    pipe.scheduler.add(_sequence(0, 4, 5))
+    pipe = new_pipeline(new_cache(16, 8, 64))
+    pipe.scheduler.add(new_sequence(0, 4, 5))
     batch = pipe.submit()
     assert batch is not None
     stale = StepResult(batch.epoch - 1, batch.step_id, (50,), ())
@@ -298,14 +205,14 @@ def test_a_result_of_an_older_epoch_changes_nothing() -> None:
 
 @pytest.mark.parametrize(("prompt", "message"), [(0, "empty"), (256, "256 tokens")])
 def test_refuses_what_can_never_run(prompt: int, message: str) -> None:
-    pipe = _pipeline(_cache(16, 8, 64))
+    pipe = new_pipeline(new_cache(16, 8, 64))
     with pytest.raises(RequestError, match=message):
-        pipe.scheduler.add(_sequence(0, prompt, 1))
+        pipe.scheduler.add(new_sequence(0, prompt, 1))
 
 
 @pytest.mark.parametrize("token_id", [-1, 1000])
 def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
-    pipe = _pipeline(_cache(16, 8, 64))
+    pipe = new_pipeline(new_cache(16, 8, 64))
     with pytest.raises(RequestError, match=f"token id {token_id} is outside"):
         pipe.scheduler.add(Sequence(0, (5, token_id), SamplingParams(max_tokens=1), 3))
     with pytest.raises(RequestError, match=f"logit_bias: token id {token_id} is outside"):
@@ -314,16 +221,16 @@ def test_refuses_ids_outside_the_vocabulary(token_id: int) -> None:
 
 def test_refuses_a_sequence_larger_than_the_pool() -> None:
     cache = CachePlan(16, (WindowClass(None, 16, 8),))
-    pipe = _pipeline(cache)
+    pipe = new_pipeline(cache)
     with pytest.raises(RequestError, match="cache pages"):
-        pipe.scheduler.add(_sequence(0, 130, 10))
+        pipe.scheduler.add(new_sequence(0, 130, 10))
 
 
 def test_check_integrity_sees_a_lost_page() -> None:
-    pipe = _pipeline(_cache(16, 8, 64))
-    pipe.scheduler.add(_sequence(0, 40, 5))
+    pipe = new_pipeline(new_cache(16, 8, 64))
+    pipe.scheduler.add(new_sequence(0, 40, 5))
     pipe.submit()
-    pipe.scheduler._admitted[0].pages[0].pop()
+    pipe.scheduler._admitted.by_id[0].pages[0].pop()
     with pytest.raises(AssertionError):
         pipe.scheduler.check_integrity()
 
@@ -356,19 +263,28 @@ POLICIES: dict[str, Callable[[int, int], Policy]] = {
     seqs=st.integers(1, 6),
     room=st.floats(1, 4),
     policy=st.sampled_from(sorted(POLICIES)),
+    priorities=st.sampled_from([(0,), (0, 1), (0, 1, 9)]),
 )
 def test_any_traffic(
-    seed: int, page_size: int, windows: tuple[int | None, ...], budget: int, in_flight: int, seqs: int, room: float, policy: str
+    seed: int,
+    page_size: int,
+    windows: tuple[int | None, ...],
+    budget: int,
+    in_flight: int,
+    seqs: int,
+    room: float,
+    policy: str,
+    priorities: tuple[int, ...],
 ) -> None:
     """Random arrivals, aborts and ends: every sequence gets its own tokens, all of them, or was aborted; all pages come back."""
     rng = random.Random(seed)
     chosen = POLICIES[policy](in_flight, budget)
-    pipe = _pipeline(_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen)
+    pipe = new_pipeline(new_cache(page_size, room, *windows), seqs=seqs, budget=budget, policy=chosen)
     pipe.token_at, pipe.num_stages = _some_token, in_flight
     wanted: dict[int, list[int]] = {}
     for seq_id in range(12):
         prompt, new = rng.randint(1, 120), rng.randint(1, 20)
-        pipe.scheduler.add(_sequence(seq_id, prompt, new))
+        pipe.scheduler.add(new_sequence(seq_id, prompt, new, rng.choice(priorities)))
         wanted[seq_id] = _answer(seq_id, prompt, new)
         for _ in range(rng.randint(0, 6)):
             pipe.submit()

@@ -1,8 +1,10 @@
 """The simulated pipeline keeps time as a real one would, and our policy keeps its stages at work."""
 
+import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -19,11 +21,13 @@ MAX_LEN, PAGE, WINDOW = 16384, 16, 4096
 MIXED = Traffic(300, Lengths(800, 1.0, 8000), Lengths(200, 0.8, 1500))
 
 
-def _scheduler(policy: Policy, budget: int, num_seqs: int = 256) -> Scheduler:
-    ring = ring_pages(WINDOW, PAGE, MAX_LEN)
-    return Scheduler(
-        CachePlan(PAGE, (WindowClass(WINDOW, ring, ring * num_seqs),)), Limits(num_seqs, budget, MAX_LEN, 1000), policy
-    )
+def _scheduler(
+    policy: Policy, budget: int, num_seqs: int = 256, window: int | None = WINDOW, max_len: int = MAX_LEN, pages: float = 1.0
+) -> Scheduler:
+    """``pages``: for so large a part of all places there are enough."""
+    ring = ring_pages(window, PAGE, max_len)
+    cache = CachePlan(PAGE, (WindowClass(window, ring, int(ring * num_seqs * pages)),))
+    return Scheduler(cache, Limits(num_seqs, budget, max_len, 1000), policy)
 
 
 def _like_a_gpu(num_stages: int, factors: tuple[float, ...] = ()) -> Callable[[Work], list[float]]:
@@ -151,3 +155,39 @@ def test_m_grows_while_the_slowest_stage_waits_and_there_is_more_to_do() -> None
     pipeline = ModelledPipeline(lambda work: [1e-3 + 1e-4 * work.decodes] * 4, hop_s=3e-3)
     simulate(_scheduler(policy, 512), pipeline, arrivals)
     assert policy.max_in_flight == 8
+
+
+SATURATING = [Arrival(0.0, 600 + 97 * i % 800, 100 + 31 * i % 200, priority=1) for i in range(100)]
+INTERACTIVE = [Arrival(0.25 + 0.0307 * i, (20, 200, 1000)[i % 3], 8) for i in range(21)]  # while all of it lasts
+
+
+def _first_tokens_beside(
+    batch: list[Arrival], stages: int, window: int | None = WINDOW, pages: float = 1.0
+) -> tuple[list[float], list[float]]:
+    """How long interactive requests wait for their first tokens, and how long they may, with as many pages per place.
+
+    They may take twice as long as with nothing else, and once the longest of the micro-batches in flight when they came.
+    """
+    pipeline = ModelledPipeline(_like_a_gpu(stages), hop_s=1e-4)
+    schedulers = (_scheduler(BalancedPolicy(stages, 512), 512, 32, window, 2048, pages) for _ in range(2))
+    idle, full = (simulate(next(schedulers), pipeline, [*each, *INTERACTIVE]) for each in ([], batch))
+    assert full.backlog_until > INTERACTIVE[-1].at, "there was always a batch sequence that waited for a place"
+    best = {a.prompt_tokens: math.inf for a in idle.arrivals}  # while the costs are being learned it takes longer
+    for took, arrival in zip(idle.first_token_s(), idle.arrivals, strict=True):
+        best[arrival.prompt_tokens] = min(best[arrival.prompt_tokens], took)
+    first = [took for took, arrival in zip(full.first_token_s(), full.arrivals, strict=True) if arrival in INTERACTIVE]
+    ahead = [max(back - sent for sent, back in full.in_flight if sent <= a.at < back) for a in INTERACTIVE]
+    return first, [2 * best[a.prompt_tokens] + took for a, took in zip(INTERACTIVE, ahead, strict=True)]
+
+
+@pytest.mark.parametrize(("window", "pages"), [(512, 1.0), (None, 0.4)])
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_interactive_requests_hardly_wait_for_a_saturating_batch(stages: int, window: int | None, pages: float) -> None:
+    """All places are taken, or all pages, and many prompts wait: twice the idle time and one micro-batch."""
+    first, allowed = _first_tokens_beside(SATURATING, stages, window, pages)
+    assert [took for took, most in zip(first, allowed, strict=True) if took > most] == []
+
+
+def test_with_the_same_priority_they_would_wait_for_a_long_time() -> None:
+    first, allowed = _first_tokens_beside([replace(arrival, priority=0) for arrival in SATURATING], 2)
+    assert min(first) > 20 * max(allowed)
