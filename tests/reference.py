@@ -3,6 +3,7 @@
 Written against the checkpoint's weights by name, without any of the engine's layers or caches.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,14 +89,24 @@ class Expected:
 close_calls: list[str] = []  # listed at the end of the run (conftest.py)
 
 
-def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tokens: int) -> Expected:
-    token_ids, seconds, gaps = list(prompt_ids), [], []
-    for _ in range(num_tokens):
-        top = reference_logits(w, args, token_ids)[-1].topk(2)
-        token_ids.append(int(top.indices[0]))
-        seconds.append(int(top.indices[1]))
-        gaps.append(float(top.values[0] - top.values[1]))
-    return Expected(token_ids[len(prompt_ids) :], seconds, gaps)
+def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tokens: int, guess: Sequence[int] = ()) -> Expected:
+    """The best token after the prompt, the best one after both, and so on.
+
+    ``guess``: what they may be. As far as it is right the model runs once for all of them, not once for each.
+    """
+    found: list[int] = []
+    seconds, gaps = [], []
+    while len(found) < num_tokens:
+        ahead = list(guess[len(found) : num_tokens - 1]) if list(guess[: len(found)]) == found else []
+        rows = reference_logits(w, args, [*prompt_ids, *found, *ahead])[len(prompt_ids) + len(found) - 1 :]
+        for row, guessed in zip(rows, [*ahead, None], strict=True):
+            top = row.topk(2)
+            found.append(int(top.indices[0]))
+            seconds.append(int(top.indices[1]))
+            gaps.append(float(top.values[0] - top.values[1]))
+            if found[-1] != guessed:  # what comes after it in the guess follows another token
+                break
+    return Expected(found, seconds, gaps)
 
 
 def assert_same_tokens(name: str, got: list[int], expected: Expected) -> None:

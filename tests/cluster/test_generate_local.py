@@ -193,7 +193,7 @@ def test_greedy_is_the_references(generate: Generate, model: Path, flags: list[s
     run = generate("--json", "--temperature", "0", *flags, *PROMPTS)
     for prompt, token_ids in zip(PROMPTS, run.token_ids, strict=True):
         prompt_ids = list(SentencePieceTokenizer(model / "tokenizer.model").encode(prompt))
-        assert_same_tokens(prompt, token_ids, greedy(weights, ARGS, prompt_ids, NUM_TOKENS))
+        assert_same_tokens(prompt, token_ids, greedy(weights, ARGS, prompt_ids, NUM_TOKENS, token_ids))
 
 
 def test_a_context_ends_a_continuation(generate: Generate, model: Path) -> None:

