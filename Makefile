@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -30,6 +30,9 @@ types: $(STAMP)  # mypy needs the rooms under the name they are imported by
 	mkdir -p .typing/tramontane
 	for room in $(ROOMS); do ln -sfn ../../$$room .typing/tramontane/$$room; done
 	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
+
+proto: $(STAMP)  ## the stubs of proto/inference.proto, made anew
+	$(BIN)/python tests/stubs.py
 
 bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight and with several
 	$(BIN)/python tests/bench/overlap.py

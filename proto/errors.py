@@ -7,7 +7,11 @@
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
     |   |   +-- ImpossibleModelError  numbers that make no model
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
+    |   +-- WrongKeyError    a door was shown no key, or one that it does not know
+    |   +-- NotHereError     a method that the server does not have
     +-- OverloadedError      too much is waiting already; says when to come back
+    +-- DeadlineError        the time that a client gave is over
+    +-- ConnectionLostError  a client cannot reach its server
     +-- PipelineError        a pipeline failed while it was working
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
         +-- LinkError        the way between two neighbouring stages is broken
@@ -93,3 +97,19 @@ class NotRunningError(PipelineError):
 
 class UnknownJobError(RequestError):
     """There is no batch job of that name."""
+
+
+class WrongKeyError(UserError):
+    """An API key is missing, or is not one of those that a door knows."""
+
+
+class NotHereError(UserError):
+    """The server does not have this method, or not yet."""
+
+
+class DeadlineError(TramontaneError):
+    """A client's patience ended before the answer came."""
+
+
+class ConnectionLostError(TramontaneError):
+    """A client cannot reach its server, or not any more; what is asked again may be answered."""
