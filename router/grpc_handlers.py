@@ -1,0 +1,55 @@
+"""The services of ``inference.proto`` for a gRPC server, made so that bytes which are no message can be answered too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from tramontane.proto import inference_pb2
+
+SERVICES = ("Inference", "BatchJobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands where a message should: gRPC itself would answer UNKNOWN, and log a traceback."""
+
+    message: str
+
+
+def add_inference(servicer: Any, server: Any) -> None:  # noqa: ANN401 - as in the generated code, which this replaces
+    """Ray Serve's proxies call it by name: see ``cluster/serving.py``."""
+    _add(inference_pb2.DESCRIPTOR.services_by_name["Inference"], servicer, server)
+
+
+def add_batch_jobs(servicer: Any, server: Any) -> None:  # noqa: ANN401
+    _add(inference_pb2.DESCRIPTOR.services_by_name["BatchJobs"], servicer, server)
+
+
+def _add(service: ServiceDescriptor, servicer: Any, server: Any) -> None:  # noqa: ANN401
+    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  # noqa: ANN401
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+    }
+    make = kinds[method.client_streaming, method.server_streaming]
+    return make(behaviour, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString)
+
+
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
+    def parse(data: bytes) -> Message | Malformed:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return Malformed(f"the message is no {kind.DESCRIPTOR.name} of tramontane.v1")
+
+    return parse

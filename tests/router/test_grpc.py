@@ -1,0 +1,572 @@
+"""The gRPC door over a real server in this process: the same judgement as over HTTP, whatever comes in and whoever leaves."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc import StatusCode
+from grpc_fuzz import METHODS, REFUSALS, code_of, every_code
+from scripted import ScriptedChain, no_gate
+
+from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import (
+    ConfigError,
+    ConnectionLostError,
+    DeadlineError,
+    NotHereError,
+    OverloadedError,
+    PipelineError,
+    RequestError,
+    TramontaneError,
+    UnknownJobError,
+    WrongKeyError,
+)
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import FinishReason
+from tramontane.proto.step import MicroBatch
+from tramontane.router.admission import Limits
+from tramontane.router.client import AsyncClient, Client
+from tramontane.router.client_answers import Patience
+from tramontane.router.completions import Completion, ServedModel, UnknownModelError
+from tramontane.router.grpc_completions import score_of, token_logprobs
+from tramontane.router.grpc_handlers import add_batch_jobs, add_inference
+from tramontane.router.grpc_jobs import submit
+from tramontane.router.grpc_servicer import GrpcServicer
+from tramontane.router.jobs import Job, JobOptions, JobState, ResultLine
+from tramontane.router.openai_schema import ParameterError, parse_completion
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Scheduler
+from tramontane.router.together import together
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+
+CONTEXT = 256
+MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+IMPATIENT = Patience(total_s=30, retry_s=0.01)
+NEW = Job("job-1", JobState.QUEUED, JobOptions(), 0, 0, 0, 0, created_at=1.5)
+
+Gate = Callable[[MicroBatch], Awaitable[None]]
+
+
+class ListedJobs:
+    """A JobService whose job is done as soon as it is there; ``breaks`` streams end with the connection after two results."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, Job] = {}
+        self.uploads: list[bytes] = []
+        self.lines: list[ResultLine] = []
+        self.asked: list[int] = []
+        self.num_open = 0
+        self.breaking: asyncio.Event | None = None
+
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+        text = b"".join([piece async for piece in lines])
+        if not text:
+            raise RequestError("there is no line")
+        self.uploads.append(text)
+        job = replace(NEW, options=options, num_lines=text.count(b"\n"), error="none", started_at=2.5, ended_at=3.5)
+        self.jobs[job.job_id] = job
+        return job
+
+    async def submit_url(self, url: str, options: JobOptions) -> Job:
+        raise RequestError(f"{url} is not allowed")
+
+    async def get(self, job_id: str) -> Job:
+        if job_id not in self.jobs:
+            raise UnknownJobError(f"there is no job {job_id!r:.60}")
+        return self.jobs[job_id]
+
+    async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
+        if after is not None:
+            await self.get(after)
+        return [job for job in self.jobs.values() if job.job_id != after][:limit]
+
+    async def cancel(self, job_id: str) -> Job:
+        self.jobs[job_id] = replace(await self.get(job_id), state=JobState.CANCELLED)
+        return self.jobs[job_id]
+
+    async def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
+        job = await self.get(job_id)
+        for state in (JobState.QUEUED, JobState.RUNNING):
+            yield replace(job, state=state)
+        await self._break()
+        yield replace(job, state=JobState.COMPLETED)
+
+    async def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
+        await self.get(job_id)
+        self.asked.append(offset)
+        self.num_open += 1
+        try:
+            for line in self.lines[offset:]:
+                if line.offset == offset + 2:
+                    await self._break()
+                yield line
+        finally:
+            self.num_open -= 1
+
+    async def _break(self) -> None:
+        if self.breaking is not None:
+            self.breaking.set()
+            await asyncio.Event().wait()
+
+
+class OneKey:
+    def allows(self, authorization: str | None) -> bool:
+        return authorization == "Bearer right"
+
+
+@dataclass
+class House:
+    """A server, the router behind it, and a client in front of it."""
+
+    target: str
+    server: grpc.aio.Server
+    servicer: GrpcServicer
+    router: Router
+    jobs: ListedJobs
+    client: AsyncClient
+
+    async def becomes_idle(self) -> None:
+        while not self.router.scheduler.is_idle:
+            await asyncio.sleep(0)
+        self.router.scheduler.check_integrity()
+        assert self.router.num_requests == 0
+
+    async def restart(self) -> None:
+        """The same server at the same port, after every connection was cut."""
+        await self.server.stop(None)
+        self.jobs.breaking = None
+        self.server = await _server(self.servicer, self.target)
+
+
+async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
+    server = grpc.aio.server()
+    add_inference(servicer, server)
+    add_batch_jobs(servicer, server)
+    server.bound_port = server.add_insecure_port(target)
+    await server.start()
+    return server
+
+
+@asynccontextmanager
+async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[House]:  # noqa: ANN401
+    limits = Limits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
+    router = Router(Scheduler(CACHE, limits, EvenPolicy(3, 64)), ScriptedChain(gate))
+    running = asyncio.create_task(router.run())
+    jobs = ListedJobs()
+    servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
+    server = await _server(servicer, "127.0.0.1:0")
+    target = f"127.0.0.1:{server.bound_port}"
+    async with AsyncClient(target, key, patience=IMPATIENT) as client:
+        house = House(target, server, servicer, router, jobs, client)
+        try:
+            yield house
+        finally:
+            await house.server.stop(None)
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def _never(_batch: MicroBatch) -> None:
+    await asyncio.Event().wait()
+
+
+# ---- Generate
+
+
+def test_generate_streams_what_a_completion_is() -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            request = parse_completion(b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids": true}')
+            whole = await (await Completion.prepare(MODEL, request, 0.0)).run(house.router)
+            pieces = [piece async for piece in house.client.generate("What news?", max_tokens=9, n=2, seed=5, model="tiny")]
+            for choice in whole["choices"]:
+                own = [piece for piece in pieces if piece.index == choice["index"]]
+                assert "".join(piece.text for piece in own) == choice["text"]
+                assert [token for piece in own for token in piece.token_ids] == choice["token_ids"] == [7] * 9
+                assert [piece.finish_reason for piece in own if piece.finish_reason] == [FinishReason.LENGTH]
+            assert len(pieces) > 2, "they are streamed"
+            usage, timings = pieces[-1].usage, pieces[-1].timings
+            assert usage is not None
+            assert timings is not None
+            assert (usage.prompt_tokens, usage.completion_tokens) == (whole["usage"]["prompt_tokens"], 18)
+            assert timings.decode_s >= 0
+            assert {piece.usage for piece in pieces[:-1]} == {None}
+            by_ids = [piece async for piece in house.client.generate([5, 6], max_tokens=3)]
+            assert by_ids[-1].usage is not None
+            assert by_ids[-1].usage.prompt_tokens == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_synchronous_client_gets_the_same() -> None:
+    def ask(target: str) -> tuple[list[int], str, list[str]]:
+        with Client(target) as client:
+            pieces = list(client.generate("What news?", max_tokens=9, stop="nothing like it"))
+            for _ in client.generate("What news?", max_tokens=200):
+                break
+            with pytest.raises(UnknownModelError, match="this server has 'tiny'"):
+                list(client.generate("a", model="other"))
+            tokens = [token for piece in pieces for token in piece.token_ids]
+            return tokens, "".join(piece.text for piece in pieces), [model.name for model in client.models()]
+
+    async def scenario() -> None:
+        async with _house() as house:
+            tokens, text, names = await asyncio.to_thread(ask, house.target)
+            assert tokens == [7] * 9
+            assert text == MODEL.tokenizer.decode(tuple(tokens)) if MODEL.tokenizer else ""
+            assert names == ["tiny"]
+            await house.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+MISTAKES: list[dict[str, Any]] = [
+    {"temperature": -1.0},
+    {"max_tokens": 0},
+    {"max_tokens": -5},
+    {"top_p": 2.0},
+    {"top_k": -2},
+    {"n": 0},
+    {"n": 129},
+    {"stop": [""]},
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ParameterError) as over_http:
+            parse_completion(json.dumps({"prompt": "a"} | mistake).encode())
+        async with _house() as house:
+            with pytest.raises(ParameterError) as over_grpc:
+                await anext(house.client.generate("a", **mistake))
+            assert str(over_grpc.value) == str(over_http.value)
+            assert over_grpc.value.parameter == over_http.value.parameter
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
+    async def ends(house: House, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
+        async with grpc.aio.insecure_channel(house.target) as channel:
+            return await code_of(channel, (path, False, True), request.SerializeToString())
+
+    async def scenario() -> None:
+        async with _house() as house:
+            assert await ends(house, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
+            assert await ends(house, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
+            assert await ends(house, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing") == StatusCode.UNIMPLEMENTED
+            with pytest.raises(ParameterError, match="text or token_ids"):
+                await anext(house.client._stream(house.client._inference.Generate, pb.GenerateRequest(), None))
+            with pytest.raises(RequestError, match="at most 255"):
+                await anext(house.client.generate([5] * 256))
+            with pytest.raises(ConfigError, match="the parameters are no request"):
+                await anext(house.client.generate("a", temprature=1))
+            house.router.failure = PipelineError("stage 1 died")
+            with pytest.raises(PipelineError, match="stage 1 died"):
+                await anext(house.client.generate("a"))
+        async with _house(jobs=None) as house:
+            with pytest.raises(NotHereError, match="no batch jobs"):
+                await house.client.get_job("a")
+        async with AsyncClient(house.target) as client:
+            with pytest.raises(ConnectionLostError):
+                await client.models()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_server_says_when_to_come_back() -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def wait(_batch: MicroBatch) -> None:
+            await gate.wait()
+
+        async with _house(wait, max_queued_seqs=0) as house, asyncio.TaskGroup() as group:
+            running = [group.create_task(_all(house, max_tokens=2)) for _ in range(8)]
+            while house.router.num_requests < 8:
+                await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="too much is waiting") as refused:
+                await anext(house.client.generate("a"))
+            assert refused.value.retry_after_s == 1
+            gate.set()
+            assert [len(await task) for task in running] == [2] * 8
+
+    asyncio.run(scenario())
+
+
+async def _all(house: House, **parameters: Any) -> list[int]:  # noqa: ANN401
+    return [token async for piece in house.client.generate("a", **parameters) for token in piece.token_ids]
+
+
+# ---- leaving
+
+
+def test_a_client_that_leaves_gives_its_places_back() -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            async with aclosing(house.client.generate("a", max_tokens=200)) as pieces:
+                await anext(pieces)
+            await house.becomes_idle()
+        async with _house(_never) as house:
+            task = asyncio.create_task(_all(house))
+            while not house.router.num_requests:
+                await asyncio.sleep(0)
+            task.cancel()
+            while house.router.num_requests:
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_ends_the_work() -> None:
+    async def scenario() -> None:
+        async with _house(_never) as house:
+            asking = asyncio.create_task(_all(house, timeout_s=0.2))
+            while not house.router.num_requests:
+                await asyncio.sleep(0)
+            with pytest.raises(DeadlineError):
+                await asking
+            while house.router.num_requests:
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+# ---- who may come in
+
+
+def test_without_the_key_nothing_is_done() -> None:
+    async def scenario() -> None:
+        async with _house(keys=OneKey(), key="right") as house:
+            assert [model.name for model in await house.client.models()] == ["tiny"]
+            for key in (None, "wrong", "right "):
+                async with AsyncClient(house.target, key) as stranger:
+                    with pytest.raises(WrongKeyError, match="API key is missing or wrong"):
+                        await anext(stranger.generate("a"))
+            async with grpc.aio.insecure_channel(house.target) as channel:
+                codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
+            assert set(codes) == {StatusCode.UNAUTHENTICATED}
+            assert house.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
+        async with _house(admits=lambda peer: not peer.startswith("ipv4:127.")) as house:
+            with pytest.raises(WrongKeyError, match="its --host says so"):
+                await house.client.models()
+
+    asyncio.run(scenario())
+
+
+# ---- hostile messages
+
+
+def test_hostile_messages_are_refused_and_the_server_goes_on() -> None:
+    async def scenario() -> None:
+        async with _house(max_message=500_000) as house:
+            async with grpc.aio.insecure_channel(house.target) as channel:
+                codes = await every_code(channel)
+            assert codes.keys() <= REFUSALS | {StatusCode.OK}, codes
+            assert codes[StatusCode.INVALID_ARGUMENT] > sum(codes.values()) / 2
+            assert await _all(house, max_tokens=3) == [7] * 3
+            with pytest.raises(RequestError, match="at most 500000"):
+                await anext(house.client.generate("x" * 500_001))
+            await house.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            house.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
+            with pytest.raises(TramontaneError, match="the server has a defect; its log says more"):
+                await house.client.get_job("a")
+        assert "a defect of the server" in caplog.text
+
+    asyncio.run(scenario())
+
+
+# ---- Score
+
+
+def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
+    told = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
+    usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    score = score_of({"choices": [{"logprobs": told}], "usage": usage})
+    first, second = score.tokens
+    assert (first.token, first.HasField("logprob")) == ("a", False)
+    assert (second.token, second.logprob) == ("b", -0.5)
+    assert [(top.token, top.logprob) for top in second.top] == [("b", -0.5), ("c", -2.0)]
+    assert score.usage.total_tokens == 2
+    assert token_logprobs(None) == []
+
+
+def test_score_is_not_here_yet() -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            with pytest.raises(NotHereError, match="cannot score"):
+                await house.client.score("What news?", logprobs=2)
+
+    asyncio.run(scenario())
+
+
+# ---- BatchJobs
+
+
+def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None:
+    def ask(target: str) -> list[Job]:
+        with Client(target) as client:
+            (tmp_path / "lines").write_bytes(b"{}\n" * 300_000)  # several messages
+            job = client.submit_job(tmp_path / "lines", JobOptions("/v1/chat/completions", False, {"owner": "me"}))
+            assert client.get_job(job.job_id) == job
+            assert client.list_jobs() == [job]
+            assert client.list_jobs(1, after=job.job_id) == []
+            with pytest.raises(RequestError, match=r"ftp://x is not allowed"):
+                client.submit_job(url="ftp://x")
+            with pytest.raises(RequestError, match="no line"):
+                client.submit_job(b"")
+            with pytest.raises(ConfigError, match="either lines or a url"):
+                client.submit_job()
+            with pytest.raises(UnknownJobError, match="there is no job 'x'"):
+                client.cancel("x")
+            with pytest.raises(UnknownJobError):
+                list(client.watch_job("x"))
+            with pytest.raises(UnknownJobError):
+                list(client.results("x"))
+            with pytest.raises(ParameterError, match="offset is -1"):
+                list(client.results(job.job_id, -1))
+            return [job, *client.watch_job(job.job_id), client.cancel(job.job_id)]
+
+    async def scenario() -> None:
+        async with _house() as house:
+            job, *seen, cancelled = await asyncio.to_thread(ask, house.target)
+            assert house.jobs.uploads == [b"{}\n" * 300_000]
+            assert job == replace(
+                NEW,
+                options=JobOptions("/v1/chat/completions", False, {"owner": "me"}),
+                num_lines=300_000,
+                error="none",
+                started_at=2.5,
+                ended_at=3.5,
+            )
+            assert [each.state for each in seen] == [JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED]
+            assert cancelled == replace(job, state=JobState.CANCELLED)
+
+    asyncio.run(scenario())
+
+
+def _lines(count: int) -> list[ResultLine]:
+    return [ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}") for number in range(count)]
+
+
+def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
+    """The server stops when three results are told; the client asks for those from the fourth on."""
+
+    def collect(target: str) -> tuple[list[ResultLine], list[JobState]]:
+        with Client(target, patience=IMPATIENT) as client:
+            return list(client.results("a", 1)), [job.state for job in client.watch_job("a")]
+
+    async def collect_async(house: House) -> tuple[list[ResultLine], list[JobState]]:
+        return [line async for line in house.client.results("a", 1)], [job.state async for job in house.client.watch_job("a")]
+
+    async def scenario(is_async: bool) -> None:
+        async with _house() as house:
+            house.jobs.lines, house.jobs.jobs["a"] = _lines(9), NEW
+            house.jobs.breaking = asyncio.Event()
+            ask = collect_async(house) if is_async else asyncio.to_thread(collect, house.target)
+            collecting = asyncio.create_task(ask)
+            await house.jobs.breaking.wait()
+            await house.restart()
+            lines, states = await collecting
+            assert lines == _lines(9)[1:]
+            assert house.jobs.asked == [1, 3]
+            assert states[-1] == JobState.COMPLETED
+            assert house.jobs.num_open == 0
+
+    asyncio.run(scenario(is_async=False))
+    asyncio.run(scenario(is_async=True))
+
+
+def test_patience_ends() -> None:
+    lost = ConnectionLostError("gone")
+    assert Patience(10, 2).pause(lost, 8) == 2
+    with pytest.raises(ConnectionLostError):
+        Patience(10, 2).pause(lost, 8.5)
+    with pytest.raises(UnknownJobError):
+        Patience(10, 2).pause(UnknownJobError("no"), 0)
+
+
+def test_what_is_ready_travels_together() -> None:
+    gate = asyncio.Event()
+
+    async def source(*sizes: int) -> AsyncGenerator[int, None]:
+        for size in sizes:
+            if size == 0:
+                await gate.wait()
+            elif size < 0:
+                raise ZeroDivisionError
+            yield size
+
+    async def bunches(*sizes: int) -> list[list[int]]:
+        return [bunch async for bunch in together(source(*sizes), lambda size: size, 8)]
+
+    async def scenario() -> None:
+        assert await bunches(3, 4, 5) == [[3, 4], [5]]
+        assert await bunches(9, 1, 7, 1) == [[9], [1, 7], [1]]
+        assert await bunches() == []
+        async with aclosing(together(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
+            assert await anext(slow) == [1, 2]
+            gate.set()
+            assert await anext(slow) == [0, 3]
+        failing = together(source(1, -1), lambda size: size, 8)
+        assert await anext(failing) == [1]
+        with pytest.raises(ZeroDivisionError):
+            await anext(failing)
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_that_is_broken_off_is_no_job() -> None:
+    """Ray Serve's stream of messages just ends where its client has left."""
+
+    class Upload:
+        def __init__(self, *parts: pb.SubmitJobRequest, is_cancelled: bool = False) -> None:
+            self._parts, self.is_cancelled = iter(parts), lambda: is_cancelled
+
+        def __aiter__(self) -> "Upload":
+            return self
+
+        async def __anext__(self) -> pb.SubmitJobRequest:
+            for part in self._parts:
+                return part
+            raise StopAsyncIteration
+
+    options, data = pb.SubmitJobRequest(options=pb.JobOptions()), pb.SubmitJobRequest(data=b"{}\n")
+    wrong = [
+        (Upload(options, data, is_cancelled=True), "was broken off"),
+        (Upload(options, is_cancelled=True), "was broken off"),
+        (Upload(options, data, options), "either data or one url"),
+        (Upload(options, pb.SubmitJobRequest(url="a"), data), "nothing may follow a url"),
+        (Upload(data), "must hold options"),
+        (Upload(), "must hold options"),
+        (Upload(pb.SubmitJobRequest(options=pb.JobOptions(endpoint="/v1/x"))), "there are /v1/completions and /v1/chat"),
+    ]
+
+    async def scenario() -> None:
+        jobs = ListedJobs()
+        for upload, message in wrong:
+            with pytest.raises(RequestError, match=message):
+                await submit(jobs, upload)
+        assert not jobs.uploads
+        await submit(jobs, Upload(options, data, data))
+        assert jobs.uploads == [b"{}\n{}\n"]
+
+    asyncio.run(scenario())
