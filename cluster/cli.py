@@ -95,6 +95,7 @@ def serve(
     ] = None,
     host: Annotated[str | None, option("--host", help="Address to listen on. Default 127.0.0.1.")] = None,
     port: Annotated[int | None, option("--port", help="HTTP port. Default 8000.")] = None,
+    grpc_port: Annotated[int | None, option("--grpc-port", help="gRPC port; 0 for none. Default 9000.")] = None,
     replicas: Annotated[int | None, option("--replicas", help="Pipelines behind the door. Default 1.")] = None,
     max_queued_requests: Annotated[
         int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
@@ -107,7 +108,7 @@ def serve(
     ] = None,
     json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
-    """Serve an OpenAI-compatible HTTP API until interrupted."""
+    """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
     from tramontane.cluster.serving import run_server  # brings Ray Serve, which generate does not need
 
     display = Display(live=False)

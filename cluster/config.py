@@ -112,6 +112,7 @@ class EngineConfig(BaseModel):
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
+    grpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(9000, description="0: no gRPC")
     replicas: Few = 1
     ingress_replicas: Few = 1
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")

@@ -27,6 +27,7 @@ from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, Pi
 
 PLACEMENT_TIMEOUT_S = 60.0
 REMOVAL_TIMEOUT_S = 10.0
+MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
 # about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
 SERVE_SETTINGS = {
@@ -34,6 +35,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
 }
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states

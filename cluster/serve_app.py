@@ -7,27 +7,29 @@ from typing import Any
 import psutil
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import RequestRouterConfig, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.http_door import HttpDoor
+from tramontane.cluster.http_door import HttpDoor, Pacer
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
-from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
+from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_folder import find_model_args
 from tramontane.router.completions import ServedModel
+from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.router.tokenizer_folder import open_tokenizer
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
-OF_THE_COMMAND = {"host", "port", "address", "local", "seed", "json"}  # keys that say nothing to an application
+GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc_handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
+OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json"}  # keys that say nothing to an application
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
@@ -40,8 +42,21 @@ def build(args: dict[str, Any]) -> Application:
     return application(EngineConfig.build(None, args), patience_s=DRAIN_S)
 
 
-def application(config: EngineConfig, launched: bool = False, owns_serve: bool = False, patience_s: float = 20.0) -> Application:
+def grpc_options(port: int) -> gRPCOptions:
+    """For Ray Serve's start; port 0 is none."""
+    return gRPCOptions(port=port, grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [], enable_reflection=True)
+
+
+def application(
+    config: EngineConfig,
+    launched: bool = False,
+    owns_serve: bool = False,
+    patience_s: float = 20.0,
+    grpc_from_here_only: bool = False,
+) -> Application:
     """``launched`` and ``owns_serve`` are those of ``pipeline_spec.Application``.
+
+    ``grpc_from_here_only``: in a cluster that we have not started, Ray Serve's gRPC port is open to every peer.
 
     ``patience_s``: how long a replica that is to stop may finish what it has begun.
 
@@ -71,25 +86,35 @@ def application(config: EngineConfig, launched: bool = False, owns_serve: bool =
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
-    return ingress.bind(config, fingerprint, router.bind(config, fingerprint, launched, owns_serve))
+    return ingress.bind(config, fingerprint, router.bind(config, fingerprint, launched, owns_serve), grpc_from_here_only)
 
 
-class IngressReplica:
-    """Parses, bounds, tokenizes and streams; keeps nothing between requests."""
+class IngressReplica(GrpcServicer):
+    """Parses, bounds, tokenizes and streams; keeps nothing between requests. Ray Serve calls its gRPC methods by their names."""
 
-    def __init__(self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]") -> None:
+    def __init__(
+        self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]", grpc_from_here_only: bool
+    ) -> None:
         keep_internal_port_on_node_address()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
         self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
+        super().__init__(
+            model,
+            self._routers,
+            admits=is_from_here if grpc_from_here_only else lambda _: True,
+            pace=Pacer(writes_per_s),
+            max_message=config.max_body_bytes,
+        )
         self._door = HttpDoor(
             model,
             self._routers,
             self._routers.is_ready,
             self._routers.expert_load,
             config.max_body_bytes,
-            config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES),
+            writes_per_s,
             self._routers.move_experts if config.move_experts else None,
         )
 

@@ -9,6 +9,7 @@ from ray.serve.context import _get_global_client
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.pipeline_spec import PipelineSpec
+from tramontane.cluster.serve_app import GRPC_FUNCTIONS
 from tramontane.proto.errors import ConfigError, PlanError
 
 FREE_POLL_S = 0.1
@@ -29,21 +30,30 @@ def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
             )
 
 
-def check_port(config: EngineConfig) -> None:
-    """Raises ConfigError unless the address can be bound here."""
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+def check_ports(config: EngineConfig) -> None:
+    """Raises ConfigError unless the addresses can be bound here."""
+    _check_port(config.host, config.port, "--port")
+    if config.grpc_port == config.port:
+        raise ConfigError(f"--grpc-port and --port are both {config.port}; choose another --grpc-port")
+    if config.grpc_port:
+        _check_port(config.host, config.grpc_port, "--grpc-port")
+
+
+def _check_port(host: str, port: int, flag: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((config.host, config.port))
+            probe.bind((host, port))
         except (OSError, UnicodeError) as error:
-            raise ConfigError(
-                f"--host {config.host} --port {config.port} cannot be had: {error}; choose another --port or --host"
-            ) from error
+            raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
 
 
-def check_doors(config: EngineConfig) -> None:
-    """Ray Serve's address is the cluster's: the first who starts it decides."""
+def check_doors(config: EngineConfig) -> bool:
+    """Ray Serve's addresses are the cluster's: the first who starts it decides. Returns whether there is gRPC.
+
+    Raises ConfigError if they are others than the configuration's.
+    """
     client: Any = _get_global_client()
     host, port = client.http_config.host, client.http_config.port
     if (host, port) != (config.host, config.port):
@@ -51,3 +61,12 @@ def check_doors(config: EngineConfig) -> None:
             f"Ray Serve runs on this cluster already, at {host}:{port}; "
             f"give --host {host} --port {port}, or shut it down first with: serve shutdown"
         )
+    grpc_options = ray.get(client._controller.get_grpc_config.remote())
+    if not set(GRPC_FUNCTIONS) <= set(grpc_options.grpc_servicer_functions) or not grpc_options.port or not config.grpc_port:
+        return False
+    if grpc_options.port != config.grpc_port:
+        raise ConfigError(
+            f"Ray Serve runs on this cluster already, with gRPC at port {grpc_options.port}; "
+            f"give --grpc-port {grpc_options.port}, or 0 for none"
+        )
+    return True

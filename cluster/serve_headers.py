@@ -3,6 +3,8 @@
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tramontane.cluster.serve_ports import keep_grpc_door_on_http_host
+
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
 FOR_RAY_SERVE = (
     b"serve-multiplexed-model-id",
@@ -13,7 +15,8 @@ FOR_RAY_SERVE = (
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """Ray Serve's proxies call it by name: see ``pipeline.SERVE_SETTINGS``."""
+    """Ray Serve's proxies call it by name, before they open their ports: see ``pipeline.SERVE_SETTINGS``."""
+    keep_grpc_door_on_http_host()
     return [Middleware(WithoutOrders)]
 
 

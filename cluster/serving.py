@@ -25,8 +25,9 @@ from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import last_line
-from tramontane.cluster.serve_app import APPLICATION, application
-from tramontane.cluster.serve_checks import check_doors, check_port, check_room
+from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
+from tramontane.cluster.serve_checks import check_doors, check_ports, check_room
+from tramontane.cluster.serve_ports import LOOPBACK, bracketed
 from tramontane.cluster.supervisor import RENEW_EVERY_S
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto import errors
@@ -36,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
 OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``router_replica.any_pipeline``
@@ -47,19 +47,20 @@ class Served:
     """An application that is ready. Seconds count from the start of the process."""
 
     url: str
+    grpc: str | None  # host:port
     config: EngineConfig
     num_stages: int
     ready_after_s: float
 
     def line(self) -> str:
         if self.config.json_output:
-            about = {"url": self.url, "base_url": f"{self.url}/v1", "model": self.config.model_name}
+            about = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
             numbers = {"replicas": self.config.replicas, "stages": self.num_stages, "ready_after_s": round(self.ready_after_s, 3)}
             return json.dumps(about | numbers)
         pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
-            f"on {pipelines} of {self.num_stages} stages; Ctrl-C stops it"
+            f"on {pipelines} of {self.num_stages} stages{f', gRPC at {self.grpc}' * bool(self.grpc)}; Ctrl-C stops it"
         )
 
 
@@ -74,22 +75,23 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     with ExitStack() as stack:
         if config.address is None:
-            stack.enter_context(_serving_alone(config, report, show_loading))
+            has_grpc = stack.enter_context(_serving_alone(config, report, show_loading))
         else:
-            stack.enter_context(_serving_among_others(config, report, show_loading))
+            has_grpc = stack.enter_context(_serving_among_others(config, report, show_loading))
         born = psutil.Process().create_time()
-        url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{config.port}"
+        url = f"http://{bracketed(config.host)}:{config.port}"
         _wait_until_healthy(url)
-        announce(Served(url, config, _num_stages(config), time.time() - born))
+        grpc = f"{bracketed(config.host)}:{config.grpc_port}" if has_grpc else None
+        announce(Served(url, grpc, config, _num_stages(config), time.time() - born))
         _wait_for_a_signal()
 
 
 @contextmanager
-def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[None]:
-    """In a cluster of our own, which ends with this process whatever happens to it."""
+def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+    """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
     report("checking the checkpoint")
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
-    check_port(config)
+    check_ports(config)
     report("starting Ray")
     with own_ray(num_cpus=config.replicas * spec.num_bundles * spec.threads_per_stage):
         report("starting Ray Serve")
@@ -98,7 +100,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
         try:
             with _shown_loading(spec, config, show_loading):
                 _run(config, launched=False, owns_serve=False)
-            yield
+            yield config.grpc_port > 0
         finally:
             with _uninterrupted():
                 report("stopping")
@@ -106,8 +108,8 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
 
 
 @contextmanager
-def _serving_among_others(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[None]:
-    """On a cluster that was there before, and stays."""
+def _serving_among_others(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+    """On a cluster that was there before, and stays. Gives whether there is gRPC: Ray Serve may have been started without."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
@@ -119,10 +121,12 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
                 f"an application named {APPLICATION} is on this cluster already; end the command that serves it, or remove it "
                 f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
             )
+        has_grpc = config.grpc_port > 0
         if owns_serve:
-            check_port(config)
-        else:
-            check_doors(config)
+            check_ports(config)
+        elif not check_doors(config) and has_grpc:
+            has_grpc = False
+            report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
         try:
             if owns_serve:
                 report("starting Ray Serve")
@@ -131,7 +135,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
             with repeated(RENEW_EVERY_S, _keep_alive):
                 with _shown_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)
-                yield
+                yield has_grpc
         finally:
             with _uninterrupted():
                 report("stopping")
@@ -150,17 +154,24 @@ def _start_serve(config: EngineConfig) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process: what matters is reported
     options = HTTPOptions(host=config.host, port=config.port)
     try:
-        serve.start(proxy_location="EveryNode", http_options=options, logging_config={"log_level": "WARNING"})
+        serve.start(
+            proxy_location="EveryNode",
+            http_options=options,
+            grpc_options=grpc_options(config.grpc_port),
+            logging_config={"log_level": "WARNING"},
+        )
     except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
         raise ConfigError(
-            f"Ray Serve cannot listen at --host {config.host} --port {config.port}: {last_line(error)}; "
-            "choose another --port or --host"
+            f"Ray Serve cannot listen at --host {config.host} --port {config.port} --grpc-port {config.grpc_port}: "
+            f"{last_line(error)}; choose others"
         ) from error
 
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
     try:
-        serve.run(application(config, launched, owns_serve), name=APPLICATION, route_prefix="/")
+        grpc_from_here_only = config.host in LOOPBACK
+        app = application(config, launched, owns_serve, grpc_from_here_only=grpc_from_here_only)
+        serve.run(app, name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
         raise _why_not_deployed() or PipelineError(f"Ray Serve refused the application: {error}") from error
 

@@ -16,16 +16,21 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
 
-PORT = 8765
+PORT, GRPC_PORT = 8765, 8766
 URL = f"http://127.0.0.1:{PORT}"
+GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @contextmanager
 def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
     """On the cluster that is connected. Ray Serve itself is started once and stays."""
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=PORT), logging_config={"log_level": "WARNING"})
+    serve.start(
+        http_options=HTTPOptions(host="127.0.0.1", port=PORT),
+        grpc_options=grpc_options(GRPC_PORT),
+        logging_config={"log_level": "WARNING"},
+    )
     serve.run(application(EngineConfig.build(None, settings)), name=APPLICATION, route_prefix="/")
     wait_until_ready()
     try:

@@ -26,9 +26,11 @@ from serving import leftovers, listening
 from tiny import tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
+from tramontane.proto.errors import WrongKeyError
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.router.client import Client
 from tramontane.workers.stage_worker import StageWorker
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
@@ -63,7 +65,7 @@ def _hear_signals() -> None:
 def _server(environment: dict[str, str], *arguments: str) -> Iterator[tuple["subprocess.Popen[str]", dict[str, Any]]]:
     """A server that is ready, and what its ready line says."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "preexec_fn": _hear_signals}
-    with subprocess.Popen([*COMMAND, "--json", *arguments], env=environment, **pipes) as process:
+    with subprocess.Popen([*COMMAND, "--json", "--grpc-port", str(free_port()), *arguments], env=environment, **pipes) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         try:
@@ -104,6 +106,8 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
         assert ready["url"] == f"http://127.0.0.1:{port}"
         assert (ready["model"], ready["stages"], ready["replicas"]) == ("demo", 2, 1)
         assert _complete(ready["url"], prompt="ROMEO:")["usage"]["completion_tokens"] == 6
+        with Client(ready["grpc"]) as client:
+            assert [model.name for model in client.models()] == ["demo"]
         sockets = listening(psutil.Process(process.pid))
         assert len(sockets) > 5, "the stages, the replicas and Ray itself"
         outside = {(name, ip) for name, ip in sockets if ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")}
@@ -221,11 +225,23 @@ def _router_stats(cluster: Cluster, home: Path) -> list[dict[str, Any]]:
     return stats
 
 
+def _only_from_here(port: str) -> None:
+    """This cluster's Ray Serve opens its gRPC port to everybody, whatever --host is."""
+    with Client(f"127.0.0.1:{port}") as client:
+        assert [model.name for model in client.models()] == ["demo"]
+    addresses = [each.address for all_of_one in psutil.net_if_addrs().values() for each in all_of_one]
+    for address in addresses:
+        if address.count(".") == 3 and not address.startswith("127."):
+            with Client(f"{address}:{port}") as client, pytest.raises(WrongKeyError, match="its --host says so"):
+                client.models()
+
+
 def test_two_replicas_are_two_pipelines_that_share_the_requests(cluster: Cluster, tmp_path: Path) -> None:
     options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "1", "--replicas", "2"]
     with _server(_joined(cluster, tmp_path), *options) as (process, ready):
         assert (ready["replicas"], ready["stages"]) == (2, 1)
         assert len(leftovers()) == 2 * 3, "of each: a supervisor, a stage, a placement group"
+        _only_from_here(ready["grpc"].rpartition(":")[2])
         before = _router_stats(cluster, tmp_path)
         assert len({stats["pipeline"] for stats in before}) == len({stats["stages"][0]["pid"] for stats in before}) == 2
         with ThreadPoolExecutor(8) as clients:
@@ -286,7 +302,8 @@ def test_a_node_whose_weights_differ_is_named(cluster: Cluster, tmp_path: Path) 
     """All nodes of this cluster share one disk, so the folder changes after the plan was made: as on a node with another one."""
     model = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, model)
-    options = ["--address", cluster.address, "--port", str(free_port()), "--stages", "2", "--model", str(model)]
+    ports = ["--port", str(free_port()), "--grpc-port", "0"]
+    options = ["--address", cluster.address, *ports, "--stages", "2", "--model", str(model)]
     environment = _joined(cluster, tmp_path)
     with subprocess.Popen([*COMMAND, *options], env=environment, stderr=subprocess.PIPE, text=True) as process:
         while not any(name.endswith("-supervisor") for name in leftovers()):

@@ -413,6 +413,7 @@ DEFAULTS = {
     "served_model_name": None,
     "host": "127.0.0.1",
     "port": 8000,
+    "grpc_port": 9000,
     "replicas": 1,
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
@@ -423,7 +424,16 @@ SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
 KEYS_WITHOUT_FLAG = {"max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
 FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
 OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
-OF_SERVE = {"served_model_name", "host", "port", "replicas", "max_queued_requests", "max_queued_tokens", "move_experts"}
+OF_SERVE = {
+    "served_model_name",
+    "host",
+    "port",
+    "grpc_port",
+    "replicas",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "move_experts",
+}
 
 
 def test_defaults_are_the_designs() -> None:

@@ -7,15 +7,19 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import openai
 import psutil
 import pytest
 import ray
+from grpc_fuzz import REFUSALS, every_code
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from harness import random_ids
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
@@ -26,6 +30,9 @@ from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 from serving import (
+    GRPC,
+    GRPC_PORT,
+    PORT,
     URL,
     complete,
     events,
@@ -43,6 +50,7 @@ from serving import (
     wait_until_ready,
 )
 
+from tramontane.cluster import serve_checks
 from tramontane.cluster.cli import app
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.expert_load import MeasuredLoad, read_load
@@ -50,7 +58,12 @@ from tramontane.cluster.hardware import joined_cluster, this_machine
 from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.serve_app import APPLICATION
+from tramontane.cluster.serve_checks import check_doors
+from tramontane.proto.errors import ConfigError, DeadlineError, NotHereError, RequestError
 from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.router.client import AsyncClient, Client
+from tramontane.router.completions import UnknownModelError
+from tramontane.router.openai_schema import ParameterError
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
@@ -89,6 +102,82 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
             return list(await asyncio.gather(*map(one, prompts)))
 
     return asyncio.run(run())
+
+
+# ---- gRPC
+
+
+def test_grpc_gives_the_tokens_that_http_gives() -> None:
+    parameters: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "n": 2, "stop": ["zz"]}
+    over_http = complete(prompt="ROMEO:", return_token_ids=True, **parameters)
+    with Client(GRPC) as client:
+        pieces = list(client.generate("ROMEO:", **parameters))
+        assert [model.name for model in client.models()] == ["demo"]
+    for choice in over_http["choices"]:
+        own = [piece for piece in pieces if piece.index == choice["index"]]
+        assert len(own) > 1, "it is streamed"
+        assert [token for piece in own for token in piece.token_ids] == choice["token_ids"]
+        assert "".join(piece.text for piece in own) == choice["text"]
+        assert own[-1].finish_reason == choice["finish_reason"]
+    assert pieces[-1].usage is not None
+    assert asdict(pieces[-1].usage) == over_http["usage"]
+    assert pieces[-1].timings is not None
+    assert asdict(pieces[-1].timings).keys() == over_http["timings"].keys()
+    with grpc.insecure_channel(GRPC) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+    assert {"tramontane.v1.Inference", "tramontane.v1.BatchJobs"} <= set(services)
+
+
+def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
+    async def run() -> None:
+        async with AsyncClient(GRPC) as client:
+            async with aclosing(client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8)) as pieces:
+                await anext(pieces)
+            with pytest.raises(DeadlineError):
+                async for _ in client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8, timeout_s=1):
+                    pass
+
+    before = sum(stats["steps"] for stats in wait_until_idle())
+    asyncio.run(run())
+    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "nobody waited for the last token"
+
+
+def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> None:
+    before = processes()
+    with Client(GRPC) as client:
+        with pytest.raises(UnknownModelError, match="this server has 'demo'"):
+            next(client.generate("O", model="other"))
+        with pytest.raises(ParameterError, match="temperature is -1") as refused:
+            next(client.generate("O", temperature=-1))
+        assert refused.value.parameter == "temperature"
+        with pytest.raises(NotHereError, match="no batch jobs"):
+            client.submit_job(b"{}")
+        with pytest.raises(NotHereError, match="no batch jobs"):
+            list(client.watch_job("a"))
+        with pytest.raises(RequestError):
+            next(client.generate("x" * 4 * 2**20))
+
+    async def codes() -> dict[grpc.StatusCode, int]:
+        async with grpc.aio.insecure_channel(GRPC) as channel:
+            return await every_code(channel)
+
+    assert asyncio.run(codes()).keys() <= REFUSALS | {grpc.StatusCode.OK}
+    wait_until_idle()
+    assert processes() == before
+
+
+def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**ports: int) -> EngineConfig:
+        return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
+
+    assert check_doors(config())
+    assert not check_doors(config(grpc_port=0))
+    with pytest.raises(ConfigError, match=f"give --grpc-port {GRPC_PORT}, or 0 for none"):
+        check_doors(config(grpc_port=1234))
+    with pytest.raises(ConfigError, match=f"give --host 127.0.0.1 --port {PORT}"):
+        check_doors(config(port=1234))
+    monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("somebody.elses",))
+    assert not check_doors(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
 
 
 # ---- official clients
