@@ -14,6 +14,7 @@ from typing import Any
 
 import grpc
 import httpx
+import listed_jobs
 import openai
 import psutil
 import pytest
@@ -24,8 +25,9 @@ from harness import random_ids
 from http_fuzz import BODIES, check_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listed_jobs import JobsOnly, some_lines
 from openai import AsyncOpenAI, OpenAI
-from ray import serve
+from ray import cloudpickle, serve
 from ray.exceptions import RayError
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
@@ -59,10 +61,11 @@ from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.serve_app import APPLICATION
 from tramontane.cluster.serve_checks import check_doors
-from tramontane.proto.errors import ConfigError, DeadlineError, NotHereError, RequestError
+from tramontane.proto.errors import ConfigError, DeadlineError, NotHereError, RequestError, UnknownJobError, WrongKeyError
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.client import AsyncClient, Client
 from tramontane.router.completions import UnknownModelError
+from tramontane.router.jobs import JobOptions, JobState
 from tramontane.router.openai_schema import ParameterError
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
@@ -164,6 +167,34 @@ def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> No
     assert asyncio.run(codes()).keys() <= REFUSALS | {grpc.StatusCode.OK}
     wait_until_idle()
     assert processes() == before
+
+
+def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
+    """Beside the other application: metadata say for whom a call is."""
+    cloudpickle.register_pickle_by_value(listed_jobs)  # replicas do not find the modules of tests
+    deployment = serve.deployment(JobsOnly).options(ray_actor_options={"num_cpus": 0})
+    try:
+        serve.run(deployment.bind(), name="jobs", route_prefix="/jobs")
+        with Client(GRPC, application="jobs") as stranger, pytest.raises(WrongKeyError, match="API key is missing or wrong"):
+            stranger.list_jobs()
+        with Client(GRPC, "wrong", application="jobs") as stranger:
+            with pytest.raises(WrongKeyError):
+                list(stranger.results("job-1"))
+            with pytest.raises(WrongKeyError):
+                stranger.submit_job(b"{}\n" * 10**6)
+        with Client(GRPC, "right", application="jobs") as client:
+            job = client.submit_job(b"{}\n" * 10**6, JobOptions(metadata={"owner": "me"}))
+            assert (job.num_lines, job.options.metadata) == (10**6, {"owner": "me"})
+            assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
+            assert list(client.results(job.job_id, 3)) == some_lines(2500)[3:]
+            with pytest.raises(UnknownJobError):
+                client.get_job("x")
+            assert client.cancel(job.job_id).state == JobState.CANCELLED
+        with Client(GRPC) as client:
+            assert [model.name for model in client.models()] == ["demo"]
+    finally:
+        serve.delete("jobs")
+        cloudpickle.unregister_pickle_by_value(listed_jobs)
 
 
 def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch: pytest.MonkeyPatch) -> None:

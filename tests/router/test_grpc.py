@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, every_code
+from listed_jobs import NEW, ListedJobs, OneKey, some_lines
 from scripted import ScriptedChain, no_gate
 
 from tramontane.cluster.config import DEMO_MODEL
@@ -51,76 +52,8 @@ CONTEXT = 256
 MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 IMPATIENT = Patience(total_s=30, retry_s=0.01)
-NEW = Job("job-1", JobState.QUEUED, JobOptions(), 0, 0, 0, 0, created_at=1.5)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
-
-
-class ListedJobs:
-    """A JobService whose job is done as soon as it is there; ``breaks`` streams end with the connection after two results."""
-
-    def __init__(self) -> None:
-        self.jobs: dict[str, Job] = {}
-        self.uploads: list[bytes] = []
-        self.lines: list[ResultLine] = []
-        self.asked: list[int] = []
-        self.num_open = 0
-        self.breaking: asyncio.Event | None = None
-
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
-        text = b"".join([piece async for piece in lines])
-        if not text:
-            raise RequestError("there is no line")
-        self.uploads.append(text)
-        job = replace(NEW, options=options, num_lines=text.count(b"\n"), error="none", started_at=2.5, ended_at=3.5)
-        self.jobs[job.job_id] = job
-        return job
-
-    async def submit_url(self, url: str, options: JobOptions) -> Job:
-        raise RequestError(f"{url} is not allowed")
-
-    async def get(self, job_id: str) -> Job:
-        if job_id not in self.jobs:
-            raise UnknownJobError(f"there is no job {job_id!r:.60}")
-        return self.jobs[job_id]
-
-    async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
-        if after is not None:
-            await self.get(after)
-        return [job for job in self.jobs.values() if job.job_id != after][:limit]
-
-    async def cancel(self, job_id: str) -> Job:
-        self.jobs[job_id] = replace(await self.get(job_id), state=JobState.CANCELLED)
-        return self.jobs[job_id]
-
-    async def watch(self, job_id: str) -> AsyncGenerator[Job, None]:
-        job = await self.get(job_id)
-        for state in (JobState.QUEUED, JobState.RUNNING):
-            yield replace(job, state=state)
-        await self._break()
-        yield replace(job, state=JobState.COMPLETED)
-
-    async def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
-        await self.get(job_id)
-        self.asked.append(offset)
-        self.num_open += 1
-        try:
-            for line in self.lines[offset:]:
-                if line.offset == offset + 2:
-                    await self._break()
-                yield line
-        finally:
-            self.num_open -= 1
-
-    async def _break(self) -> None:
-        if self.breaking is not None:
-            self.breaking.set()
-            await asyncio.Event().wait()
-
-
-class OneKey:
-    def allows(self, authorization: str | None) -> bool:
-        return authorization == "Bearer right"
 
 
 @dataclass
@@ -463,10 +396,6 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
     asyncio.run(scenario())
 
 
-def _lines(count: int) -> list[ResultLine]:
-    return [ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}") for number in range(count)]
-
-
 def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
     """The server stops when three results are told; the client asks for those from the fourth on."""
 
@@ -479,14 +408,14 @@ def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
 
     async def scenario(is_async: bool) -> None:
         async with _house() as house:
-            house.jobs.lines, house.jobs.jobs["a"] = _lines(9), NEW
+            house.jobs.lines, house.jobs.jobs["a"] = some_lines(9), NEW
             house.jobs.breaking = asyncio.Event()
             ask = collect_async(house) if is_async else asyncio.to_thread(collect, house.target)
             collecting = asyncio.create_task(ask)
             await house.jobs.breaking.wait()
             await house.restart()
             lines, states = await collecting
-            assert lines == _lines(9)[1:]
+            assert lines == some_lines(9)[1:]
             assert house.jobs.asked == [1, 3]
             assert states[-1] == JobState.COMPLETED
             assert house.jobs.num_open == 0
