@@ -12,3 +12,6 @@ class PieceTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> tuple[int, ...]:
         raise NotImplementedError
+
+    def control_id(self, name: str) -> int | None:
+        return None
