@@ -1,5 +1,7 @@
 """Keeps what clients would tell Ray Serve, rather than us, from reaching it."""
 
+import re
+
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -12,6 +14,8 @@ FOR_RAY_SERVE = (
     b"x-request-timeout-seconds",
     b"x-request-disconnect-disabled",
 )
+REQUEST_ID = b"x-request-id"
+GOOD_ID = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
 
 def proxy_middlewares() -> list[Middleware]:
@@ -32,4 +36,4 @@ class WithoutOrders:
 
 
 def _is_order(name: bytes, value: bytes) -> bool:
-    return name in FOR_RAY_SERVE or (name == b"x-request-id" and not value.isascii())
+    return name in FOR_RAY_SERVE or (name == REQUEST_ID and not GOOD_ID.fullmatch(value))

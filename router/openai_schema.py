@@ -1,7 +1,7 @@
 """What a completion request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
 
 import codecs
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -120,16 +120,7 @@ class CompletionRequest(SamplingFields):
 
 def parse_completion(body: bytes) -> CompletionRequest:
     """Raises ParameterError, which names the first thing that is wrong."""
-    try:
-        codecs.decode(body, "utf-8")
-    except UnicodeDecodeError as error:
-        raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
-    try:
-        request = CompletionRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise _explained(error) from None
-    except RecursionError:
-        raise ParameterError("the body is nested too deeply") from None
+    request = parse_body(CompletionRequest, body)
     if request.stream_options is not None and not request.stream:
         raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
     if not request.max_tokens and not request.echo:
@@ -137,6 +128,23 @@ def parse_completion(body: bytes) -> CompletionRequest:
     if request.min_tokens > request.max_tokens:
         raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}", "min_tokens")
     return request
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """Raises ParameterError, which names the first thing that is wrong."""
+    try:
+        codecs.decode(body, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+    except RecursionError:
+        raise ParameterError("the body is nested too deeply") from None
 
 
 def _explained(error: ValidationError) -> ParameterError:

@@ -20,8 +20,9 @@ from starlette.responses import StreamingResponse
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.event_stream import Pacer
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.http_door import HttpDoor, MoveExperts, Pacer
+from tramontane.cluster.http_door import HttpDoor, MoveExperts
 from tramontane.cluster.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.ports import StageChain

@@ -1,0 +1,73 @@
+"""Before any endpoint: who asks, and what the request is called in answers and logs."""
+
+import uuid
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.http_errors import json_error
+from tramontane.cluster.serve_headers import GOOD_ID, REQUEST_ID
+
+OPEN_TO_ALL = "/health"  # whoever restarts servers has no key
+
+
+class DoorGuard:
+    """ASGI middleware around every route, whoever mounted it. Without a key nothing of a request is read.
+
+    ``sends_id``: whether answers get the request's id from here; Ray Serve's proxies write it themselves.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, sends_id: bool) -> None:
+        self._app, self._keys, self._sends_id = app, keys, sends_id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close"})
+            return
+        if scope["type"] != "http":  # the application's own beginning and end
+            await self._app(scope, receive, send)
+            return
+        own_id = _id_of(scope)
+        scope.setdefault("state", {})["request_id"] = own_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID.decode()] = own_id
+            await send(message)
+
+        answer = send_with_id if self._sends_id else send
+        if _path(scope) == OPEN_TO_ALL or self._keys.allows(_authorization(scope)):
+            await self._app(scope, receive, answer)
+        else:
+            refusal = json_error(
+                401,
+                "this server wants an API key; send a valid one as Authorization: Bearer KEY",
+                "invalid_request_error",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+            await refusal(scope, receive, answer)
+
+
+def request_id(request: Request) -> str:
+    """As the client or a proxy said it, or as it was made here."""
+    return str(getattr(request.state, "request_id", "-"))
+
+
+def _id_of(scope: Scope) -> str:
+    given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    return given.decode() if GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _path(scope: Scope) -> str:
+    """Below where the application is mounted."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _authorization(scope: Scope) -> str | None:
+    """None also where there are several, of which others may read another."""
+    given = [value for name, value in scope["headers"] if name == b"authorization"]
+    return given[0].decode("latin-1") if len(given) == 1 else None

@@ -1,0 +1,72 @@
+"""What goes wrong, in OpenAI's shape and with the status that fits; and bodies that are too large."""
+
+import logging
+from http import HTTPStatus
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UserError
+from tramontane.router.completions import UnknownModelError
+from tramontane.router.openai_schema import ErrorType, ParameterError, error_body
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+class BodyTooLargeError(RequestError):
+    """More bytes than the door reads."""
+
+
+async def body_of(request: Request, max_body: int) -> bytes:
+    """Raises BodyTooLargeError as soon as it is known. A body that says so itself is not read at all."""
+    declared = request.headers.get("content-length", "")
+    body = bytearray()
+    if not (declared.isdecimal() and int(declared[:20]) > max_body):
+        async for part in request.stream():
+            body += part
+            if len(body) > max_body:
+                break
+        else:
+            return bytes(body)
+    raise BodyTooLargeError(f"the body is larger than {max_body} bytes; send less at once")
+
+
+def error_response(error: TramontaneError) -> JSONResponse:
+    match error:
+        case OverloadedError():
+            headers = {"retry-after": str(error.retry_after_s)}
+            return json_error(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=headers)
+        case UnknownModelError():
+            return json_error(404, str(error), "invalid_request_error", param="model", code="model_not_found")
+        case BodyTooLargeError():
+            return json_error(413, str(error), "invalid_request_error")
+        case ParameterError():
+            return json_error(400, str(error), "invalid_request_error", param=error.parameter)
+        case RequestError():
+            return json_error(400, str(error), "invalid_request_error", param="prompt")
+        case UserError():
+            return json_error(400, str(error), "invalid_request_error")
+        case _:
+            headers = {"retry-after": "1"} if isinstance(error, PipelineError) else {}
+            return json_error(503, str(error), "server_error", code="unavailable", headers=headers)
+
+
+def failed(error: TramontaneError, request_id: str) -> JSONResponse:
+    """As ``error_response``; what is not the client's fault goes into the log."""
+    response = error_response(error)
+    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.warning("request %s failed: %s", request_id, error)
+    return response
+
+
+def json_error(
+    status: int,
+    message: str,
+    type: ErrorType,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    return JSONResponse(error_body(message, type, param, code), status, headers)
