@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.options import BATCHING, PIPELINE, RUN, configured, given_options, option, takes
 from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
 
-ONLINE = ("request_rate", "max_concurrency", "vocab_size")
+ONLINE = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
 OF_ENGINE = {*PIPELINE, *BATCHING, *RUN} - {"seed", "json", "config"}
 
 
@@ -43,6 +44,8 @@ def bench(
     vocab_size: Annotated[
         int | None, option("--vocab-size", help="With --url: prompts are token ids below it. Default: asked of the server.")
     ] = None,
+    key: Key = None,
+    key_file: KeyFile = None,
     plot: Annotated[Path | None, option("--plot", help="Write a picture: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
@@ -68,7 +71,7 @@ def bench(
 
                 rate = float("inf") if request_rate is None else request_rate
                 traffic = Traffic(rate, max_concurrency, vocab_size)
-                measuring = bench_online(client_of(url), workload, traffic, rounds, display)
+                measuring = bench_online(client_of(url, key_headers(key, key_file)), workload, traffic, rounds, display)
             outcome = asyncio.run(stoppable(measuring))
         finally:
             display.stop()
@@ -91,4 +94,5 @@ def _check_flags(given: Collection[str], url: str | None) -> None:
 
 
 def _flags(names: list[str]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    flags = {"key": "--api-key", "key_file": "--api-key-file"}
+    return ", ".join(flags.get(name, f"--{name.replace('_', '-')}") for name in names)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from tramontane.cluster.bench_display import BenchDisplay
 from tramontane.cluster.bench_figures import Failure, Figures, RequestTrace
 from tramontane.cluster.bench_rounds import Outcome, Round, Rounds
 from tramontane.cluster.bench_work import BenchRequest, Workload, arrivals
-from tramontane.cluster.server_url import base_url
+from tramontane.cluster.server_url import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, PipelineError
 
 PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer
@@ -35,9 +35,9 @@ class Traffic:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
-def client_of(url: str) -> httpx.AsyncClient:
+def client_of(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """Raises ConfigError as ``base_url`` does."""
-    return httpx.AsyncClient(base_url=base_url(url), timeout=PATIENCE, limits=UNLIMITED)
+    return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE, limits=UNLIMITED)
 
 
 async def bench_online(
@@ -67,6 +67,7 @@ async def _model_of(client: httpx.AsyncClient) -> tuple[str, int | None]:
     """The first model's name, and the size of its vocabulary if the server tells it."""
     try:
         answer = await client.get("/v1/models")
+        check_allowed(client, answer)
         answer.raise_for_status()
         entry = answer.json()["data"][0]
         return str(entry["id"]), entry.get("vocab_size")

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -15,6 +16,7 @@ from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display, as_json, cut_short, summary
 from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.experts_command import experts
+from tramontane.cluster.hidden_keys import hide_keys
 from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.options import (
@@ -106,6 +108,12 @@ def serve(
     move_experts: Annotated[
         bool | None, option("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
     ] = None,
+    api_key: Annotated[
+        list[str] | None, option("--api-key", help="Clients must have this key, or another of those given.")
+    ] = None,
+    api_key_file: Annotated[
+        Path | None, option("--api-key-file", help="Keys, one per line; read again whenever the file changes.")
+    ] = None,
     json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
@@ -139,6 +147,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
+    hide_keys(sys.argv)
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from tramontane.cluster.expert_load import ExpertLoad, given_load
 from tramontane.proto.errors import ConfigError
@@ -48,6 +48,14 @@ def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int,
 def gpu_speeds(given: object) -> tuple[int, ...] | None:
     """Whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
     return None if given is None else tuple(_speed(part) for part in _parts(given))
+
+
+def api_keys(given: object) -> tuple[SecretStr, ...]:
+    """From a text or a list of them. Raises ConfigError, which does not repeat them."""
+    keys = [key for key in (given if isinstance(given, list | tuple) else [given]) if key is not None]
+    if not all(isinstance(key, str | SecretStr) for key in keys):
+        raise ConfigError("--api-key must be a text, or a list of texts; in a file, between quotes")
+    return tuple(key if isinstance(key, SecretStr) else SecretStr(str(key)) for key in keys)
 
 
 def _parts(given: object) -> list[str]:
@@ -119,6 +127,8 @@ class EngineConfig(BaseModel):
     max_queued_tokens: Count = Field(2**17, description="prompt tokens waiting for a place")
     max_body_bytes: Count = Field(8 * 2**20, description="of one HTTP request")
     stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
+    api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(api_keys)] = Field((), description="shown by nothing")
+    api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
     json_output: bool = Field(False, alias="json")
 
     @classmethod
@@ -137,8 +147,13 @@ class EngineConfig(BaseModel):
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
 
     def for_other_directories(self) -> Self:
-        """The same model, for processes that run elsewhere."""
-        return self if is_preset(self.model) else self.model_copy(update={"model": self.model.resolve()})
+        """The same files, for processes that run elsewhere."""
+        model = self.model if is_preset(self.model) else self.model.resolve()
+        return self.model_copy(update={"model": model, "api_key_file": self.api_key_file and self.api_key_file.absolute()})
+
+    def without_keys(self) -> Self:
+        """For those who need none."""
+        return self.model_copy(update={"api_key": (), "api_key_file": None})
 
     @classmethod
     def build(cls, file: "ConfigFile | None", flags: dict[str, Any]) -> Self:
@@ -177,8 +192,10 @@ class ConfigFile:
             keys = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+        except yaml.MarkedYAMLError as error:
+            raise ConfigError(f"--config {path} is not valid YAML{_place(error)}") from None
+        except (yaml.YAMLError, UnicodeDecodeError):
+            raise ConfigError(f"--config {path} is not valid YAML: it holds characters that are not allowed") from None
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
@@ -197,7 +214,14 @@ class ConfigFile:
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in flags.items() if value is not None}
+    """A flag that may be repeated is () where nobody gives it."""
+    return {name: value for name, value in flags.items() if value is not None and value != ()}
+
+
+def _place(error: yaml.MarkedYAMLError) -> str:
+    """Where, and not what is there: it may be a key."""
+    mark = error.problem_mark or error.context_mark
+    return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
 def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private

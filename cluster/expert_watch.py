@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tramontane.cluster.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data
 from tramontane.cluster.heat_map import BUSIEST, busiest_line, heat_map, legend
-from tramontane.cluster.server_url import base_url
+from tramontane.cluster.server_url import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, NotRunningError
 
 PATIENCE_S = 20.0  # a door waits for its routers for five
@@ -23,9 +23,9 @@ WHAT = f"% of each layer's tokens, {BUSIEST} its busiest"
 Look = tuple[float, MeasuredLoad | None]  # at so many seconds of a clock; None: no pipeline could tell
 
 
-def client_of(url: str) -> httpx.Client:
+def client_of(url: str, headers: Mapping[str, str]) -> httpx.Client:
     """Raises ConfigError as ``base_url`` does."""
-    return httpx.Client(base_url=base_url(url), timeout=PATIENCE_S)
+    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE_S)
 
 
 def ask_load(client: httpx.Client) -> MeasuredLoad:
@@ -34,6 +34,7 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
         answer = client.get("/experts")
     except httpx.HTTPError as error:
         raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+    check_allowed(client, answer)
     try:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
@@ -54,6 +55,7 @@ def adopt(client: httpx.Client, load: ExpertLoad) -> str:
         answer = client.post("/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
     except httpx.HTTPError as error:
         raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+    check_allowed(client, answer)
     if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
         raise ConfigError(f"--url {client.base_url} does not let clients move experts; start it with --move-experts")
     try:

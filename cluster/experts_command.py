@@ -8,6 +8,7 @@ from typing import Annotated
 
 from rich.console import Console
 
+from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.expert_load import load_as_data, read_load
 from tramontane.cluster.options import option
 from tramontane.proto.errors import ConfigError
@@ -20,6 +21,8 @@ def experts(
     adopt: Annotated[
         Path | None, option("--adopt", help="Have the server spread its experts by this measured load, while it runs.")
     ] = None,
+    key: Key = None,
+    key_file: KeyFile = None,
 ) -> None:
     """Show how the tokens of a running server are spread over its experts."""
     from tramontane.cluster import expert_watch  # brings an HTTP client
@@ -29,7 +32,7 @@ def experts(
     if watch and as_json:
         raise ConfigError("--watch is for the eye, so --json cannot be used with it")
     console = Console(highlight=False)
-    with expert_watch.client_of(url) as client:
+    with expert_watch.client_of(url, key_headers(key, key_file)) as client:
         if adopt is not None:
             console.print(expert_watch.adopt(client, read_load(adopt, "--adopt")))
             return

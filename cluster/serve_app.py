@@ -11,6 +11,7 @@ from ray.serve.config import RequestRouterConfig, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.http_door import HttpDoor, Pacer
 from tramontane.cluster.launch import fingerprint_for
@@ -29,6 +30,7 @@ from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc_handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
+SHOWN_BY_RAY = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
 OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json"}  # keys that say nothing to an application
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
@@ -37,6 +39,8 @@ WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; READ
 
 def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
+    if SHOWN_BY_RAY in args:
+        raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
     if others := sorted(OF_THE_COMMAND & args.keys()):
         raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
     return application(EngineConfig.build(None, args), patience_s=DRAIN_S)
@@ -86,7 +90,8 @@ def application(
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
-    return ingress.bind(config, fingerprint, router.bind(config, fingerprint, launched, owns_serve), grpc_from_here_only)
+    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve)
+    return ingress.bind(config, fingerprint, routers, grpc_from_here_only)
 
 
 class IngressReplica(GrpcServicer):
@@ -116,6 +121,8 @@ class IngressReplica(GrpcServicer):
             config.max_body_bytes,
             writes_per_s,
             self._routers.move_experts if config.move_experts else None,
+            keys=ApiKeys(config.api_key, config.api_key_file),
+            sends_request_id=False,  # Ray Serve's proxies do
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -1,4 +1,4 @@
-"""Where a server is, as ``--url`` says."""
+"""Where a server is, as ``--url`` says, and whether it lets us in."""
 
 import httpx
 
@@ -14,3 +14,9 @@ def base_url(url: str) -> httpx.URL:
         return httpx.URL(base)
     except httpx.InvalidURL as error:
         raise ConfigError(f"--url is {url!r}: {error}") from error
+
+
+def check_allowed(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:
+    """Raises ConfigError if the server wants another key, or one at all."""
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ConfigError(f"--url {client.base_url} wants an API key, and not this; give --api-key-file or --api-key")

@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
+from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.background import repeated
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
@@ -73,6 +74,7 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
         )
     if config.local:
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
+    ApiKeys(config.api_key, config.api_key_file)  # refuses what cannot be used before anything starts
     with ExitStack() as stack:
         if config.address is None:
             has_grpc = stack.enter_context(_serving_alone(config, report, show_loading))

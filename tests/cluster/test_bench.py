@@ -369,8 +369,8 @@ def test_a_server_that_is_something_else_is_refused(body: bytes) -> None:
 
 def test_the_url_may_end_as_openais_clients_want_it() -> None:
     for url in ("http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"):
-        assert str(client_of(url).base_url) == "http://host:8000"
-    assert str(client_of("http://host/below/v1").base_url) == "http://host/below/"
+        assert str(client_of(url, {}).base_url) == "http://host:8000"
+    assert str(client_of("http://host/below/v1", {}).base_url) == "http://host/below/"
 
 
 @pytest.mark.parametrize(

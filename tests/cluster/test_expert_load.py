@@ -192,7 +192,7 @@ def test_a_frame_says_what_it_shows() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, client: httpx.Client, *arguments: str) -> None:
-    monkeypatch.setattr(expert_watch, "client_of", lambda _url: client)
+    monkeypatch.setattr(expert_watch, "client_of", lambda _url, _headers: client)
     assert cli.app(["experts", *arguments], standalone_mode=False) is None, "another answer is an exit code"
 
 

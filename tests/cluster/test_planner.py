@@ -418,6 +418,8 @@ DEFAULTS = {
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
     "move_experts": False,
+    "api_key": (),
+    "api_key_file": None,
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
@@ -434,6 +436,7 @@ OF_SERVE = {
     "max_queued_tokens",
     "move_experts",
 }
+OF_SERVE |= {"api_key", "api_key_file"}
 
 
 def test_defaults_are_the_designs() -> None:
