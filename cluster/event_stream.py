@@ -20,10 +20,6 @@ Changes = AsyncGenerator[list[dict[str, Any]], None]
 class Growing(Protocol):
     """A request that is being answered: ``Completion``, and what behaves like one."""
 
-    async def run(self, source: TokenSource) -> dict[str, Any]:
-        """The whole answer at once."""
-        ...
-
     def stream(self, source: TokenSource) -> Changes:
         """What has changed in its choices, each time something is ready."""
         ...
@@ -77,14 +73,21 @@ class EventStream(StreamingResponse):
 
 
 async def paced_events(
-    pacer: Pacer, answer: Growing, first: list[dict[str, Any]], changes: Changes, includes_usage: bool, request_id: str
+    pacer: Pacer,
+    answer: Growing,
+    first: list[dict[str, Any]],
+    changes: Changes,
+    request_id: str,
+    *,
+    includes_usage: bool,
+    opening: dict[str, Any] | None = None,
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes."""
+    """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes, ``opening`` goes before."""
     clock = asyncio.get_running_loop().time
     pacer.num_streams += 1
     try:
         async with aclosing(changes):
-            ready = _event(answer.chunk(first))
+            ready = (b"" if opening is None else _event(opening)) + _event(answer.chunk(first))
             while not answer.is_finished:
                 yield ready
                 await pacer.turn(clock())

@@ -21,6 +21,9 @@ from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, Measured
 from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, body_of, failed, json_error
 from tramontane.proto.errors import ConfigError, TramontaneError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.chat import ChatPrompt
+from tramontane.router.chat_completions import ChatCompletion, NoChat
+from tramontane.router.chat_schema import parse_chat
 from tramontane.router.completions import Completion, ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai_schema import parse_body, parse_completion
 from tramontane.router.tokenizing import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
@@ -34,8 +37,8 @@ class HttpDoor:
     """The endpoints. ``is_ready`` asks whether tokens can be made now, ``expert_load`` what experts have been given so far.
 
     ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
-    how many pipelines; None: clients may not ask for it. ``more_routes`` are other doors' endpoints, behind the same keys.
-    ``sends_request_id``: see ``DoorGuard``.
+    how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``more_routes`` are other
+    doors' endpoints, behind the same keys. ``sends_request_id``: see ``DoorGuard``.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class HttpDoor:
         writes_per_s: int,
         move_experts: MoveExperts | None = None,
         *,
+        chat: ChatPrompt | None = None,
         keys: ApiKeys | None = None,
         more_routes: Sequence[Route] = (),
         sends_request_id: bool = True,
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
         self._expert_load, self._move_experts = expert_load, move_experts
+        self._chat = chat or NoChat("this server has no chat format")
         self._guard = Middleware(DoorGuard, keys=keys or ApiKeys(), sends_id=sends_request_id)
         self._more_routes, self._sends_request_id = more_routes, sends_request_id
         self._pacer = Pacer(writes_per_s)
@@ -74,6 +79,7 @@ class HttpDoor:
     def _routes(self) -> list[Route]:
         return [
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/models", self.models, methods=["GET"]),
             Route("/v1/models/{name:path}", self.model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
@@ -113,7 +119,7 @@ class HttpDoor:
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_body(TokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
-        return JSONResponse(await tokenized(self._model, parsed))
+        return JSONResponse(await tokenized(self._model, self._chat, parsed))
 
     async def detokenize(self, request: Request) -> Response:
         parsed = parse_body(DetokenizeRequest, await self._body(request))
@@ -125,15 +131,28 @@ class HttpDoor:
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
-        return await self._answer(request, completion, parsed.stream, parsed.includes_usage)
+        if not parsed.stream:
+            return JSONResponse(await completion.run(self._source))
+        return await self._stream(request, completion, parsed.includes_usage)
 
-    async def _answer(self, request: Request, answer: Growing, stream: bool, includes_usage: bool) -> Response:
-        if not stream:
-            return JSONResponse(await answer.run(self._source))
-        # The first tokens decide between a stream and an error with a status of its own.
+    async def chat_completions(self, request: Request) -> Response:
+        arrived_at = time.monotonic()
+        parsed = parse_chat(await self._body(request))
+        check_model_name(self._model, parsed.model)
+        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at)
+        if not parsed.stream:
+            return JSONResponse(await chat.run(self._source))
+        return await self._stream(request, chat, parsed.includes_usage, chat.opening())
+
+    async def _stream(
+        self, request: Request, answer: Growing, includes_usage: bool, opening: dict[str, Any] | None = None
+    ) -> Response:
+        """The first tokens decide between a stream and an error with a status of its own."""
         changes = answer.stream(self._source)
         first = await anext(changes)
-        events = paced_events(self._pacer, answer, first, changes, includes_usage, request_id(request))
+        events = paced_events(
+            self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
+        )
         return EventStream(events, changes)
 
     async def _body(self, request: Request) -> bytes:

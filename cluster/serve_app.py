@@ -20,11 +20,13 @@ from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.worker_actor import naming_the_node
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import find_model_args
+from tramontane.router.chat import ChatPrompt
+from tramontane.router.chat_completions import NoChat
 from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_servicer import GrpcServicer
-from tramontane.router.tokenizer_folder import open_tokenizer
+from tramontane.router.tokenizer_folder import open_chat, open_tokenizer
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
@@ -121,6 +123,7 @@ class IngressReplica(GrpcServicer):
             config.max_body_bytes,
             writes_per_s,
             self._routers.move_experts if config.move_experts else None,
+            chat=chat_format(config, model),
             keys=ApiKeys(config.api_key, config.api_key_file),
             sends_request_id=False,  # Ray Serve's proxies do
         )
@@ -152,3 +155,13 @@ def served_model(config: EngineConfig) -> ServedModel:
         num_layers=args.n_layers if args.moe else 0,
         experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
     )
+
+
+def chat_format(config: EngineConfig, model: ServedModel) -> ChatPrompt:
+    """How the model has conversations; for one that has none, what says so to those who ask."""
+    if model.tokenizer is None:
+        return NoChat("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
+    try:
+        return open_chat(config.model, model.tokenizer)
+    except CheckpointError as error:
+        return NoChat(str(error).replace(str(config.model), "the model's folder"))

@@ -53,8 +53,11 @@ class ChoiceText:
     that begins in a stop string, or after it, never is.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int = 0) -> None:
-        self._decoder = tokenizer.decoder() if tokenizer else None
+    def __init__(
+        self, tokenizer: Tokenizer | None, stops: Sequence[str], min_tokens: int = 0, *, is_text_start: bool = False
+    ) -> None:
+        """``is_text_start``: see ``Tokenizer.decoder``."""
+        self._decoder = tokenizer.decoder(is_text_start=is_text_start) if tokenizer else None
         self._matcher = StopMatcher(stops)
         self._has_stops = bool(stops)
         self._min_tokens = min_tokens

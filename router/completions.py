@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -15,6 +15,7 @@ from tramontane.router.choice_text import ChoiceText
 from tramontane.router.constraints import grammar_for
 from tramontane.router.expert_history import by_layer
 from tramontane.router.logprobs import (
+    ChosenToken,
     TokenScore,
     chosen_prompt,
     completion_logprobs,
@@ -52,6 +53,16 @@ class ServedModel:
     experts_per_token: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """In what the answers of endpoints differ. ``choices``: one for each sequence; ``grammar``: of every answer."""
+
+    choices: Sequence[ChoiceText]
+    logprobs: Callable[[Tokenizer | None, Sequence[ChosenToken], int], dict[str, Any]] = completion_logprobs
+    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = joined_logprobs
+    grammar: str = ""
+
+
 class Completion:
     """One request on its way: its sequences, and the texts that grow."""
 
@@ -61,13 +72,12 @@ class Completion:
         request: CompletionRequest,
         prompt_ids: list[tuple[int, ...]],
         arrived_at: float,
-        grammar: str = "",
+        form: AnswerForm,
     ) -> None:
         self._request = request
         self._model = model
-        self._prompt_ids, self._grammar = prompt_ids, grammar
-        num_choices = len(prompt_ids) * request.n
-        self._choices = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(num_choices)]
+        self._prompt_ids = prompt_ids
+        self._form, self._choices = form, form.choices
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -79,8 +89,10 @@ class Completion:
         self._num_echoed: dict[int, int] = {}  # characters, by choice
 
     @classmethod
-    async def prepare(cls, model: ServedModel, request: CompletionRequest, arrived_at: float) -> "Completion":
-        """Tokenize and bound. Raises RequestError for what could never run."""
+    async def prepare(
+        cls, model: ServedModel, request: CompletionRequest, arrived_at: float, form: AnswerForm | None = None
+    ) -> "Completion":
+        """Tokenize and bound. Raises RequestError for what could never run. Without a ``form`` answers are completions."""
         num_sequences = len(request.prompt) * request.n
         if num_sequences > model.max_sequences:
             raise ParameterError(
@@ -101,7 +113,10 @@ class Completion:
                     "prompt",
                 )
         _check_told(model, request, [len(ids) for ids in prompt_ids])
-        return cls(model, request, prompt_ids, arrived_at, await _grammar(model, request))
+        if form is None:
+            texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(num_sequences)]
+            form = AnswerForm(texts, grammar=await _grammar(model, request))
+        return cls(model, request, prompt_ids, arrived_at, form)
 
     def specs(self) -> list[SequenceSpec]:
         """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
@@ -111,7 +126,7 @@ class Completion:
             return_experts=request.return_experts,
             logprobs=request.logprobs,
             prompt_logprobs=request.num_prompt_top,
-            grammar=self._grammar,
+            grammar=self._form.grammar,
         )
         choices = [replace(sampling, choice=choice) for choice in range(request.n)]
         return [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
@@ -123,7 +138,7 @@ class Completion:
             async for choices in changes:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
-        choices = [_joined(own, self._request) for own in parts]
+        choices = [_joined(own, self._request, self._form) for own in parts]
         return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -219,7 +234,7 @@ class Completion:
             start = self._num_echoed.get(index, 0)
             told = [token._replace(offset=start + token.offset) for token in self._choices[index].take_chosen()]
             if told := [*(echoed if request.echo else ()), *told]:
-                change["logprobs"] = completion_logprobs(tokenizer, told, request.logprobs)
+                change["logprobs"] = self._form.logprobs(tokenizer, told, request.logprobs)
 
     def _num_prompt(self, index: int) -> int:
         """Tokens of a sequence's prompt."""
@@ -287,13 +302,13 @@ def _check_told(model: ServedModel, request: CompletionRequest, prompt_lens: Seq
         check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
 
 
-def _joined(changes: list[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+def _joined(changes: list[dict[str, Any]], request: CompletionRequest, form: AnswerForm) -> dict[str, Any]:
     layers = request.return_experts
     whole = changes[0] | {"text": "".join(change["text"] for change in changes), "finish_reason": changes[-1]["finish_reason"]}
     if "token_ids" in whole:
         whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
     if request.logprobs is not None:
-        whole["logprobs"] = joined_logprobs(change["logprobs"] for change in changes)
+        whole["logprobs"] = form.joined_logprobs(change["logprobs"] for change in changes)
     for name in ("prompt_experts", "experts") if layers else ():
         parts = [change.get(name, {}) for change in changes]
         whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}

@@ -24,7 +24,7 @@ class ParameterError(RequestError):
         self.parameter = parameter
 
 
-def _neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
+def neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
     """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
 
     def check(value: Any) -> Any:  # noqa: ANN401
@@ -71,28 +71,36 @@ def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     return tuple(layers)
 
 
-def _encodable(value: Prompts) -> Prompts:
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text is not valid Unicode (it holds half of a surrogate pair)") from None
+    return text
+
+
+def _all_encodable(value: Prompts) -> Prompts:
     for text in value:
         if isinstance(text, str):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise ValueError("a text is not valid Unicode (it holds half of a surrogate pair)") from None
+            _encodable(text)
     return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: Annotated[bool, or_default(False)] = False
-    include_obfuscation: Annotated[bool | None, _neutral()] = None
+    include_obfuscation: Annotated[bool | None, neutral()] = None
 
 
 class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``. With ``echo`` and 0 for ``max_tokens`` prompts are only scored."""
 
     model: str | None = None
-    prompt: Annotated[Prompts, BeforeValidator(_prompts), AfterValidator(_encodable)] = Field(strict=False)
+    prompt: Annotated[Prompts, BeforeValidator(_prompts), AfterValidator(_all_encodable)] = Field(strict=False)
     max_tokens: Annotated[int, or_default(16)] = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -104,8 +112,8 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     user: str | None = None  # means nothing here, and harms nothing
 
-    best_of: Annotated[Any, _neutral(1)] = None
-    suffix: Annotated[Any, _neutral("")] = None
+    best_of: Annotated[Any, neutral(1)] = None
+    suffix: Annotated[Any, neutral("")] = None
 
     @property
     def includes_usage(self) -> bool:

@@ -4,31 +4,32 @@ import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from tramontane.router.chat import ChatPrompt
+from tramontane.router.chat_completions import encode_chat
+from tramontane.router.chat_schema import Messages, chat_messages
 from tramontane.router.completions import LONG_TEXT, ServedModel
-from tramontane.router.openai_schema import MAX_TOKEN_ID, ParameterError
+from tramontane.router.constraint_fields import Tool
+from tramontane.router.openai_schema import ParameterError, Text
+from tramontane.router.sampling_fields import MAX_TOKEN_ID
 from tramontane.router.tokenizer import Tokenizer
 
+EITHER: list[JsonValue] = [{"required": ["prompt"]}, {"required": ["messages"]}]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("the text is not valid Unicode (it holds half of a surrogate pair)") from None
-    return text
-
-
 class TokenizeRequest(BaseModel):
-    """Body of ``POST /tokenize`` for a text."""
+    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra={"oneOf": EITHER})
 
     model: str | None = None
-    prompt: Annotated[str, AfterValidator(_encodable)]
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: tuple[Tool, ...] | None = None
     add_special_tokens: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
 
 
 class DetokenizeRequest(BaseModel):
@@ -40,16 +41,23 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[tuple[TokenId, ...], Field(strict=False)]
 
 
-async def tokenized(model: ServedModel, request: TokenizeRequest) -> dict[str, Any]:
-    """As a prompt of ``/v1/completions`` is. Raises RequestError for what is certainly longer than the context."""
+async def tokenized(model: ServedModel, chat: ChatPrompt, request: TokenizeRequest) -> dict[str, Any]:
+    """As prompts and conversations are for completions. Raises RequestError for what is certainly longer than the context."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ParameterError("give either prompt or messages", "prompt")
+    if request.messages is not None:
+        ids = await encode_chat(model, chat, chat_messages(request.messages), request.tools or ())
+    else:
+        if request.tools:
+            raise ParameterError("tools are for messages", "tools")
+        ids = await _encoded(model, request.prompt or "")
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": None}
+
+
+async def _encoded(model: ServedModel, text: str) -> tuple[int, ...]:
     tokenizer = _tokenizer_of(model, "prompt")
-    tokenizer.check_length(request.prompt, model.max_model_len)
-    return token_count(model, await beside(len(request.prompt), lambda: tokenizer.encode(request.prompt)))
-
-
-def token_count(model: ServedModel, token_ids: tuple[int, ...]) -> dict[str, Any]:
-    """The answer of ``/tokenize``."""
-    return {"count": len(token_ids), "max_model_len": model.max_model_len, "tokens": list(token_ids), "token_strs": None}
+    tokenizer.check_length(text, model.max_model_len)
+    return await _beside(len(text), lambda: tokenizer.encode(text))
 
 
 async def detokenized(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
@@ -59,7 +67,7 @@ async def detokenized(model: ServedModel, request: DetokenizeRequest) -> dict[st
         raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
     if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
         raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
-    return {"prompt": await beside(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
+    return {"prompt": await _beside(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
 
 
 def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
@@ -71,6 +79,6 @@ def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
 Result = TypeVar("Result")
 
 
-async def beside(size: int, work: Callable[[], Result]) -> Result:
+async def _beside(size: int, work: Callable[[], Result]) -> Result:
     """Done here, or beside the event loop where there is so much of it that others would wait."""
     return work() if size <= LONG_TEXT else await asyncio.to_thread(work)

@@ -10,41 +10,55 @@ from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.request import FinishReason, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.router.chat import ChatPrompt
 from tramontane.router.completions import ServedModel
+from tramontane.router.mistral_chat import MistralChat
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
+CHAT: ChatPrompt = MistralChat.of_sentencepiece(DEMO_MODEL / "tokenizer.model")
 CONTEXT, MAX_BODY, VOCAB_SIZE = 128, 2**16, TOKENIZER.vocab_size
 MODEL = ServedModel("tiny", TOKENIZER, CONTEXT, 16, VOCAB_SIZE)
 TIMES = RequestTimes(0.0, 0.0, 0.0)
+SAID = "Good morrow, my lord."
+OTHER_ID = 300  # what is told as the next likely token
 
 
 class ScriptedSource:
-    """Every sequence gets the tokens of ``text``, one at a time, as many as it wants; then it has finished.
+    """Every sequence gets these tokens, one at a time, as many as it wants; then it has finished.
 
-    ``fails_at``: raises ``failure`` instead of this token of each, 0 being the first.
+    ``fails_at``: raises ``failure`` instead of this token of each, 0 being the first. All may be changed between requests.
     """
 
-    def __init__(self, text: str = "Good morrow, my lord.", failure: TramontaneError | None = None, fails_at: int = 0) -> None:
-        self.token_ids = TOKENIZER.encode(text)[1:]
+    def __init__(
+        self, token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:], failure: TramontaneError | None = None, fails_at: int = 0
+    ) -> None:
+        self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.asked: list[Sequence[SequenceSpec]] = []
-        self._failure, self._fails_at = failure, fails_at
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self.asked.append(specs)
-        lengths = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
-        for step in range(max(lengths)):
+        ends = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
+        for step in range(max(ends)):
             await asyncio.sleep(0)
-            if self._failure is not None and step >= self._fails_at:
-                raise self._failure
-            running = [(seq_id, length) for seq_id, length in enumerate(lengths) if step < length]
-            yield TokenBatch(tuple(self._event(specs, seq_id, step, length) for seq_id, length in running), TIMES)
+            if self.failure is not None and step >= self.fails_at:
+                raise self.failure
+            running = [index for index, end in enumerate(ends) if step < end]
+            events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
+            told = [self._logprobs(specs[index], index, step) for index in running]
+            yield TokenBatch(events, TIMES, logprobs=tuple(each for each in told if each is not None))
 
-    def _event(self, specs: Sequence[SequenceSpec], seq_id: int, step: int, length: int) -> TokenEvent:
-        wanted = specs[seq_id].sampling.max_tokens
-        finish = FinishReason.LENGTH if length == wanted else FinishReason.STOP
-        return TokenEvent(seq_id, self.token_ids[step], finish if step == length - 1 else None)
+    def _event(self, spec: SequenceSpec, index: int, step: int, end: int) -> TokenEvent:
+        finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP
+        return TokenEvent(index, self.token_ids[step], finish if step == end - 1 else None)
+
+    def _logprobs(self, spec: SequenceSpec, index: int, step: int) -> Logprobs | None:
+        """Every token has -0.5, another one -1.5."""
+        if spec.sampling.logprobs is None:
+            return None
+        top = ((self.token_ids[step], -0.5), (OTHER_ID, -1.5))[: spec.sampling.logprobs]
+        return Logprobs(index, len(spec.prompt_ids) + step, (-0.5,), (top,))
 
 
 async def _ready() -> bool:
@@ -58,7 +72,7 @@ async def _load() -> MeasuredLoad:
 def door_of(source: ScriptedSource, model: ServedModel = MODEL, **settings: object) -> HttpDoor:
     """``settings`` are those that ``HttpDoor`` takes by name."""
     make: Callable[..., HttpDoor] = HttpDoor
-    return make(model, source, _ready, _load, MAX_BODY, 10**9, **settings)
+    return make(model, source, _ready, _load, MAX_BODY, 10**9, **{"chat": CHAT} | settings)
 
 
 def client_of(app: Starlette) -> httpx.AsyncClient:
