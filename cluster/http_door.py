@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,10 +16,12 @@ from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.door_guard import DoorGuard, request_id
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
 from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, body_of, failed, json_error
+from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.proto.errors import ConfigError, TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat import ChatPrompt
@@ -38,7 +41,8 @@ class HttpDoor:
 
     ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
     how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``more_routes`` are other
-    doors' endpoints, behind the same keys. ``sends_request_id``: see ``DoorGuard``.
+    doors' endpoints, behind the same keys, and ``more_operations`` what the page of all endpoints says of them.
+    ``sends_request_id``: see ``DoorGuard``.
     """
 
     def __init__(
@@ -54,18 +58,22 @@ class HttpDoor:
         chat: ChatPrompt | None = None,
         keys: ApiKeys | None = None,
         more_routes: Sequence[Route] = (),
+        more_operations: Operations | None = None,
         sends_request_id: bool = True,
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
         self._expert_load, self._move_experts = expert_load, move_experts
         self._chat = chat or NoChat("this server has no chat format")
-        self._guard = Middleware(DoorGuard, keys=keys or ApiKeys(), sends_id=sends_request_id)
+        self._keys = keys or ApiKeys()
+        self._guard = Middleware(DoorGuard, keys=self._keys, sends_id=sends_request_id)
+        self._operations = {**OPERATIONS, **(more_operations or {})}
+        self._page: dict[str, Any] | None = None
         self._more_routes, self._sends_request_id = more_routes, sends_request_id
         self._pacer = Pacer(writes_per_s)
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
-        routes = [*self._routes(), *self._more_routes]
+        routes = self._routes()
         handlers: dict[Any, ExceptionHandler] = {
             HTTPException: _not_here(routes),
             TramontaneError: _failed,
@@ -85,7 +93,10 @@ class HttpDoor:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health, methods=["GET"]),
+            Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
+            *docs_routes(),
             Route("/experts", self.experts, methods=["GET", *(["POST"] if self._move_experts else [])]),
+            *self._more_routes,
         ]
 
     async def models(self, _request: Request) -> Response:
@@ -94,6 +105,13 @@ class HttpDoor:
     async def model(self, request: Request) -> Response:
         check_model_name(self._model, request.path_params["name"])
         return JSONResponse(model_entry(self._model, self._started_at))
+
+    async def openapi(self, _request: Request) -> Response:
+        """Made when somebody first asks, which few doors see."""
+        if self._page is None:
+            own = version("tramontane")
+            self._page = openapi(self._routes(), self._operations, self._model.name, own, needs_key=self._keys.are_needed)
+        return JSONResponse(self._page)
 
     async def health(self, _request: Request) -> Response:
         if await self._is_ready():
@@ -168,7 +186,8 @@ def _parsed_load(body: bytes) -> ExpertLoad:
 
 def _not_here(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
     """No such path, or not with this method."""
-    there = ", ".join(f"{method} {route.path}" for route in routes for method in sorted((route.methods or set()) - {"HEAD"}))
+    shown = [route for route in routes if "." not in route.path]  # no files of a page
+    there = ", ".join(f"{method} {route.path}" for route in shown for method in sorted((route.methods or set()) - {"HEAD"}))
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

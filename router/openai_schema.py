@@ -1,7 +1,7 @@
 """What a completion request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
 
 import codecs
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -13,6 +13,10 @@ from tramontane.router.sampling_fields import MAX_TOKEN_ID, SamplingFields, or_d
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
 
+LayersGiven = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
+PromptsGiven = str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
@@ -36,7 +40,16 @@ def neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON h
             raise ValueError("this parameter is not supported; leave it out")
         return value
 
-    return BeforeValidator(check)
+    shapes = [_shape(value) for value in allowed]
+    return BeforeValidator(check, json_schema_input_type=Union[None, Literal[False], *shapes])
+
+
+def _shape(value: Any) -> Any:  # noqa: ANN401
+    """The type of this value alone, for the door's description."""
+    if isinstance(value, list | dict):
+        items = list[str] if isinstance(value, list) else dict[str, str]
+        return Annotated[items, Field(min_length=len(value), max_length=len(value))]
+    return Literal[value]
 
 
 def _prompts(value: Any) -> Prompts:  # noqa: ANN401
@@ -100,7 +113,9 @@ class CompletionRequest(SamplingFields):
     """Body of ``POST /v1/completions``. With ``echo`` and 0 for ``max_tokens`` prompts are only scored."""
 
     model: str | None = None
-    prompt: Annotated[Prompts, BeforeValidator(_prompts), AfterValidator(_all_encodable)] = Field(strict=False)
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptsGiven), AfterValidator(_all_encodable)] = (
+        Field(strict=False)
+    )
     max_tokens: Annotated[int, or_default(16)] = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -108,7 +123,9 @@ class CompletionRequest(SamplingFields):
     stream: Annotated[bool, or_default(False)] = False
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, or_default(False)] = False
-    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers)] = Field((), strict=False)
+    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersGiven)] = Field(
+        (), strict=False
+    )
     response_format: ResponseFormat | None = None
     user: str | None = None  # means nothing here, and harms nothing
 

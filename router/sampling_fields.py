@@ -11,6 +11,12 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31
 
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+StopsGiven = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+BiasesGiven = Annotated[
+    dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
+    Field(max_length=MAX_BIASES),
+]
 LogitBias = tuple[tuple[int, float], ...]
 
 
@@ -64,10 +70,10 @@ class SamplingFields(BaseModel):
     presence_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     repetition_penalty: Annotated[float, or_default(1.0)] = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
-    logit_bias: Annotated[LogitBias, BeforeValidator(_biases)] = Field((), strict=False)
+    logit_bias: Annotated[LogitBias, BeforeValidator(_biases, json_schema_input_type=BiasesGiven)] = Field((), strict=False)
     min_tokens: Annotated[int, or_default(0)] = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = Field((), strict=False)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=StopsGiven)] = Field((), strict=False)
     ignore_eos: Annotated[bool, or_default(False)] = False
     n: Annotated[int, or_default(1)] = Field(1, ge=1, le=128)
 

@@ -1,0 +1,163 @@
+"""The description of the door is true: whatever it allows is answered as it says, and nothing breaks the server."""
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from pydantic import BaseModel, SecretStr
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from scripted_source import ScriptedSource, client_of, door_of
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.expert_load import ExpertLoad
+from tramontane.cluster.openapi import Operation
+from tramontane.proto.errors import ConfigError
+from tramontane.router.answer_schema import Detokenized
+from tramontane.router.chat_schema import ChatRequest, parse_chat
+from tramontane.router.openai_schema import CompletionRequest, parse_completion
+
+USER = {"role": "user", "content": "Hello!"}
+
+
+async def _move(load: ExpertLoad) -> tuple[int, int]:
+    if [len(layer) for layer in load] != [2, 2]:
+        raise ConfigError("the measured load is not of this model")
+    return 1, 2
+
+
+APP = door_of(ScriptedSource(), move_experts=_move).app()
+
+
+def _get(path: str, **settings: object) -> httpx.Response:
+    async def scenario() -> httpx.Response:
+        async with client_of(door_of(ScriptedSource(), **settings).app()) as client:
+            client.headers["authorization"] = "Bearer secret"
+            return await client.get(path)
+
+    return asyncio.run(scenario())
+
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+
+
+def refuses_what_it_forbids(context: Any, response: Any, case: Any) -> bool | None:  # noqa: ANN401
+    """Larger bodies than the door reads are refused as such."""
+    return None if response.status_code == 413 else negative_data_rejection(context, response, case)
+
+
+CHECKS = [
+    refuses_what_it_forbids,
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@schema.parametrize()
+@settings(
+    derandomize=True,
+    max_examples=10,
+    deadline=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    database=None,
+)
+def test_whatever_it_allows_is_answered_as_it_says(case: Any) -> None:  # noqa: ANN401
+    case.call_and_validate(checks=CHECKS)
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+RICH: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": ["a", "b"], "n": 2, "logprobs": 2, "echo": True, "return_token_ids": True}),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 1, "stop": "my", "logit_bias": {"7": 1}}),
+    ("/v1/completions", {"prompt": [1, 300], "stream": True, "stream_options": {"include_usage": True}}),
+    ("/v1/chat/completions", {"messages": [USER], "n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True}),
+    ("/v1/chat/completions", {"messages": [USER], "tools": [TOOL], "tool_choice": "none", "max_tokens": 1}),
+    ("/v1/chat/completions", {"messages": [USER], "response_format": {"type": "json_object"}}),
+    ("/v1/chat/completions", {"messages": [USER | {"content": [{"type": "text", "text": "a"}]}], "stream": True}),
+    ("/tokenize", {"messages": [USER]}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), RICH)
+def test_answers_with_everything_are_as_it_says(path: str, body: dict[str, Any]) -> None:
+    case = schema[path]["POST"].Case(body=body, media_type="application/json")
+    assert case.call_and_validate(checks=CHECKS).status_code == 200
+
+
+def test_every_route_is_described() -> None:
+    page = _get("/openapi.json", move_experts=_move).json()
+    there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
+    message = _get("/nothing", move_experts=_move).json()["error"]["message"]
+    named = {tuple(each.split(" ")) for each in message.partition("there are ")[2].split(", ")} - {("GET", "/docs")}
+    assert {(method, path.replace("{name:path}", "{name}")) for method, path in named} == there
+    assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
+    assert "post" not in _get("/openapi.json").json()["paths"]["/experts"]
+
+
+def test_keys_are_in_the_description_where_they_are_needed() -> None:
+    open_page, page = _get("/openapi.json").json(), _get("/openapi.json", keys=ApiKeys([SecretStr("secret")])).json()
+    assert "security" not in open_page
+    assert page["components"]["securitySchemes"][next(iter(page["security"][0]))]["scheme"] == "bearer"
+    without = [
+        path for path, methods in page["paths"].items() if any("401" not in each["responses"] for each in methods.values())
+    ]
+    assert without == ["/health"]
+
+
+def test_another_doors_routes_describe_themselves() -> None:
+    async def files(_request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    routes = [Route("/v1/files", files), Route("/v1/other/{id}", files)]
+    page = _get("/openapi.json", more_routes=routes, more_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
+    assert page.json()["paths"]["/v1/files"]["get"]["summary"] == "Files"
+    assert page.json()["paths"]["/v1/other/{id}"]["get"]["parameters"][0]["name"] == "id"
+
+
+@pytest.mark.parametrize(
+    ("model", "parse", "needed"),
+    [
+        (CompletionRequest, parse_completion, '"prompt": "a"'),
+        (ChatRequest, parse_chat, '"messages": [{"role": "user", "content": "a"}]'),
+    ],
+)
+def test_what_may_be_left_out_may_be_null(model: type[BaseModel], parse: Any, needed: str) -> None:  # noqa: ANN401
+    """As the description says of all requests."""
+    described = _get("/openapi.json").json()["components"]["schemas"][model.__name__]
+    assert described["properties"].keys() == model.model_fields.keys()
+    assert described["additionalProperties"] is False
+    for name in model.model_fields.keys() - {"prompt", "messages"}:
+        assert {"type": "null"} in described["properties"][name]["anyOf"], name
+        body = f'{{{needed}, "{name}": null}}'.encode()
+        assert parse(body).model_dump(exclude={name}) == parse(f"{{{needed}}}".encode()).model_dump(exclude={name})
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    page = _get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    used = re.findall(r'(?:src|href)="([^"]*)"', page.text)
+    assert len(used) == 3
+    assert not any("//" in address for address in used)
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    for address in used:
+        if not address.startswith("data:"):
+            asset = _get(f"/{address}")
+            assert asset.status_code == 200
+            assert asset.headers["content-type"].startswith(("text/javascript", "text/css"))
+            assert len(asset.content) > 100_000
+    assert _get("/docs/other.js").status_code == 404
