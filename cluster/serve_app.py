@@ -13,7 +13,8 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.http_door import HttpDoor, Pacer
+from tramontane.cluster.event_stream import Pacer
+from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -107,10 +108,12 @@ class IngressReplica(GrpcServicer):
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
         self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
         super().__init__(
             model,
             self._routers,
+            keys=keys,
             admits=is_from_here if grpc_from_here_only else lambda _: True,
             pace=Pacer(writes_per_s),
             max_message=config.max_body_bytes,
@@ -124,7 +127,7 @@ class IngressReplica(GrpcServicer):
             writes_per_s,
             self._routers.move_experts if config.move_experts else None,
             chat=chat_format(config, model),
-            keys=ApiKeys(config.api_key, config.api_key_file),
+            keys=keys,
             sends_request_id=False,  # Ray Serve's proxies do
         )
 

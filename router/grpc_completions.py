@@ -9,10 +9,6 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.completions import ServedModel
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 
-# Whether completions can give back a prompt with its log-probabilities, and make no token after it. Once they can, this is all
-# that has to change.
-SCORES = False
-
 OF_THE_PROMPT = ("text", "token_ids")
 FINISH_REASONS = {reason.value: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
 

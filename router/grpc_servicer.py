@@ -11,7 +11,7 @@ from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
 from tramontane.proto.ports import TokenSource
 from tramontane.router import grpc_jobs
 from tramontane.router.completions import Completion, ServedModel, check_model_name
-from tramontane.router.grpc_completions import SCORES, models_of, parsed_generate, parsed_score, response_of, score_of
+from tramontane.router.grpc_completions import models_of, parsed_generate, parsed_score, response_of, score_of
 from tramontane.router.grpc_handlers import Malformed
 from tramontane.router.grpc_jobs import job_message, line_message
 from tramontane.router.grpc_status import refusal_of
@@ -172,8 +172,6 @@ class GrpcServicer:
 
     async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
         arrived_at = time.monotonic()
-        if not SCORES:
-            raise NotHereError("this server cannot score texts yet")
         parsed = parsed_score(request)
         check_model_name(self._model, parsed.model)
         completion = await Completion.prepare(self._model, parsed, arrived_at)

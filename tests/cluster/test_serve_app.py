@@ -131,6 +131,16 @@ def test_grpc_gives_the_tokens_that_http_gives() -> None:
     assert {"tramontane.v1.Inference", "tramontane.v1.BatchJobs"} <= set(services)
 
 
+def test_grpc_scores_a_text_as_http_does() -> None:
+    over_http = complete(prompt="What news?", echo=True, logprobs=2, max_tokens=0)
+    told = over_http["choices"][0]["logprobs"]
+    with Client(GRPC) as client:
+        score = client.score("What news?", logprobs=2)
+    assert [token.token for token in score.tokens] == told["tokens"]
+    assert [token.logprob for token in score.tokens] == pytest.approx(told["token_logprobs"], abs=1e-5)
+    assert asdict(score.usage) == over_http["usage"]
+
+
 def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
     async def run() -> None:
         async with AsyncClient(GRPC) as client:

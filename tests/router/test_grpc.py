@@ -342,15 +342,6 @@ def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
     assert token_logprobs(None) == []
 
 
-def test_score_is_not_here_yet() -> None:
-    async def scenario() -> None:
-        async with _house() as house:
-            with pytest.raises(NotHereError, match="cannot score"):
-                await house.client.score("What news?", logprobs=2)
-
-    asyncio.run(scenario())
-
-
 # ---- BatchJobs
 
 
