@@ -101,10 +101,11 @@ def test_while_all_less_urgent_are_in_flight_their_prompts_wait_until_one_is_bac
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(2)] == [20, 20]
 
 
+@pytest.mark.parametrize("budget", [16, 64])
 @pytest.mark.parametrize("policy", ["even", "balanced"])
-def test_an_urgent_prompt_goes_whole_before_others_and_decodes_leave_it_room(policy: str) -> None:
-    """A budget of 16: twelve decodes would leave 4 tokens, and the batch prompt that came before would take them."""
-    chosen = EvenPolicy(1, 16) if policy == "even" else BalancedPolicy(1, 16, stages_at_once=1)
+def test_an_urgent_prompt_goes_whole_and_alone_and_decodes_leave_it_room(policy: str, budget: int) -> None:
+    """Of 16 tokens twelve decodes would leave 4, which the batch prompt that came before would take; of 64 it would take 40."""
+    chosen = EvenPolicy(1, budget) if policy == "even" else BalancedPolicy(1, budget, stages_at_once=1)
     pipe = new_pipeline(new_cache(16, 16, 64), seqs=16, policy=chosen)
     pipe.num_stages = 1
     _add(pipe, BATCH, dict.fromkeys(range(12), 1), new=200)
@@ -115,7 +116,7 @@ def test_an_urgent_prompt_goes_whole_before_others_and_decodes_leave_it_room(pol
     batch = pipe.submit()
     assert batch is not None
     assert [(c.seq_id, c.num_tokens) for c in batch.chunks] == [(13, 12)]
-    assert len(batch.decodes.seq_ids) <= 4
+    assert len(batch.decodes.seq_ids) <= budget - 12
     pipe.answer()
     assert {c.seq_id for c in _step(pipe).chunks} == {12}, "and then the other"  # type: ignore[union-attr]
 
@@ -174,6 +175,18 @@ def test_nobody_is_left_behind_for_ever(window: int | None, seqs: int, is_runnin
     assert min(ends.values()) > PATIENCE or is_running, "and the others went first"
     pipe.drain()
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(num_batch)] == [4] * num_batch
+
+
+def test_a_prompt_that_has_its_place_is_not_left_behind_for_ever_either() -> None:
+    """Every micro-batch takes one of three interactive prompts, and there is a place for all."""
+    pipe = new_pipeline(new_cache(16, 8, 64), seqs=8, budget=16, in_flight=1)
+    _add(pipe, INTERACTIVE, {100: 16, 101: 16}, new=1)
+    _add(pipe, BATCH, {0: 40}, new=1)
+    for step in range(PATIENCE + 3):
+        assert not pipe.tokens_of(0)
+        _add(pipe, INTERACTIVE, {102 + step: 16}, new=1)
+        _step(pipe)
+    assert [len(pipe.tokens_of(0)), pipe.scheduler.num_preempted] == [1, 0]
 
 
 def test_waiting_for_equals_makes_nobody_more_urgent() -> None:
