@@ -38,7 +38,7 @@ class Job:
     state: JobState
     options: JobOptions
     num_lines: int
-    num_done: int
+    num_done: int  # with an answer
     num_failed: int  # with an error, bad lines included
     num_bad: int
     created_at: float

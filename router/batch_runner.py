@@ -1,0 +1,174 @@
+"""Runs batch jobs: keeps lines in progress, and writes what became of each.
+
+Several jobs take turns, line by line: each has a task that waits for a free slot, and slots are given in the order in which
+they were asked for. A job of three lines is therefore done in three turns, however long the one before it is.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
+from tramontane.router.batch_outcomes import OutcomeWriter, Sleep, patiently
+from tramontane.router.batch_results import write_result_files
+from tramontane.router.job_claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
+from tramontane.router.job_lines import body_of
+from tramontane.router.job_storage import JobStorage
+from tramontane.router.job_store import error_text
+from tramontane.router.job_tables import JobStoreError
+from tramontane.router.jobs import Endpoint, JobState
+
+logger = logging.getLogger(__name__)
+
+Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+POLL_S = 1.0
+PAGE = 256  # lines of a job that are fetched at once
+MAX_JOBS = 64  # that take turns
+MAX_TRIES = 10  # that failed while the line ran
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+
+
+@dataclass(slots=True)
+class _Run:
+    claim: Claim
+    task: asyncio.Task[None] | None = None
+    is_cancelled: bool = False
+
+
+class BatchRunner:
+    """``answer`` makes a line's answer, and raises RequestError, OverloadedError or PipelineError.
+
+    ``concurrency`` lines are in progress at once, and as many pages of ``PAGE`` lines in memory as there are jobs.
+    """
+
+    def __init__(
+        self,
+        claims: JobClaims,
+        storage: JobStorage,
+        answer: Answer,
+        concurrency: int = 64,
+        poll_s: float = POLL_S,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._claims, self._storage, self._answer = claims, storage, answer
+        self._poll_s, self._sleep = poll_s, sleep
+        self._slots = asyncio.Semaphore(concurrency)
+        self._writer = OutcomeWriter(claims, sleep)
+        self._runs: dict[int, _Run] = {}  # by the job's number
+        self._renewed_at = float("-inf")
+
+    async def run(self) -> None:
+        """Until it is cancelled. Jobs that it leaves go on in the next runner."""
+        writing = asyncio.create_task(self._writer.run())
+        try:
+            while not writing.done():
+                try:
+                    await self._look()
+                except JobStoreError as error:
+                    logger.warning("batch jobs wait: %s", error)
+                await self._sleep(self._poll_s)
+            writing.result()
+        finally:
+            tasks = [run.task for run in self._runs.values() if run.task is not None]
+            for task in [*tasks, writing]:
+                task.cancel()
+            await asyncio.gather(*tasks, writing, return_exceptions=True)
+
+    async def _look(self) -> None:
+        """Keep the leases, hear of cancelled jobs, and begin others."""
+        if not self._claims.exist:
+            return
+        if self._runs:
+            await self._look_after_own()
+        if (room := MAX_JOBS - len(self._runs)) > 0:
+            for claim in await asyncio.to_thread(self._claims.claim, room):
+                run = self._runs[claim.number] = _Run(claim, is_cancelled=claim.is_cancelled)
+                run.task = asyncio.create_task(self._run_job(run))
+
+    async def _look_after_own(self) -> None:
+        now = self._claims.clock()
+        renew = now - self._renewed_at > self._claims.lease_s / 3
+        held = await asyncio.to_thread(self._claims.held, renew)
+        if renew:
+            self._renewed_at = now
+        for number, run in list(self._runs.items()):
+            epoch, state = held.get(number, (None, None))
+            run.is_cancelled = state == JobState.CANCELLING
+            if epoch != run.claim.epoch and run.task is not None:
+                run.task.cancel()  # another runner has it, or it has just ended
+
+    async def _run_job(self, run: _Run) -> None:
+        claim = run.claim
+        try:
+            async with asyncio.TaskGroup() as in_progress:
+                await self._begin_lines(run, in_progress)
+            await self._end(run)
+        except* JobLostError as lost:
+            logger.warning("a batch job goes on elsewhere: %s", lost.exceptions[0])
+        except* Exception:
+            logger.exception("the batch job %s stopped, and will be begun again", claim.job_id)
+        finally:
+            await self._let_go(claim)
+
+    async def _let_go(self, claim: Claim) -> None:
+        del self._runs[claim.number]
+        try:
+            await asyncio.shield(asyncio.to_thread(self._claims.release, claim))
+        except JobStoreError as error:
+            logger.warning("a batch job's lease has to lapse: %s", error)
+
+    async def _begin_lines(self, run: _Run, in_progress: asyncio.TaskGroup) -> None:
+        after = -1
+        while page := await patiently(partial(self._claims.next_lines, run.claim, after, PAGE), self._sleep):
+            for line in page:
+                await self._slots.acquire()
+                if run.is_cancelled:
+                    self._slots.release()
+                    return
+                in_progress.create_task(self._run_line(run, line))
+            after = page[-1].place
+
+    async def _run_line(self, run: _Run, line: PendingLine) -> None:
+        try:
+            outcome = await self._outcome(run, line)
+            if outcome is not None:
+                await self._writer.write(run.claim, outcome)
+        finally:
+            self._slots.release()
+
+    async def _outcome(self, run: _Run, line: PendingLine) -> Outcome | None:
+        """What became of a line; None if its job is cancelled before it ran well."""
+        tries = num_failed = 0
+        while True:
+            try:
+                answer = await self._answer(run.claim.endpoint, body_of(line.text))
+                return Outcome(line.place, False, 200, json.dumps(answer))
+            except UserError as error:
+                return Outcome(line.place, True, 400, error_text(str(error), "invalid_request_error", None))
+            except (OverloadedError, NotRunningError) as error:  # it has not begun
+                wait = getattr(error, "retry_after_s", 0)
+            except Exception as error:  # whatever it is, the job goes on
+                if not isinstance(error, TramontaneError):
+                    logger.exception("a defect: a line of %s could not be run", run.claim.job_id)
+                wait, num_failed = 0, num_failed + 1
+                if num_failed == MAX_TRIES:
+                    why = str(error) if isinstance(error, PipelineError) else "the server has a defect; its log says more"
+                    return Outcome(line.place, True, 503, error_text(why, "server_error", "unavailable"))
+            if run.is_cancelled:
+                return None
+            await self._sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S))
+            tries = min(tries + 1, 10)
+
+    async def _end(self, run: _Run) -> None:
+        claim = run.claim
+        if run.is_cancelled:
+            while await patiently(lambda: self._claims.cancel_some(claim), self._sleep):
+                pass
+        output, errors = await patiently(lambda: write_result_files(self._claims, self._storage, claim), self._sleep)
+        state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
+        await patiently(lambda: self._claims.end(claim, state, output, errors), self._sleep)

@@ -1,0 +1,198 @@
+"""``JobService`` over the store: what every door of batch jobs calls. Runners work elsewhere, perhaps in other processes."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from tramontane.proto.errors import RequestError
+from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
+from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
+from tramontane.router.job_storage import JobStorage, UrlReader
+from tramontane.router.job_store import JobStore, StoredJob, StoredResult
+from tramontane.router.job_tables import Database
+from tramontane.router.jobs import Endpoint, Job, JobOptions, ResultLine
+
+LINES_AT_ONCE, BYTES_AT_ONCE = 1000, 2**20  # of a submission, in one transaction
+RESULTS_AT_ONCE = 500
+POLL_S = 0.5
+MAX_LIST = 100
+MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
+
+
+@dataclass(frozen=True, slots=True)
+class JobSettings:
+    """``queue``: whose jobs, by the served model's name. ``url_prefixes``: below which clients may have files read."""
+
+    database: str
+    storage: str
+    queue: str
+    endpoints: tuple[Endpoint, ...] = ("/v1/completions",)
+    url_prefixes: tuple[str, ...] = ()
+    limits: JobLimits = field(default_factory=JobLimits)
+
+
+class BatchService:
+    """Jobs and files. All that takes time is done beside the event loop; a database that fails raises PipelineError."""
+
+    def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_S) -> None:
+        """Raises ConfigError."""
+        self.limits = settings.limits
+        self._endpoints, self._poll_s = settings.endpoints, poll_s
+        self._urls = UrlReader(settings.url_prefixes)
+        self._database = Database(settings.database)
+        self._jobs = JobStore(self._database, settings.queue, settings.limits, clock)
+        storage = JobStorage(settings.storage)
+        self._files = FileStore(self._database, storage, settings.queue, settings.limits.max_bytes, clock)
+
+    def close(self) -> None:
+        self._database.close()
+
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+        """See ``JobService``."""
+        return (await self._submit(lines, options)).job
+
+    async def submit_url(self, url: str, options: JobOptions) -> Job:
+        """See ``JobService``."""
+        return (await self._submit(self._urls.read(url), options)).job
+
+    async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
+        """A request that comes again with its key is the same job. Raises UnknownFileError."""
+        if request_key is not None and (known := await asyncio.to_thread(self._jobs.by_request, request_key)) is not None:
+            return known
+        file = await self.file(file_id)
+        if file.purpose != "batch":
+            raise RequestError(f"{file_id} was not uploaded with purpose batch")
+        return await self._submit(self._files.open(file), options, file_id, request_key)
+
+    async def _submit(
+        self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None = None, request_key: str | None = None
+    ) -> StoredJob:
+        self._check(options)
+        job = await asyncio.to_thread(self._jobs.begin, options, file_id, request_key)
+        try:
+            await self._take_in(job, pieces)
+            return await asyncio.to_thread(self._jobs.accept, job)
+        except BaseException:  # the client has left, too
+            await asyncio.shield(asyncio.to_thread(self._jobs.discard, job.number))
+            raise
+
+    def _check(self, options: JobOptions) -> None:
+        if options.endpoint not in self._endpoints:
+            raise RequestError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(self._endpoints)}")
+        metadata = options.metadata.items()
+        too_long = any(len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in metadata)
+        if len(metadata) > MAX_METADATA or too_long:
+            raise RequestError(
+                f"metadata may have {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with texts of {MAX_METADATA_VALUE}"
+            )
+
+    async def _take_in(self, job: StoredJob, pieces: AsyncIterator[bytes]) -> None:
+        splitter = LineSplitter(self.limits.max_line_bytes)
+        batch: list[RawLine] = []
+        place = num_bytes = batch_bytes = 0
+        async for piece in pieces:
+            num_bytes += len(piece)
+            if num_bytes > self.limits.max_bytes:
+                raise FileTooLargeError(f"the input is larger than {self.limits.max_bytes} bytes; split it")
+            for line in splitter.feed(piece):
+                if line.text is not None and not line.text.strip():
+                    continue
+                batch.append(line)
+                batch_bytes += len(line.text or b"")
+                if len(batch) == LINES_AT_ONCE or batch_bytes > BYTES_AT_ONCE:
+                    await self._add(job, place, batch)
+                    place += len(batch)
+                    batch, batch_bytes = [], 0
+        batch += [line for line in splitter.finish() if line.text is None or line.text.strip()]
+        if batch:
+            await self._add(job, place, batch)
+
+    async def _add(self, job: StoredJob, place: int, batch: list[RawLine]) -> None:
+        def add() -> None:
+            checked = [checked_line(line, job.job.options.endpoint, self.limits.max_line_bytes) for line in batch]
+            self._jobs.add_lines(job, place, checked)
+
+        await asyncio.to_thread(add)
+
+    async def get(self, job_id: str) -> Job:
+        """See ``JobService``."""
+        return (await self.stored(job_id)).job
+
+    async def stored(self, job_id: str) -> StoredJob:
+        """Raises UnknownJobError."""
+        return await asyncio.to_thread(self._jobs.get, job_id)
+
+    async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
+        """See ``JobService``; at most ``MAX_LIST``."""
+        return [each.job for each in await self.list_stored(limit, after)]
+
+    async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
+        """Raises UnknownJobError."""
+        return await asyncio.to_thread(self._jobs.list, min(limit, MAX_LIST), after)
+
+    async def cancel(self, job_id: str) -> Job:
+        """See ``JobService``."""
+        return (await self.cancel_stored(job_id)).job
+
+    async def cancel_stored(self, job_id: str) -> StoredJob:
+        """Raises UnknownJobError."""
+        return await asyncio.to_thread(self._jobs.cancel, job_id)
+
+    async def watch(self, job_id: str) -> AsyncIterator[Job]:
+        """See ``JobService``."""
+        last: Job | None = None
+        while last is None or not last.state.has_ended:
+            job = await self.get(job_id)
+            if job == last:
+                await asyncio.sleep(self._poll_s)
+            else:
+                yield (last := job)
+
+    async def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
+        """See ``JobService``."""
+        async with aclosing(self.stored_results(job_id, offset)) as results:
+            async for result in results:
+                yield result.line
+
+    async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
+        """As ``results``."""
+        while True:
+            job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
+            page = await asyncio.to_thread(self._jobs.results, job, offset, RESULTS_AT_ONCE)
+            for result in page:
+                yield result
+            offset += len(page)
+            if not page and job.job.state.has_ended:
+                return
+            if not page:
+                await asyncio.sleep(self._poll_s)
+
+    async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
+        """Raises FileTooLargeError."""
+        return await asyncio.to_thread(self._files.write, filename, purpose, pieces)
+
+    async def file(self, file_id: str) -> FileRecord:
+        """Raises UnknownFileError."""
+        return await asyncio.to_thread(self._files.get, file_id)
+
+    async def list_files(
+        self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
+    ) -> Sequence[FileRecord]:
+        """Raises UnknownFileError."""
+        return await asyncio.to_thread(self._files.list, limit, after, purpose, newest_first)
+
+    async def delete_file(self, file_id: str) -> None:
+        """Raises UnknownFileError."""
+        await asyncio.to_thread(self._files.delete, file_id)
+
+    async def content(self, file_id: str) -> AsyncIterator[bytes]:
+        """Raises UnknownFileError."""
+        return self._files.open(await self.file(file_id))
+
+    async def tidy(self) -> None:
+        """Remove what processes that died had begun to submit or to write."""
+        if self._database.exists:
+            await asyncio.to_thread(self._jobs.discard_abandoned)
+            await asyncio.to_thread(self._files.discard_abandoned)

@@ -1,0 +1,243 @@
+"""What doors do with jobs in the database: submit, look, cancel, read results. Methods block: call them beside the event loop."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from tramontane.proto.errors import OverloadedError, RequestError, UnknownJobError
+from tramontane.router.job_lines import JobLimits, NewLine
+from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
+from tramontane.router.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
+
+SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
+ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
+OPEN_STATES = [state.value for state in JobState if not state.has_ended]
+DELETED_AT_ONCE = 10_000  # lines; others write in between
+RESULTS_AT_ONCE = 2**23  # characters
+RETRY_AFTER_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """A job with what only OpenAI's shape of it needs."""
+
+    job: Job
+    number: int
+    input_file: str | None
+    output_file: str | None
+    error_file: str | None
+    cancelling_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """``http_status`` is None of a line that never ran."""
+
+    line: ResultLine
+    http_status: int | None
+
+
+def error_text(message: str, kind: str, code: str | None) -> str:
+    """OpenAI's error object as JSON."""
+    return json.dumps({"message": message, "type": kind, "param": None, "code": code})
+
+
+class JobStore:
+    """Jobs of one ``queue``. ``clock``: seconds since 1970."""
+
+    def __init__(self, database: Database, queue: str, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
+        self.limits = limits
+        self._database, self._queue, self._clock = database, queue, clock
+
+    def begin(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
+        """A job to add lines to, which nobody else sees until it is accepted.
+
+        Raises OverloadedError if there are too many, or if a request with this key is being submitted.
+        """
+        now = self._clock()
+        row = {
+            "job_id": f"batch_{uuid.uuid4().hex}",
+            "queue": self._queue,
+            "state": SUBMITTING,
+            "endpoint": options.endpoint,
+            "keeps_order": options.keeps_order,
+            "metadata": json.dumps(dict(options.metadata)),
+            "created_at": now,
+            "touched_at": now,
+            "input_file": input_file,
+            "request_key": request_key,
+        }
+        is_open = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
+        try:
+            with self._database.writing() as connection:
+                where = (jobs.c.queue == self._queue) & is_open
+                num_open = connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
+                if num_open >= self.limits.max_open_jobs:
+                    raise OverloadedError(f"{num_open} batch jobs have not ended; submit this one later", RETRY_AFTER_S)
+                connection.execute(insert(jobs).values(row))
+                return _stored(connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).one())
+        except IntegrityError as error:
+            raise OverloadedError("the same request is being submitted already", 1) from error
+
+    def by_request(self, request_key: str) -> StoredJob | None:
+        """The accepted job that a request with this key has made."""
+        if not self._database.exists:
+            return None
+        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state != SUBMITTING)
+        with self._database.reading() as connection:
+            row = connection.execute(select(jobs).where(where)).one_or_none()
+        return _stored(row) if row else None
+
+    def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
+        """In the order of input, all that are there in one transaction. Raises RequestError if there are too many."""
+        if first_place + len(new) > self.limits.max_lines:
+            raise RequestError(f"the input has more than {self.limits.max_lines} lines; split it")
+        keeps_order = job.job.options.keeps_order
+        rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
+        with self._database.writing() as connection:
+            here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
+            values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
+            if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
+                raise RequestError("the submission stood still for too long; submit it again")
+            connection.execute(insert(lines), rows)
+            _mark_repeated(connection, job.number, first_place)
+            _count_bad(connection, job, first_place)
+
+    def accept(self, job: StoredJob) -> StoredJob:
+        """From here on it will end, whatever happens. Raises RequestError if it has no lines."""
+        where = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
+        with self._database.writing() as connection:
+            row = connection.execute(select(jobs).where(where)).one_or_none()
+            if row is None:
+                raise RequestError("the submission stood still for too long; submit it again")
+            if row.num_lines == 0:
+                raise RequestError("the input has no lines")
+            connection.execute(update(jobs).where(where).values(state=JobState.QUEUED.value))
+        return self.get(job.job.job_id)
+
+    def discard(self, number: int) -> None:
+        """A submission that will not be accepted leaves nothing behind."""
+        line = lines.c.job == number
+        some = select(lines.c.place).where(line).limit(DELETED_AT_ONCE).scalar_subquery()
+        while True:
+            with self._database.writing() as connection:
+                if connection.execute(delete(lines).where(line, lines.c.place.in_(some))).rowcount == 0:
+                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == SUBMITTING))
+                    return
+
+    def discard_abandoned(self) -> None:
+        """What processes that died had begun to submit."""
+        long_ago = self._clock() - ABANDONED_AFTER_S
+        where = (jobs.c.queue == self._queue) & (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
+        with self._database.reading() as connection:
+            numbers = connection.execute(select(jobs.c.number).where(where)).scalars().all()
+        for number in numbers:
+            self.discard(number)
+
+    def get(self, job_id: str) -> StoredJob:
+        """Raises UnknownJobError."""
+        if self._database.exists:
+            with self._database.reading() as connection:
+                row = connection.execute(select(jobs).where(self._named(job_id))).one_or_none()
+            if row is not None:
+                return _stored(row)
+        raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
+
+    def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
+        """The newest first. Raises UnknownJobError."""
+        where = (jobs.c.queue == self._queue) & (jobs.c.state != SUBMITTING)
+        if after is not None:
+            where &= jobs.c.number < self.get(after).number
+        if not self._database.exists:
+            return []
+        with self._database.reading() as connection:
+            rows = connection.execute(select(jobs).where(where).order_by(jobs.c.number.desc()).limit(limit)).all()
+        return [_stored(row) for row in rows]
+
+    def cancel(self, job_id: str) -> StoredJob:
+        """A runner ends it. Raises UnknownJobError."""
+        number = self.get(job_id).number
+        begun = [JobState.QUEUED.value, JobState.RUNNING.value]
+        with self._database.writing() as connection:
+            where = (jobs.c.number == number) & jobs.c.state.in_(begun)
+            values = {"state": JobState.CANCELLING.value, "cancelling_at": self._clock()}
+            connection.execute(update(jobs).where(where).values(values))
+        return self.get(job_id)
+
+    def results(self, job: StoredJob, offset: int, limit: int) -> Sequence[StoredResult]:
+        """From this offset on, without a gap: what comes behind a line that is not done is not told yet."""
+        return read_results(self._database, job.number, offset, limit)
+
+    def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
+        return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & (jobs.c.state != SUBMITTING)
+
+
+def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, Any]:
+    return {
+        "job": job,
+        "place": place,
+        "line": line.number,
+        "custom_id": line.custom_id,
+        "text": line.text,
+        "state": FAILED if line.problem else PENDING,
+        "told": place if keeps_order else None,
+        "result": error_text(line.problem, "invalid_request_error", "invalid_line") if line.problem else None,
+    }
+
+
+def _mark_repeated(connection: Connection, job: int, first_place: int) -> None:
+    """Of lines with one custom_id the first that is good counts."""
+    earlier = lines.alias("earlier")
+    same = (earlier.c.job == lines.c.job) & (earlier.c.custom_id == lines.c.custom_id) & (earlier.c.place < lines.c.place)
+    new = (lines.c.job == job) & (lines.c.place >= first_place) & (lines.c.state == PENDING)
+    repeated = select(lines.c.place, lines.c.line).where(new, exists().where(same, earlier.c.text.is_not(None)))
+    for place, line in connection.execute(repeated).all():
+        problem = error_text(f"line {line}: its custom_id is that of an earlier line", "invalid_request_error", "invalid_line")
+        this = (lines.c.job == job) & (lines.c.place == place)
+        connection.execute(update(lines).where(this).values(state=FAILED, result=problem))
+
+
+def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None:
+    bad = select(lines.c.place).where(lines.c.job == job.number, lines.c.place >= first_place, lines.c.state == FAILED)
+    places = connection.execute(bad.order_by(lines.c.place)).scalars().all()
+    if places and not job.job.options.keeps_order:
+        tell(connection, job.number, places)
+    values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
+    connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
+
+
+def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
+    """Give results of a job in free order their offsets, the next that there are. The job's row must be ours to write."""
+    told = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
+    for offset, place in enumerate(places, told):
+        connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(told=offset))
+    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=told + len(places)))
+
+
+def read_results(database: Database, job: int, offset: int, limit: int) -> Sequence[StoredResult]:
+    """One at least, if there is one; else within ``RESULTS_AT_ONCE``."""
+    wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
+    found: list[StoredResult] = []
+    room = RESULTS_AT_ONCE
+    with database.reading_in_pieces(wanted) as rows:
+        for row in rows:
+            room -= len(row.result or "")
+            if row.state == PENDING or row.told != offset + len(found) or (found and room < 0):
+                break
+            line = ResultLine(row.told, row.line, row.custom_id or "", row.state == FAILED, row.result)
+            found.append(StoredResult(line, row.http_status))
+    return found
+
+
+def _stored(row: Row[Any]) -> StoredJob:
+    options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
+    state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
+    counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
+    job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
+    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at)

@@ -1,0 +1,308 @@
+"""Batch jobs from their lines to their results, with engines that are up to the test."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, requests
+
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.router.batch_runner import MAX_TRIES
+from tramontane.router.job_lines import LineSplitter
+from tramontane.router.jobs import Job, JobOptions, JobState
+
+GOOD = request("a", 1)
+BAD = [
+    b"{\n",
+    b"[1]\n",
+    b'{"custom_id": "\xff", "body": {}}\n',
+    b'{"body": {}}\n',
+    b'{"custom_id": 3, "body": {}}\n',
+    b'{"custom_id": "", "body": {}}\n',
+    b'{"custom_id": "x\\u0000", "body": {}}\n',
+    b'{"custom_id": "\\ud800", "body": {}}\n',
+    b'{"custom_id": "x"}\n',
+    b'{"custom_id": "x", "body": []}\n',
+    request("x", 1, url="/v1/embeddings"),
+    request("x", 1, method="GET"),
+    request("x", 1, more=1),
+    request("x", "long" * 600),
+    b"[" * 1500 + b"\n",
+    GOOD,  # for the second time
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path)
+    yield place
+    place.close()
+
+
+async def _whole(place: Place, text: bytes, options: JobOptions = JobOptions(), **more: Any) -> tuple[Job, list[tuple[Any, ...]]]:  # noqa: ANN401, B008
+    """Submit and run; returns the job at its end and (line, custom_id, is_error) with the bodies."""
+    service = place.service()
+    job = await service.submit(pieces(text), options)
+    async with place.running(place.runner(**more)):
+        told = [
+            (line.line, line.custom_id, line.is_error, json.loads(line.body)) for line in await all_results(service, job.job_id)
+        ]
+    return await service.get(job.job_id), told
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: int, ends: bool) -> None:
+    text = b"\n".join(lines) + (b"\n" if ends else b"")
+    splitter = LineSplitter(max_bytes=6)
+    cut = [text[i : i + size] for i in range(0, len(text), size)]
+    found = [line for piece in cut for line in splitter.feed(piece)] + list(splitter.finish())
+    parts = text.split(b"\n")
+    expected = [line if len(line) <= 6 else None for line in (parts if parts[-1] else parts[:-1])]
+    if expected and expected[0] is not None:
+        expected[0] = expected[0].removeprefix(b"\xef\xbb\xbf")
+    assert [line.text for line in found] == expected
+    assert [line.number for line in found] == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_order: bool) -> None:
+    text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
+    job, told = asyncio.run(_whole(place, text, JobOptions(keeps_order=keeps_order)))
+    assert (job.state, job.num_lines, job.num_bad) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
+    assert (job.num_done, job.num_failed) == (2, len(BAD))
+    good = {custom_id: body for _, custom_id, is_error, body in told if not is_error}
+    assert good == {"a": {"said": 1}, "z": {"said": 2}}
+    bad = {line: body["message"] for line, _, is_error, body in told if is_error}
+    assert sorted(bad) == list(range(4, 4 + len(BAD)))
+    assert all(message.startswith(f"line {line}: ") for line, message in bad.items())
+    if keeps_order:
+        assert [line for line, *_ in told] == sorted(line for line, *_ in told)
+
+
+def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place) -> None:
+    async def breaks_off() -> AsyncIterator[bytes]:
+        yield requests(1500)
+        raise ConnectionError("the client is gone")
+
+    async def too_many() -> AsyncIterator[bytes]:
+        for _ in range(LIMITS.max_lines + 1):
+            yield b"x\n"
+
+    async def scenario() -> None:
+        service = place.service()
+        with pytest.raises(UnknownJobError):
+            await service.get("batch_x")
+        assert await service.list(5) == []
+        assert not Path(place.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
+        with pytest.raises(ConnectionError):
+            await service.submit(breaks_off(), JobOptions())
+        for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
+            with pytest.raises(RequestError):
+                await service.submit(text, JobOptions())
+        with pytest.raises(RequestError, match="endpoint"):
+            await service.submit(pieces(GOOD), JobOptions(endpoint="/v1/chat/completions"))
+        with pytest.raises(RequestError, match="metadata"):
+            await service.submit(pieces(GOOD), JobOptions(metadata={"k": "v" * 513}))
+        assert await service.list(5) == []
+        with service._database.reading() as connection:
+            assert [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar() for t in ("jobs", "lines")] == [
+                0,
+                0,
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        begun = service._jobs.begin(JobOptions(), request_key="k")
+        await service.tidy()
+        with pytest.raises(OverloadedError):
+            service._jobs.begin(JobOptions(), request_key="k")
+        place.clock.now += 1000
+        await service.tidy()
+        with pytest.raises(RequestError, match="stood still"):
+            await asyncio.to_thread(service._jobs.accept, begun)
+        service._jobs.begin(JobOptions(), request_key="k")
+
+    asyncio.run(scenario())
+
+
+def test_a_full_house_says_when_to_come_back(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        for _ in range(LIMITS.max_open_jobs):
+            await service.submit(pieces(GOOD), JobOptions())
+        with pytest.raises(OverloadedError):
+            await service.submit(pieces(GOOD), JobOptions())
+        assert len({job.job_id for job in await service.list(100)}) == LIMITS.max_open_jobs
+
+    asyncio.run(scenario())
+
+
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: Place) -> None:
+    asked: dict[str, int] = {}
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body["prompt"]
+        asked[prompt] = asked.get(prompt, 0) + 1
+        match prompt:
+            case "refused":
+                raise RequestError("no such thing")
+            case "busy" if asked[prompt] < 3 * MAX_TRIES:
+                raise OverloadedError("later", 1)
+            case "fails" if asked[prompt] < 4:
+                raise PipelineError("a stage died")
+            case "hopeless":
+                raise PipelineError("a stage died again")
+            case "defect":
+                raise KeyError("x")
+        return {"said": prompt}
+
+    names = ["refused", "busy", "fails", "hopeless", "defect", "fine"]
+    job, told = asyncio.run(_whole(place, b"".join(request(name, name) for name in names), answer=answer))
+    assert asked == {"refused": 1, "busy": 3 * MAX_TRIES, "fails": 4, "hopeless": MAX_TRIES, "defect": MAX_TRIES, "fine": 1}
+    assert {name for _, name, is_error, _ in told if not is_error} == {"busy", "fails", "fine"}
+    assert {name: body["message"] for _, name, is_error, body in told if is_error and name != "defect"} == {
+        "refused": "no such thing",
+        "hopeless": "a stage died again",
+    }
+    assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
+
+
+def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: Place) -> None:
+    """Answers come backwards."""
+
+    async def orders(keeps_order: bool) -> list[int]:
+        gates = [asyncio.Event() for _ in range(6)]
+        gates[-1].set()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            await gates[body["prompt"]].wait()
+            return {}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(6)), JobOptions(keeps_order=keeps_order))
+        told = []
+        async with place.running(place.runner(answer)):
+            for number in reversed(range(6)):
+                gates[number].set()
+                if not keeps_order:
+                    told.append(await _result(service.results(job.job_id, len(told))))
+            if keeps_order:
+                told = [line.line async for line in service.results(job.job_id)]
+            again = [line.line async for line in service.results(job.job_id, 2)]
+        assert again == told[2:], "offsets stay"
+        return told
+
+    assert asyncio.run(orders(True)) == [1, 2, 3, 4, 5, 6]
+    assert asyncio.run(orders(False)) == [6, 5, 4, 3, 2, 1]
+
+
+async def _result(results: AsyncIterator[Any]) -> int:
+    async for line in results:
+        return int(line.line)
+    raise AssertionError("the job has ended")
+
+
+def test_a_small_job_does_not_wait_for_a_large_one(place: Place) -> None:
+    """Lines of both are begun in turns, the large one's in no greater number than slots were given meanwhile."""
+    begun: list[str] = []
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        begun.append(body["prompt"])
+        await asyncio.sleep(0)
+        return {}
+
+    async def scenario() -> None:
+        service = place.service()
+        large = await service.submit(pieces(b"".join(request(f"l{i}", "large") for i in range(200))), JobOptions())
+        small = await service.submit(pieces(b"".join(request(f"s{i}", "small") for i in range(10))), JobOptions())
+        async with place.running(place.runner(answer, concurrency=4)):
+            await all_results(service, small.job_id)
+            await all_results(service, large.job_id)
+
+    asyncio.run(scenario())
+    last = max(i for i, which in enumerate(begun) if which == "small")
+    assert len(begun) == 210
+    assert last < 50
+
+
+def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
+    now = most = 0
+
+    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        now -= 1
+        return {}
+
+    job, _ = asyncio.run(_whole(place, requests(300), answer=answer, concurrency=7))
+    assert (job.num_done, most) == (300, 7)
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_cancelled_job_ends_each_of_its_lines(place: Place, keeps_order: bool) -> None:
+    """Two have begun and end well; one that is overloaded has not begun, and does not go on trying."""
+
+    async def scenario() -> None:
+        go_on, has_begun = asyncio.Event(), asyncio.Event()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            if body["prompt"] == 2:
+                has_begun.set()
+                raise OverloadedError("later", 1)
+            await go_on.wait()
+            return {}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=keeps_order))
+        runner = place.runner(answer, concurrency=3)
+        async with place.running(runner):
+            await has_begun.wait()
+            assert (await service.cancel(job.job_id)).state == JobState.CANCELLING
+            while not all(run.is_cancelled for run in runner._runs.values()):
+                await asyncio.sleep(0)
+            go_on.set()
+            states = [each.state async for each in service.watch(job.job_id)]
+            results = await all_results(service, job.job_id)
+        assert states[-1] == JobState.CANCELLED
+        assert sorted(line.line for line in results) == list(range(1, 41))
+        assert sorted(line.line for line in results if not line.is_error) == [1, 2]
+        ended = await service.cancel(job.job_id)
+        assert (ended.state, ended.num_done, ended.num_failed) == (JobState.CANCELLED, 2, 38)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_nobody_began_can_be_cancelled(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        job = await service.submit(pieces(requests(3)), JobOptions())
+        await service.cancel(job.job_id)
+        async with place.running(place.runner(echo)):
+            results = await all_results(service, job.job_id)
+        assert [line.is_error for line in results] == [True] * 3
+
+    asyncio.run(scenario())
+
+
+def test_queues_do_not_see_each_other(place: Place) -> None:
+    async def scenario() -> None:
+        job = await place.service("mixtral").submit(pieces(GOOD), JobOptions())
+        assert place.claims("tiny").claim(5) == []
+        assert await place.service("tiny").list(5) == []
+        with pytest.raises(UnknownJobError):
+            await place.service("tiny").cancel(job.job_id)
+        assert len(place.claims("mixtral").claim(5)) == 1
+
+    asyncio.run(scenario())

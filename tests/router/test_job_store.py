@@ -1,0 +1,281 @@
+"""The store of batch jobs, on SQLite and on PostgreSQL: leases, fences, and lines that end once."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from jobs import Place, all_results, echo, pieces, place_in, request, requests
+from postgres import postgres
+
+from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
+from tramontane.router.batch_service import BatchService
+from tramontane.router.job_claims import LEASE_S, JobLostError, Outcome
+from tramontane.router.job_storage import UrlReader
+from tramontane.router.job_tables import Database, JobStoreError
+from tramontane.router.jobs import Job, JobOptions, JobState
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path) if request.param == "sqlite" else _on_postgres(request)
+    yield place
+    place.close()
+
+
+def _on_postgres(request: pytest.FixtureRequest) -> Place:
+    """In a database of its own."""
+    url = request.getfixturevalue("postgres_url")
+    name = f"d{uuid.uuid4().hex}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
+    return Place(url.replace("/postgres?", f"/{name}?"), "memory://jobs-" + name)
+
+
+def _submitted(place: Place, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
+    service = place.service()
+    return service, asyncio.run(service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order)))
+
+
+def _told(service: BatchService, job: Job) -> list[tuple[int, int, str]]:
+    stored = service._jobs.get(job.job_id)
+    return [(each.line.offset, each.line.line, each.line.body) for each in service._jobs.results(stored, 0, 100)]
+
+
+def _done(*places: int, said: str = "{}") -> list[Outcome]:
+    return [Outcome(place, False, 200, said) for place in places]
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_line_ends_by_its_first_outcome(place: Place, keeps_order: bool) -> None:
+    service, job = _submitted(place, 4, keeps_order)
+    claims = place.claims()
+    (claim,) = claims.claim(5)
+    assert [line.place for line in claims.next_lines(claim, 0, 2)] == [1, 2]
+    claims.finish(claim, _done(2, 0))
+    claims.finish(claim, [*_done(0, 2, 3, said='"another"'), Outcome(1, True, 400, "{}")])
+    now = service._jobs.get(job.job_id).job
+    assert (now.num_done, now.num_failed) == (3, 1)
+    assert claims.next_lines(claim, -1, 5) == []
+    by_line = {line: body for _, line, body in _told(service, job)}
+    assert by_line == {1: "{}", 2: "{}", 3: "{}", 4: '"another"'}
+    assert [offset for offset, *_ in _told(service, job)] == [0, 1, 2, 3]
+    assert [line for _, line, _ in _told(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
+
+
+def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Place) -> None:
+    service, job = _submitted(place, 3)
+    first, second = place.claims(), place.claims()
+    (old,) = first.claim(5)
+    assert second.claim(5) == first.claim(5) == []
+    place.clock.now += 0.9 * LEASE_S
+    assert first.held(renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
+    place.clock.now += 0.9 * LEASE_S
+    assert second.claim(5) == []
+    place.clock.now += 0.2 * LEASE_S
+    (new,) = second.claim(5)
+    assert new.epoch == old.epoch + 1
+    assert first.held(renew=True) == {}
+    for write in (
+        lambda: first.finish(old, _done(0)),
+        lambda: first.cancel_some(old),
+        lambda: first.end(old, JobState.FAILED, None, None),
+    ):
+        with pytest.raises(JobLostError):
+            write()
+    first.release(old)
+    assert second.held(renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
+    assert len(second.next_lines(new, -1, 5)) == 3
+    second.release(new)
+    (again,) = first.claim(5)
+    assert again.epoch == new.epoch + 1
+    with pytest.raises(JobLostError):  # of the same runner, but of another time
+        first.finish(old, _done(0))
+    assert service._jobs.get(job.job_id).job.num_done == 0
+
+
+def test_jobs_are_claimed_and_listed_by_age(place: Place) -> None:
+    async def submitted() -> list[str]:
+        service = place.service()
+        return [(await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))).job_id for n in range(5)]
+
+    ids = asyncio.run(submitted())
+    assert [claim.job_id for claim in place.claims().claim(2)] == ids[:2]
+    assert [claim.job_id for claim in place.claims().claim(9)] == ids[2:]
+    service = place.service()
+    listed = asyncio.run(service.list(3))
+    assert [job.job_id for job in listed] == ids[:1:-1]
+    assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [{"n": "1"}, {"n": "0"}]
+    with pytest.raises(UnknownJobError):
+        asyncio.run(service.list(3, "batch_nobody"))
+
+
+def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
+    """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
+
+    async def scenario() -> None:
+        runs: Counter[int] = Counter()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            runs[body["prompt"]] += 1
+            if random.random() < 0.05:
+                place.clock.now += 2 * LEASE_S
+            return {"said": body["prompt"], "run": runs[body["prompt"]]}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(200)), JobOptions(keeps_order=False))
+        async with place.running(place.runner(answer)), place.running(place.runner(answer)):
+            results = await all_results(service, job.job_id)
+        assert [line.offset for line in results] == list(range(200))
+        assert sorted(line.line for line in results) == list(range(1, 201))
+        assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
+        ended = await service.stored(job.job_id)
+        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 200, 0)
+        assert ended.error_file is None
+        assert ended.output_file is not None
+        output = b"".join([piece async for piece in await service.content(ended.output_file)])
+        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(f"r{i}" for i in range(200))
+
+    asyncio.run(scenario())
+
+
+def test_files_are_kept_bounded_and_listed(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
+        assert [file.num_bytes for file in made] == [1, 2, 3, 4]
+        with pytest.raises(RequestError, match="larger"):
+            await service.upload("x", "batch", iter([b"x" * 2**20] * 2))
+        ids = [file.file_id for file in made]
+        assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
+        assert [file.file_id for file in await service.list_files(2, ids[1], newest_first=False)] == ids[2:]
+        assert await service.list_files(9, purpose="batch_output") == []
+        assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
+        await service.delete_file(ids[2])
+        for gone in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
+            with pytest.raises(RequestError):
+                await gone
+
+    asyncio.run(scenario())
+
+
+def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
+    allowed, secret = tmp_path / "in", tmp_path / "inner-secret"
+    allowed.mkdir()
+    (allowed / "a.jsonl").write_bytes(b"hello")
+    secret.write_text("secret")
+    (allowed / "link").symlink_to(secret)
+
+    async def read(url: str, *prefixes: str) -> bytes:
+        return b"".join([piece async for piece in UrlReader(prefixes).read(url)])
+
+    good, prefix = f"file://{allowed}/a.jsonl", f"file://{allowed}"
+    assert asyncio.run(read(good, prefix)) == asyncio.run(read(good, "memory://b/", f"file://{allowed}/../in/")) == b"hello"
+    for url, prefixes in [
+        (good, ()),
+        (f"{allowed}/a.jsonl", (prefix,)),
+        (f"file://{secret}", (prefix,)),
+        (f"file://{allowed}/../inner-secret", (prefix,)),
+        (f"file://{allowed}/link", (prefix,)),
+        (f"file://{allowed}/missing", (prefix,)),
+        (f"file://{allowed}/", (prefix,)),
+        (f"simplecache::file://{secret}", (prefix, "simplecache::file://")),
+        (f"memory://x/../{secret}", ("memory://x",)),
+        ("memory://xy", ("memory://x",)),
+        ("http://127.0.0.1:1/x", (prefix,)),
+        ("\0", (prefix,)),
+        ("file:///\0", ("file:///",)),
+    ]:
+        with pytest.raises(RequestError):
+            asyncio.run(read(url, *prefixes))
+
+
+def test_a_job_of_a_url(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    place = place_in(tmp_path)
+
+    async def scenario() -> None:
+        service = place.service(url_prefixes=(f"file://{tmp_path}",))
+        job = await service.submit_url(f"file://{tmp_path}/in.jsonl", JobOptions())
+        assert job.num_lines == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "mysql://h/d", "sqlite://", "sqlite:///:memory:"])
+def test_a_database_that_cannot_hold_jobs_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Database(url)
+
+
+def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for url in (f"sqlite:///{tmp_path}/file/jobs.sqlite", f"sqlite:///{tmp_path}", "postgresql://u:secret@/none?host=/nowhere"):
+        with pytest.raises(JobStoreError) as told, Database(url).writing():
+            pass
+        assert "secret" not in str(told.value)
+
+
+KILLED = """
+import asyncio, random, sys, time
+from jobs import Place
+async def answer(endpoint, body):
+    await asyncio.sleep(random.random() / 100)
+    return {"said": body["prompt"]}
+place = Place(*sys.argv[1:3])
+place.clock.now = time.time()  # each runner comes later than the one before it
+place.clock.now += 100 * int(sys.argv[3])
+print("begins", flush=True)
+asyncio.run(place.runner(answer, concurrency=16).run())
+"""
+
+
+def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
+    place = place_in(tmp_path)
+    service, job = _submitted(place, 2000)
+    rng = random.Random(7)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    num_killed = 0
+    done_before = -1
+    for number in range(60):
+        command = [sys.executable, "-c", KILLED, place.database, place.storage, str(number)]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            while service._jobs.get(job.job_id).job.num_done == done_before:  # it has begun, whatever the machine is doing
+                time.sleep(0.001)
+            time.sleep(rng.random() / 20)
+            os.killpg(process.pid, signal.SIGKILL)
+        now = service._jobs.get(job.job_id).job
+        done_before = now.num_done
+        if now.state.has_ended:
+            break
+        num_killed += 1
+    assert num_killed >= 5
+    place.clock.now = time.time() + 1e6
+
+    async def finished() -> list[Any]:
+        async with place.running(place.runner(echo)):
+            return list(await all_results(service, job.job_id))
+
+    results = asyncio.run(finished())
+    assert [line.line for line in results] == list(range(1, 2001))
+    assert [json.loads(line.body)["said"] for line in results] == list(range(2000))
