@@ -94,3 +94,14 @@ def place_in(folder: Path) -> Place:
 
 async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine]:
     return [line async for line in service.results(job_id)]
+
+
+async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    await asyncio.sleep(0.01)
+    return {"said": body["prompt"]}
+
+
+def run_until_killed(database: str, storage: str, now: float) -> None:
+    place = Place(database, storage)
+    place.clock.now = now
+    asyncio.run(place.runner(_slow_echo).run())

@@ -420,6 +420,10 @@ DEFAULTS = {
     "move_experts": False,
     "api_key": (),
     "api_key_file": None,
+    "jobs_database": None,
+    "jobs_storage": None,
+    "jobs_concurrency": None,
+    "jobs_url_prefixes": (),
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
@@ -437,6 +441,7 @@ OF_SERVE = {
     "move_experts",
 }
 OF_SERVE |= {"api_key", "api_key_file"}
+OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_url_prefixes"}
 
 
 def test_defaults_are_the_designs() -> None:

@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
+import multiprocessing
 import random
-import signal
-import subprocess
-import sys
 import time
 import uuid
 from collections import Counter
@@ -16,7 +13,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from jobs import Place, all_results, echo, pieces, place_in, request, requests
+from jobs import Place, all_results, echo, pieces, place_in, request, requests, run_until_killed
 from postgres import postgres
 
 from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
@@ -233,49 +230,33 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         assert "secret" not in str(told.value)
 
 
-KILLED = """
-import asyncio, random, sys, time
-from jobs import Place
-async def answer(endpoint, body):
-    await asyncio.sleep(random.random() / 100)
-    return {"said": body["prompt"]}
-place = Place(*sys.argv[1:3])
-place.clock.now = time.time()  # each runner comes later than the one before it
-place.clock.now += 100 * int(sys.argv[3])
-print("begins", flush=True)
-asyncio.run(place.runner(answer, concurrency=16).run())
-"""
-
-
 def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
     place = place_in(tmp_path)
-    service, job = _submitted(place, 2000)
+    service, job = _submitted(place, 400)
     rng = random.Random(7)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    num_killed = 0
-    done_before = -1
-    for number in range(60):
-        command = [sys.executable, "-c", KILLED, place.database, place.storage, str(number)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
-            assert process.stdout is not None
-            process.stdout.readline()
-            while service._jobs.get(job.job_id).job.num_done == done_before:  # it has begun, whatever the machine is doing
-                time.sleep(0.001)
-            time.sleep(rng.random() / 20)
-            os.killpg(process.pid, signal.SIGKILL)
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["jobs"])
+    done_before = num_killed = 0
+    while num_killed < 8:
+        later = place.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
+        process = start.Process(target=run_until_killed, args=(place.database, place.storage, later), daemon=True)
+        process.start()
+        while service._jobs.get(job.job_id).job.num_done == done_before:  # it is at work, however slow the machine is
+            time.sleep(0.002)
+        time.sleep(rng.random() / 50)
+        process.kill()
+        process.join()
         now = service._jobs.get(job.job_id).job
-        done_before = now.num_done
-        if now.state.has_ended:
-            break
-        num_killed += 1
-    assert num_killed >= 5
-    place.clock.now = time.time() + 1e6
+        assert not now.state.has_ended, "there was nothing left to kill for"
+        done_before, num_killed = now.num_done, num_killed + 1
+    place.clock.now += 100 * LEASE_S
 
     async def finished() -> list[Any]:
         async with place.running(place.runner(echo)):
             return list(await all_results(service, job.job_id))
 
     results = asyncio.run(finished())
-    assert [line.line for line in results] == list(range(1, 2001))
-    assert [json.loads(line.body)["said"] for line in results] == list(range(2000))
+    place.close()
+    assert [line.line for line in results] == list(range(1, 401))
+    assert [json.loads(line.body)["said"] for line in results] == list(range(400))

@@ -1,0 +1,155 @@
+"""``tramontane batch``."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from tramontane.cluster.options import option
+from tramontane.proto.errors import PipelineError
+
+if TYPE_CHECKING:
+    from tramontane.cluster.batch_client import BatchClient
+
+RATE_OVER_S = 60.0
+
+Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
+ApiKey = Annotated[str | None, option("--api-key", help="If the server wants one.")]
+Json = Annotated[bool, option("--json", help="Machine-readable output on standard output.")]
+JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say it.")]
+HERE = "http://127.0.0.1:8000"
+
+batch = typer.Typer(
+    name="batch", help="Batch jobs of a running server: files of requests, worked off whatever happens meanwhile."
+)
+console = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def _client(url: str, api_key: str | None) -> "Iterator[BatchClient]":
+    from tramontane.cluster.batch_client import BatchClient  # brings an HTTP client
+
+    with BatchClient(url, api_key, lambda text: console.print(text, style="yellow", markup=False)) as client:
+        yield client
+
+
+@batch.command()
+def submit(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL as OpenAI's batches have it.")],
+    endpoint: Annotated[str, option("--endpoint", help="What the lines are requests to.")] = "/v1/completions",
+    any_order: Annotated[bool, option("--any-order", help="Results as they are ready, not in the order of input.")] = False,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Submit a file of requests, one a line; prints the job's ID."""
+    with _client(url, api_key) as client:
+        job = client.submit(file, not any_order, endpoint)
+    print(json.dumps(job) if as_json else job["id"])
+
+
+@batch.command()
+def status(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """How far a job is."""
+    with _client(url, api_key) as client:
+        job = client.get(job_id)
+    print(json.dumps(job) if as_json else _line(job))
+
+
+@batch.command()
+def watch(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """A job's progress, until it has ended. Interrupting this does not harm the job."""
+    with _client(url, api_key) as client:
+        job = _watched_json(client, job_id) if as_json else _watched(client, job_id)
+    if not as_json:
+        print(_line(job))
+    if job["status"] == "failed":
+        raise PipelineError(f"the job {job_id} has failed")
+
+
+def _watched_json(client: "BatchClient", job_id: str) -> dict[str, Any]:
+    last: dict[str, Any] = {}
+    for job in client.watch(job_id):
+        if job != last:
+            print(json.dumps(job), flush=True)
+        last = job
+    return last
+
+
+def _watched(client: "BatchClient", job_id: str) -> dict[str, Any]:
+    rate = TextColumn("{task.fields[rate]}")
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        rate,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    job: dict[str, Any] = {}
+    with Progress(*columns, console=console, speed_estimate_period=RATE_OVER_S) as progress:
+        task = progress.add_task(job_id, total=None, rate="")
+        for job in client.watch(job_id):
+            counts = job["request_counts"]
+            progress.update(
+                task, description=job["status"], total=counts["total"], completed=counts["completed"] + counts["failed"]
+            )
+            speed = progress.tasks[0].speed
+            progress.update(task, rate=f"{speed:.3g} lines/s" if speed else "")
+    return job
+
+
+@batch.command()
+def results(
+    job_id: JobId,
+    output: Annotated[Path, option("-o", "--output", help="Where to write them.")],
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """Every line's answer or error, as the job goes on; ends with the job."""
+    with _client(url, api_key) as client:
+        num_lines = client.results(job_id, output)
+    print(json.dumps({"id": job_id, "output": str(output), "lines": num_lines}) if as_json else f"{num_lines} lines in {output}")
+
+
+@batch.command(name="list")
+def list_jobs(
+    limit: Annotated[int, option("--limit", help="The newest so many.")] = 20,
+    url: Url = HERE,
+    api_key: ApiKey = None,
+    as_json: Json = False,
+) -> None:
+    """The newest jobs."""
+    with _client(url, api_key) as client:
+        jobs = client.list(limit)
+    if as_json:
+        print(json.dumps(jobs))
+        return
+    table = Table("ID", "status", "lines", "answered", "errors")
+    for job in jobs:
+        counts = job["request_counts"]
+        table.add_row(job["id"], job["status"], *(str(counts[name]) for name in ("total", "completed", "failed")))
+    Console(highlight=False, file=sys.stdout).print(table)
+
+
+@batch.command()
+def cancel(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+    """Begin no more lines of a job; each of the rest ends with an error that says so."""
+    with _client(url, api_key) as client:
+        job = client.cancel(job_id)
+    print(json.dumps(job) if as_json else _line(job))
+
+
+def _line(job: dict[str, Any]) -> str:
+    counts = job["request_counts"]
+    return (
+        f"{job['id']} {job['status']}: {counts['total']} lines, {counts['completed']} answered, {counts['failed']} with an error"
+    )

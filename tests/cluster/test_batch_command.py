@@ -1,0 +1,135 @@
+"""``tramontane batch`` against a real HTTP server in this process, with a connection that is lost again and again."""
+
+import asyncio
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from jobs import Place, place_in, requests
+from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+
+from tramontane.cluster import batch_client, cli
+from tramontane.cluster.batch_door import BatchDoor
+
+
+@dataclass
+class Unreliable:
+    """Answers, but tears the connection where ``tears`` says so: path, and after how many pieces of the answer."""
+
+    app: Starlette
+    tears: list[tuple[str, int]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = f"{scope['method']} {scope['path']}"
+        self.paths.append(path)
+        tear = next((tear for tear in self.tears if path.endswith(tear[0])), None)
+        if tear is not None:
+            self.tears.remove(tear)
+        left = tear[1] if tear else sys.maxsize
+
+        async def torn(message: Any) -> None:  # noqa: ANN401
+            nonlocal left
+            if left == 0:
+                raise ConnectionResetError("torn on purpose")
+            left -= 1
+            await send(message)
+
+        await self.app(scope, receive, torn)
+
+
+@contextmanager
+def _server(place: Place, runs: bool) -> Iterator[tuple[str, Unreliable]]:
+    """Its URL. In a thread with an event loop of its own, where a runner works too."""
+    service = place.service()
+    app = Unreliable(Starlette(routes=BatchDoor(service).routes()))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
+    ready = threading.Event()
+
+    async def serve() -> None:
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.001)
+        ready.set()
+        if runs:
+            async with place.running(place.runner()):
+                await serving
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", app
+    finally:
+        server.should_exit = True
+        thread.join()
+        place.close()
+
+
+@pytest.fixture
+def tramontane(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs the command in this process, with short waits; returns its standard output."""
+    monkeypatch.setattr(batch_client, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(batch_client, "WATCH_EVERY_S", 0.01)
+
+    def run(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["tramontane", "batch", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        assert exit_.value.code == 0, err
+        return out
+
+    return run
+
+
+def test_a_job_from_its_file_to_its_results_over_a_bad_line(tmp_path: Path, tramontane: Callable[..., str]) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(1200))
+    output = tmp_path / "out.jsonl"
+    with _server(place_in(tmp_path), runs=True) as (url, server):
+        server.tears += [("POST /v1/files", 0), ("POST /v1/batches", 0), ("GET /v1/batches", 1)]
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        assert json.loads(tramontane("list", "--url", url, "--json"))[0]["id"] == job_id
+        assert len(json.loads(tramontane("list", "--url", url, "--json"))) == 1, "what was sent twice is one job"
+        server.tears += [(f"GET /v1/batches/{job_id}", 0)] * 2
+        assert "completed: 1200 lines, 1200 answered" in tramontane("watch", job_id, "--url", url)
+        server.tears += [("/results", 0), ("/results", 300), ("/results", 500)]
+        assert tramontane("results", job_id, "-o", output, "--url", url).startswith("1200 lines")
+        answers = [json.loads(line) for line in output.read_bytes().splitlines()]
+        assert [answer["response"]["body"]["said"] for answer in answers] == list(range(1200))
+        assert server.tears == []
+        assert sum(path.endswith("/results") for path in server.paths) == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_what_an_earlier_command_got_is_kept(tmp_path: Path, tramontane: Callable[..., str]) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(20))
+    with _server(place_in(tmp_path), runs=True) as (url, _):
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        states = [json.loads(line) for line in tramontane("watch", job_id, "--url", url, "--json").splitlines()]
+        assert states[-1]["request_counts"]["completed"] == 20
+        (tmp_path / f"out.{job_id}.part").write_bytes(b'"kept"\n"kept"\n{"cut')
+        tramontane("results", job_id, "-o", tmp_path / "out", "--url", url)
+    lines = [json.loads(line) for line in (tmp_path / "out").read_bytes().splitlines()]
+    assert lines[:2] == ["kept", "kept"]
+    assert [line["custom_id"] for line in lines[2:]] == [f"r{i}" for i in range(2, 20)]
+
+
+def test_cancelling_and_looking(tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    with _server(place_in(tmp_path), runs=False) as (url, _):
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url, "--any-order").strip()
+        assert "validating: 3 lines" in tramontane("status", job_id, "--url", url)
+        assert "cancelling" in tramontane("cancel", job_id, "--url", url)
+        assert json.loads(tramontane("status", job_id, "--url", url, "--json"))["status"] == "cancelling"
+        assert "there is no batch job" in refused("batch", "status", "batch_x", "--url", url)
+        assert "endpoint" in refused("batch", "submit", tmp_path / "in.jsonl", "--endpoint", "/x", "--url", url)

@@ -1,0 +1,172 @@
+"""Batch jobs over HTTP with the official client, and with whatever else may come; the server is in this process."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from http_fuzz import check_error
+from jobs import LIMITS, Place, place_in, request, requests
+from starlette.applications import Starlette
+
+from tramontane.cluster.batch_door import BatchDoor
+from tramontane.router.batch_service import BatchService
+
+
+@dataclass
+class House:
+    place: Place
+    service: BatchService
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+
+
+@asynccontextmanager
+async def _house(folder: Path) -> AsyncIterator[House]:
+    place = place_in(folder)
+    service = place.service()
+    app = Starlette(routes=BatchDoor(service).routes())
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
+    async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
+        yield House(place, service, http, client)
+    place.close()
+
+
+def _in_house(tmp_path: Path, scenario: Callable[[House], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with _house(tmp_path) as house:
+            await scenario(house)
+
+    asyncio.run(run())
+
+
+async def _ended(house: House, batch_id: str) -> Any:  # noqa: ANN401
+    async with house.place.running(house.place.runner()):
+        async for _ in house.service.watch(batch_id):
+            pass
+    return await house.client.batches.retrieve(batch_id)
+
+
+def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        client = house.client
+        file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
+        assert (file.filename, file.purpose, file.bytes) == ("in.jsonl", "batch", len(requests(3)) + 9)
+        assert (await client.files.content(file.id)).content == requests(3) + b"nonsense\n"
+        assert await client.files.retrieve(file.id) == file
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"who": "me"}
+        )
+        assert (batch.status, batch.input_file_id, batch.metadata) == ("validating", file.id, {"who": "me"})
+        ended = await _ended(house, batch.id)
+        assert ended.status == "completed"
+        assert ended.completed_at is not None
+        assert ended.request_counts.model_dump() == {"total": 4, "completed": 3, "failed": 1}
+        lines = [json.loads(line) for line in (await client.files.content(ended.output_file_id)).text.splitlines()]
+        assert [line["custom_id"] for line in lines] == ["r0", "r1", "r2"]
+        assert lines[2]["response"]["status_code"] == 200
+        assert lines[2]["response"]["body"] == {"said": 2}
+        assert lines[2]["error"] is None
+        (error,) = [json.loads(line) for line in (await client.files.content(ended.error_file_id)).text.splitlines()]
+        assert error["response"] is None
+        assert (error["error"]["line"], error["error"]["code"]) == (4, "invalid_line")
+        results = await house.http.get(f"/v1/batches/{batch.id}/results", params={"offset": 2})
+        assert [json.loads(line) for line in results.text.splitlines()] == [lines[2], error]
+        assert [each.id async for each in client.files.list(purpose="batch_output")] == [
+            ended.error_file_id,
+            ended.output_file_id,
+        ]
+        assert (await client.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+
+    _in_house(tmp_path, scenario)
+
+
+def test_batches_are_listed_in_pages_and_cancelled(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        client = house.client
+        file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        made = [
+            (await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")).id
+            for _ in range(5)
+        ]
+        first = await client.batches.list(limit=2)
+        assert [each.id for each in first.data] == made[:2:-1]
+        assert first.has_more
+        assert [each.id async for each in client.batches.list(limit=2)] == made[::-1]
+        assert [each.id async for each in client.files.list(limit=1)] == [file.id]
+        assert (await client.batches.cancel(made[0])).status == "cancelling"
+        ended = await _ended(house, made[0])
+        assert (ended.status, ended.request_counts.failed) == ("cancelled", 2)
+        assert ended.output_file_id is None
+        assert b"batch_cancelled" in (await client.files.content(ended.error_file_id)).content
+
+    _in_house(tmp_path, scenario)
+
+
+def test_a_request_that_comes_again_is_the_same_batch(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
+        answers = [await house.http.post("/v1/batches", json=body, headers={"idempotency-key": key}) for key in "aab"]
+        ids = [answer.json()["id"] for answer in answers]
+        assert ids[0] == ids[1] != ids[2]
+
+    _in_house(tmp_path, scenario)
+
+
+def test_what_is_wrong_is_refused_in_openais_shape(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        good = (await house.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
+        empty = (await house.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
+        batch = {"input_file_id": good, "endpoint": "/v1/completions", "completion_window": "24h"}
+        post = house.http.post
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("f", b"x")}}
+        boundary = {"content-type": "multipart/form-data; boundary=b"}
+        for status, answer in [
+            (400, post("/v1/files", content=b"x")),
+            (400, post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"})),
+            (400, post("/v1/files", content=b"--b\r\nnonsense", headers=boundary)),
+            (400, post("/v1/files", files={"file": ("f", b"x")})),
+            (400, post("/v1/files", **form | {"data": {"purpose": "fine-tune"}})),
+            (400, post("/v1/files", **form | {"data": {"purpose": "batch", "more": "1"}})),
+            (400, post("/v1/files", data={"purpose": "batch"}, files={"other": ("f", b"x")})),
+            (413, post("/v1/files", **form | {"files": {"file": ("f", b"x" * (LIMITS.max_bytes + 1))}})),
+            (404, house.http.get("/v1/files/none")),
+            (404, house.http.get("/v1/files/none/content")),
+            (404, house.http.delete("/v1/files/none")),
+            (404, house.http.get("/v1/files?after=none")),
+            (400, house.http.get("/v1/files?limit=0")),
+            (400, house.http.get("/v1/files?order=up")),
+            (400, post("/v1/batches", content=b"\xff")),
+            (400, post("/v1/batches", content=b"[" * 5000)),
+            (413, post("/v1/batches", content=b" " * 2**17)),
+            (400, post("/v1/batches", json=batch | {"endpoint": "/v1/embeddings"})),
+            (400, post("/v1/batches", json=batch | {"endpoint": "/v1/chat/completions"})),
+            (400, post("/v1/batches", json=batch | {"completion_window": "1h"})),
+            (400, post("/v1/batches", json=batch | {"metadata": {"a": 1}})),
+            (400, post("/v1/batches", json=batch | {"metadata": {"a": "x" * 513}})),
+            (400, post("/v1/batches", json=batch | {"unknown": 1})),
+            (400, post("/v1/batches", json=batch | {"input_file_id": empty})),
+            (404, post("/v1/batches", json=batch | {"input_file_id": "none"})),
+            (404, house.http.get("/v1/batches/none")),
+            (404, post("/v1/batches/none/cancel")),
+            (404, house.http.get("/v1/batches/none/results")),
+            (400, house.http.get("/v1/batches?limit=101")),
+            (404, house.http.get("/v1/batches?after=none")),
+            (400, house.http.get("/v1/batches?more=1")),
+        ]:
+            response = await answer
+            assert response.status_code == status, (response.request.url, response.text)
+            check_error(response.content)
+        assert (await house.http.get("/v1/batches")).json()["data"] == []
+        assert len([each async for each in house.client.files.list()]) == 2
+
+    _in_house(tmp_path, scenario)
