@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tramontane.cluster.batch_command import batch
 from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display, as_json, cut_short, summary
@@ -114,6 +115,19 @@ def serve(
     api_key_file: Annotated[
         Path | None, option("--api-key-file", help="Keys, one per line; read again whenever the file changes.")
     ] = None,
+    jobs_database: Annotated[
+        str | None, option("--jobs-database", help="Of batch jobs: sqlite:////FILE or postgresql://HOST/NAME.")
+    ] = None,
+    jobs_storage: Annotated[
+        str | None, option("--jobs-storage", help="Of batch jobs' files: a folder or any URL of fsspec.")
+    ] = None,
+    jobs_concurrency: Annotated[
+        int | None, option("--jobs-concurrency", help="Lines of batch jobs in progress at once. Default: a bit more than fit.")
+    ] = None,
+    jobs_url_prefixes: Annotated[
+        str | None,
+        option("--jobs-url-prefixes", help="What batch jobs may be read from: file:///in,s3://bucket. Default: nothing."),
+    ] = None,
     json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
@@ -131,6 +145,7 @@ def serve(
 
 app.command()(chat)
 app.command()(bench)
+app.add_typer(batch)
 app.command()(plan)
 app.command()(experts)
 app.command()(make_random)

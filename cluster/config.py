@@ -58,6 +58,11 @@ def api_keys(given: object) -> tuple[SecretStr, ...]:
     return tuple(key if isinstance(key, SecretStr) else SecretStr(str(key)) for key in keys)
 
 
+def url_prefixes(given: object) -> tuple[str, ...]:
+    """Of ``file:///data/in,s3://bucket/in`` or a file's list."""
+    return tuple(part for part in _parts(given) if part) if given else ()
+
+
 def _parts(given: object) -> list[str]:
     return [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
 
@@ -129,6 +134,10 @@ class EngineConfig(BaseModel):
     stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(api_keys)] = Field((), description="shown by nothing")
     api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
+    jobs_database: Annotated[str, Field(min_length=1)] | None = Field(None, description="of batch jobs: sqlite or postgresql")
+    jobs_storage: Annotated[str, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
+    jobs_concurrency: Few | None = Field(None, description="lines of batch jobs in progress; a quarter more than run at once")
+    jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
     json_output: bool = Field(False, alias="json")
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The Ray Serve application: Ingress (any number) -> Router (one per pipeline)."""
+"""The Ray Serve application: Ingress (any number) and Batch (one) -> Router (one per pipeline)."""
 
 import asyncio
 import os
@@ -12,6 +12,8 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.batch_replica import BatchReplica, job_settings
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.event_stream import Pacer
 from tramontane.cluster.http_door import HttpDoor
@@ -25,6 +27,7 @@ from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import find_model_args
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import NoChat
+from tramontane.router.batch_service import BatchService
 from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.router.tokenizer_folder import open_chat, open_tokenizer
@@ -84,6 +87,14 @@ def application(
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
     )(RouterReplica)
+    batch = serve.deployment(
+        name="Batch",
+        num_replicas=1,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.5,
+        graceful_shutdown_timeout_s=patience_s,
+        logging_config=quiet,
+    )(BatchReplica)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress_replicas,
@@ -94,25 +105,36 @@ def application(
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
     routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve)
-    return ingress.bind(config, fingerprint, routers, grpc_from_here_only)
+    jobs = batch.bind(config.without_keys(), fingerprint, routers, served_model)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only)
 
 
 class IngressReplica(GrpcServicer):
-    """Parses, bounds, tokenizes and streams; keeps nothing between requests. Ray Serve calls its gRPC methods by their names."""
+    """Parses, bounds, tokenizes and streams; keeps nothing between requests. Ray Serve calls its gRPC methods by their names.
+
+    Batch jobs meet ``Batch`` in their store only.
+    """
 
     def __init__(
-        self, config: EngineConfig, fingerprint: Fingerprint, router: "DeploymentHandle[Any]", grpc_from_here_only: bool
+        self,
+        config: EngineConfig,
+        fingerprint: Fingerprint,
+        router: "DeploymentHandle[Any]",
+        _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
+        grpc_from_here_only: bool,
     ) -> None:
         keep_internal_port_on_node_address()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
         self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        self._batches = BatchService(job_settings(config))
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
         super().__init__(
             model,
             self._routers,
+            self._batches,
             keys=keys,
             admits=is_from_here if grpc_from_here_only else lambda _: True,
             pace=Pacer(writes_per_s),
@@ -128,6 +150,7 @@ class IngressReplica(GrpcServicer):
             self._routers.move_experts if config.move_experts else None,
             chat=chat_format(config, model),
             keys=keys,
+            more_routes=BatchDoor(self._batches).routes(),
             sends_request_id=False,  # Ray Serve's proxies do
         )
 
@@ -136,6 +159,7 @@ class IngressReplica(GrpcServicer):
 
     async def __del__(self) -> None:
         self._routers.close()
+        self._batches.close()
 
     async def stats(self) -> dict[str, Any]:
         """What is held at this moment."""

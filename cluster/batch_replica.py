@@ -1,0 +1,126 @@
+"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that interactive requests have too."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
+from tramontane.cluster.worker_actor import naming_the_node
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.router.batch_runner import BatchRunner
+from tramontane.router.batch_service import BatchService, JobSettings
+from tramontane.router.completions import Completion, ServedModel, check_model_name
+from tramontane.router.job_claims import JobClaims
+from tramontane.router.job_storage import JobStorage
+from tramontane.router.job_tables import Database
+from tramontane.router.jobs import Endpoint
+from tramontane.router.openai_schema import ParameterError, parse_completion
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".tramontane"  # of the user, made when the first job comes
+TIDY_EVERY_S = 60.0
+WEIGHTS = ".safetensors"
+
+EndpointAnswer = Callable[[ServedModel, TokenSource, bytes], Awaitable[dict[str, Any]]]
+
+
+async def _completion(model: ServedModel, source: TokenSource, body: bytes) -> dict[str, Any]:
+    request = parse_completion(body)
+    if request.stream:
+        raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
+    check_model_name(model, request.model)
+    return await (await Completion.prepare(model, request, time.monotonic())).run(source)
+
+
+# What a line of a batch job is answered by. Whoever adds an endpoint adds it here and to ``router.jobs.Endpoint``.
+ANSWERS: Mapping[Endpoint, EndpointAnswer] = MappingProxyType({"/v1/completions": _completion})
+
+
+def job_settings(config: EngineConfig) -> JobSettings:
+    """Where doors and runner meet. Models have queues of their own, so that servers of several may share a store."""
+    home = Path.home() / FOLDER
+    return JobSettings(
+        config.jobs_database or f"sqlite:///{home / 'jobs.sqlite'}",
+        config.jobs_storage or str(home / "jobs"),
+        config.model_name,
+        tuple(ANSWERS),
+        config.jobs_url_prefixes,
+    )
+
+
+class BehindInteractive:
+    """A ``TokenSource`` whose sequences wait for those of interactive requests."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+
+    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        return self._source.generate([_of_batch(spec) for spec in specs])
+
+
+def _of_batch(spec: SequenceSpec) -> SequenceSpec:
+    """The one place where the priority of batch work is set."""
+    return spec
+
+
+class BatchReplica:
+    """Runs the jobs of its model. If it is killed, its jobs go on in the next one, when its lease has lapsed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        fingerprint: Fingerprint,
+        router: "DeploymentHandle[Any]",
+        open_model: Callable[[EngineConfig], ServedModel],
+    ) -> None:
+        keep_internal_port_on_node_address()
+        with naming_the_node():
+            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
+            self._model = open_model(config)
+        at_once = config.max_num_seqs * config.replicas
+        concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
+        self._routers = RemoteRouters(router, max_unaccepted=self._model.max_sequences * config.replicas)
+        self._source = BehindInteractive(self._routers)
+        settings = job_settings(config)
+        self._service = BatchService(settings)
+        self._database = Database(settings.database)
+        claims = JobClaims(self._database, settings.queue)
+        runner = BatchRunner(claims, JobStorage(settings.storage), self._answer, concurrency)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(runner.run()), loop.create_task(self._keep_tidy())]
+
+    async def __del__(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._routers.close()
+        self._service.close()
+        self._database.close()
+
+    async def check_health(self) -> None:
+        """For Ray Serve, which starts another replica if the runner has ended."""
+        if self._tasks[0].done():
+            raise PipelineError("the runner of batch jobs has ended")
+
+    async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+        return await ANSWERS[endpoint](self._model, self._source, json.dumps(body).encode())
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            with suppress(PipelineError):  # the store cannot be used now, and the runner says so
+                await self._service.tidy()
+            await asyncio.sleep(TIDY_EVERY_S)
