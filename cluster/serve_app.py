@@ -25,9 +25,9 @@ from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_n
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import find_model_args
+from tramontane.router.batch_service import BatchService
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import NoChat
-from tramontane.router.batch_service import BatchService
 from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.router.tokenizer_folder import open_chat, open_tokenizer

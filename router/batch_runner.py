@@ -167,8 +167,9 @@ class BatchRunner:
     async def _end(self, run: _Run) -> None:
         claim = run.claim
         if run.is_cancelled:
-            while await patiently(lambda: self._claims.cancel_some(claim), self._sleep):
-                pass
+            last: int | None = -1
+            while last is not None:
+                last = await patiently(partial(self._claims.cancel_some, claim, last), self._sleep)
         output, errors = await patiently(lambda: write_result_files(self._claims, self._storage, claim), self._sleep)
         state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
         await patiently(lambda: self._claims.end(claim, state, output, errors), self._sleep)

@@ -126,15 +126,18 @@ class JobClaims:
             self._hold(connection, claim)
             _write(connection, claim, outcomes)
 
-    def cancel_some(self, claim: Claim, limit: int = 5000) -> int:
-        """End lines that have not begun, and say how many; 0: there are none left. Raises JobLostError."""
-        pending = (lines.c.job == claim.number) & (lines.c.state == PENDING)
+    def cancel_some(self, claim: Claim, after: int, limit: int = 5000) -> int | None:
+        """End lines behind the place ``after`` that have not begun, and say the last one's; None: there are none left.
+
+        Raises JobLostError.
+        """
+        pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
         with self._database.writing() as connection:
             self._hold(connection, claim)
             some = select(lines.c.place).where(pending).order_by(lines.c.place).limit(limit)
             places = connection.execute(some).scalars().all()
             _write(connection, claim, [Outcome(place, True, None, CANCELLED) for place in places])
-        return len(places)
+        return places[-1] if places else None
 
     def results(self, claim: Claim, offset: int, limit: int) -> Sequence[StoredResult]:
         """As ``JobStore.results``."""

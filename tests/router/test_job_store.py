@@ -92,7 +92,7 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
     assert first.held(renew=True) == {}
     for write in (
         lambda: first.finish(old, _done(0)),
-        lambda: first.cancel_some(old),
+        lambda: first.cancel_some(old, -1),
         lambda: first.end(old, JobState.FAILED, None, None),
     ):
         with pytest.raises(JobLostError):

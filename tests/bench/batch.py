@@ -1,0 +1,170 @@
+"""Batch jobs: a million lines against an engine that only echoes, or a real server that is killed again and again.
+
+    python tests/bench/batch.py [--lines 1000000] [--database URL]
+    python tests/bench/batch.py --kills 20 [--requests 5000] [--seed 0]
+
+The first says how many lines a second are accepted and finished, and how much memory that takes as it goes on. The second
+runs ``tramontane serve`` with the demo model, kills (kill -9) the server, a stage or the Batch replica at random moments
+while lines are unfinished, and then wants every line exactly once, with the text that an undisturbed job has.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import psutil
+from batch_server import Server
+from rich.console import Console
+
+from tramontane.router.batch_runner import BatchRunner
+from tramontane.router.batch_service import BatchService, JobSettings
+from tramontane.router.job_claims import JobClaims
+from tramontane.router.job_storage import JobStorage
+from tramontane.router.job_tables import Database
+from tramontane.router.jobs import Job, JobOptions, JobState
+
+MIB = 2**20
+CONCURRENCY = 256
+LOOKS = 10  # at the memory, of each phase
+VICTIMS = ("the Batch replica", "a stage", "the server")
+WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
+console = Console(stderr=True, highlight=False)
+
+
+def _request(number: int, prompt: str) -> bytes:
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    return json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}).encode() + b"\n"
+
+
+async def _echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    await asyncio.sleep(0)
+    return {"choices": [{"text": body["prompt"]}]}
+
+
+class Memory:
+    """Resident, of this process, as it goes on."""
+
+    def __init__(self) -> None:
+        self.looks: list[float] = []
+
+    def look(self) -> None:
+        self.looks.append(round(psutil.Process().memory_info().rss / MIB, 1))
+
+
+async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
+    settings = JobSettings(database, f"{folder}/storage", f"bench-{time.time_ns()}")
+    service = BatchService(settings)
+    accepting, finishing = Memory(), Memory()
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for number in range(num_lines):
+            yield _request(number, f"line {number}")
+            if number % (num_lines // LOOKS) == 0:
+                accepting.look()
+
+    began = time.perf_counter()
+    job = await service.submit(pieces(), JobOptions())
+    accepted = time.perf_counter()
+    runner = BatchRunner(JobClaims(Database(database), settings.queue), JobStorage(settings.storage), _echo, CONCURRENCY)
+    running = asyncio.create_task(runner.run())
+    async for now in service.watch(job.job_id):
+        if now.num_done >= len(finishing.looks) * num_lines / LOOKS:
+            finishing.look()
+    finished = time.perf_counter()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    last: Job = await service.get(job.job_id)
+    assert (last.state, last.num_done) == (JobState.COMPLETED, num_lines), last
+    num_told, told_wrong = 0, 0
+    async for line in service.results(job.job_id):
+        told_wrong += line.line != num_told + 1 or json.loads(line.body)["choices"][0]["text"] != f"line {num_told}"
+        num_told += 1
+    read = time.perf_counter()
+    assert (num_told, told_wrong) == (num_lines, 0)
+    return {
+        "lines": num_lines,
+        "accepted_per_s": round(num_lines / (accepted - began)),
+        "finished_per_s": round(num_lines / (finished - accepted)),
+        "read_per_s": round(num_lines / (read - finished)),
+        "mib_while_accepting": accepting.looks,
+        "mib_while_finishing": finishing.looks,
+    }
+
+
+def _texts(url: str, job_id: str) -> dict[str, str]:
+    """By custom_id; raises if one comes twice or has an error."""
+    answers = httpx.get(f"{url}/v1/batches/{job_id}/results", timeout=600).text.splitlines()
+    parsed = [json.loads(answer) for answer in answers]
+    counts = Counter(answer["custom_id"] for answer in parsed)
+    assert all(count == 1 for count in counts.values()), counts.most_common(3)
+    failed = [answer for answer in parsed if answer["response"] is None or answer["response"]["status_code"] != 200]
+    assert not failed, failed[:3]
+    return {answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in parsed}
+
+
+def _killed(num_kills: int, num_requests: int, rng: random.Random, folder: Path) -> dict[str, Any]:
+    prompts = [" ".join(rng.choices(WORDS, k=rng.randint(2, 12))) for _ in range(num_requests)]
+    lines = b"".join(_request(number, prompt) for number, prompt in enumerate(prompts))
+    kills: Counter[str] = Counter()
+    with ExitStack() as stack:
+        server = Server(folder, stack)
+        calm = server.submit(lines)
+        began = time.monotonic()
+        server.wait_for(calm, num_requests)
+        calm_s = time.monotonic() - began
+        job = server.submit(lines)
+        for number in range(num_kills):
+            done = server.num_done(job)
+            # somewhere between here and its even share of what is left, so that lines are unfinished at every kill
+            server.wait_for(job, done + max(1, int((num_requests - done) / (num_kills - number + 1) * rng.random())))
+            victim = rng.choice(VICTIMS)
+            done = server.num_done(job)
+            assert done < num_requests, "nothing was left to kill for"
+            console.print(f"kill {number + 1} of {num_kills}, with {done} of {num_requests} lines done: {victim}")
+            server.kill(victim)
+            kills[victim] += 1
+        server.wait_for(job, num_requests)
+        expected, got = _texts(server.url, calm), _texts(server.url, job)
+    assert expected.keys() == got.keys() == {f"r{number}" for number in range(num_requests)}
+    different = [name for name in expected if expected[name] != got[name]]
+    return {
+        "requests": num_requests,
+        "kills": dict(kills),
+        "once": len(got),
+        "different": len(different),
+        "which": [(name, expected[name], got[name]) for name in different[:10]],
+        "undisturbed_s": round(calm_s, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=1_000_000)
+    parser.add_argument("--database", help="default: an SQLite file of its own")
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="batch-") as name:
+        folder = Path(name)
+        if options.kills is None:
+            database = options.database or f"sqlite:///{folder}/jobs.sqlite"
+            print(json.dumps(asyncio.run(_many(options.lines, database, folder)), indent=1))
+        else:
+            print(json.dumps(_killed(options.kills, options.requests, random.Random(options.seed), folder), indent=1))
+
+
+if __name__ == "__main__":
+    main()
