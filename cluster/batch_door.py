@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http_door import CLIENT_CLOSED_REQUEST, error_response
+from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, error_response
 from tramontane.proto.errors import PipelineError, RequestError, TramontaneError, UnknownJobError
 from tramontane.router.batch_results import result_line
 from tramontane.router.batch_service import BatchService

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,39 +16,60 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
+from tramontane.cluster.served_model import chat_format, served_model
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.batch_runner import BatchRunner
 from tramontane.router.batch_service import BatchService, JobSettings
+from tramontane.router.chat import ChatPrompt
+from tramontane.router.chat_completions import ChatCompletion
+from tramontane.router.chat_schema import ChatRequest, parse_chat
 from tramontane.router.completions import Completion, ServedModel, check_model_name
 from tramontane.router.job_claims import JobClaims
 from tramontane.router.job_storage import JobStorage
 from tramontane.router.job_tables import Database
 from tramontane.router.jobs import Endpoint
-from tramontane.router.openai_schema import ParameterError, parse_completion
+from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 logger = logging.getLogger(__name__)
 
 FOLDER = ".tramontane"  # of the user, made when the first job comes
 TIDY_EVERY_S = 60.0
+PRIORITY = 1  # of lines; interactive requests have 0
 WEIGHTS = ".safetensors"
 
-EndpointAnswer = Callable[[ServedModel, TokenSource, bytes], Awaitable[dict[str, Any]]]
 
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """What lines are answered with: the model, how it has conversations, and who makes tokens."""
 
-async def _completion(model: ServedModel, source: TokenSource, body: bytes) -> dict[str, Any]:
-    request = parse_completion(body)
-    if request.stream:
-        raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
-    check_model_name(model, request.model)
-    return await (await Completion.prepare(model, request, time.monotonic())).run(source)
+    model: ServedModel
+    chat: ChatPrompt
+    source: TokenSource
+
+    async def completion(self, body: bytes) -> dict[str, Any]:
+        request = parse_completion(body)
+        self._check(request)
+        return await (await Completion.prepare(self.model, request, time.monotonic())).run(self.source)
+
+    async def chat_completion(self, body: bytes) -> dict[str, Any]:
+        request = parse_chat(body)
+        self._check(request)
+        return await (await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())).run(self.source)
+
+    def _check(self, request: CompletionRequest | ChatRequest) -> None:
+        if request.stream:
+            raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
+        check_model_name(self.model, request.model)
 
 
 # What a line of a batch job is answered by. Whoever adds an endpoint adds it here and to ``router.jobs.Endpoint``.
-ANSWERS: Mapping[Endpoint, EndpointAnswer] = MappingProxyType({"/v1/completions": _completion})
+ANSWERS: Mapping[Endpoint, Callable[[Answerer, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
+    {"/v1/completions": Answerer.completion, "/v1/chat/completions": Answerer.chat_completion}
+)
 
 
 def job_settings(config: EngineConfig) -> JobSettings:
@@ -74,7 +96,7 @@ class BehindInteractive:
 
 def _of_batch(spec: SequenceSpec) -> SequenceSpec:
     """The one place where the priority of batch work is set."""
-    return spec
+    return replace(spec, priority=PRIORITY)
 
 
 class BatchReplica:
@@ -85,16 +107,15 @@ class BatchReplica:
         config: EngineConfig,
         fingerprint: Fingerprint,
         router: "DeploymentHandle[Any]",
-        open_model: Callable[[EngineConfig], ServedModel],
     ) -> None:
         keep_internal_port_on_node_address()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
-            self._model = open_model(config)
+            model = served_model(config)
         at_once = config.max_num_seqs * config.replicas
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
-        self._routers = RemoteRouters(router, max_unaccepted=self._model.max_sequences * config.replicas)
-        self._source = BehindInteractive(self._routers)
+        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)
         self._database = Database(settings.database)
@@ -117,7 +138,7 @@ class BatchReplica:
             raise PipelineError("the runner of batch jobs has ended")
 
     async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-        return await ANSWERS[endpoint](self._model, self._source, json.dumps(body).encode())
+        return await ANSWERS[endpoint](self._answerer, json.dumps(body).encode())
 
     async def _keep_tidy(self) -> None:
         while True:

@@ -22,15 +22,11 @@ from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
+from tramontane.cluster.served_model import chat_format, served_model
 from tramontane.cluster.worker_actor import naming_the_node
-from tramontane.proto.errors import CheckpointError, ConfigError
-from tramontane.proto.model_folder import find_model_args
+from tramontane.proto.errors import ConfigError
 from tramontane.router.batch_service import BatchService
-from tramontane.router.chat import ChatPrompt
-from tramontane.router.chat_completions import NoChat
-from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_servicer import GrpcServicer
-from tramontane.router.tokenizer_folder import open_chat, open_tokenizer
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 APPLICATION = "tramontane"
@@ -105,7 +101,7 @@ def application(
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
     routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve)
-    jobs = batch.bind(config.without_keys(), fingerprint, routers, served_model)
+    jobs = batch.bind(config.without_keys(), fingerprint, routers)
     return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only)
 
 
@@ -169,26 +165,3 @@ class IngressReplica(GrpcServicer):
             "rss": psutil.Process().memory_info().rss,
             "pid": os.getpid(),
         }
-
-
-def served_model(config: EngineConfig) -> ServedModel:
-    args = find_model_args(config.model)
-    return ServedModel(
-        name=config.model_name,
-        tokenizer=open_tokenizer(config.model, args.vocab_size),
-        max_model_len=config.max_model_len or args.max_seq_len,
-        max_sequences=config.max_num_seqs + config.max_queued_requests,
-        vocab_size=args.vocab_size,
-        num_layers=args.n_layers if args.moe else 0,
-        experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
-    )
-
-
-def chat_format(config: EngineConfig, model: ServedModel) -> ChatPrompt:
-    """How the model has conversations; for one that has none, what says so to those who ask."""
-    if model.tokenizer is None:
-        return NoChat("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
-    try:
-        return open_chat(config.model, model.tokenizer)
-    except CheckpointError as error:
-        return NoChat(str(error).replace(str(config.model), "the model's folder"))
