@@ -26,7 +26,7 @@ MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
 MAX_MULTIPLE = 10_000  # all different values of ``multipleOf`` multiplied: compiling takes 5 microseconds for each remainder
 MAX_CHECK_S = 0.5  # of computing, for a grammar; the stages, where all sequences wait for it, take as long again
-# Escapes by number are left out: half of a surrogate pair is no character, and lengths would count others than the reader does.
+# Escapes by number are left out: "\u0061" would pass for a property that the schema does not name, and be read as "a".
 SPELLING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
 OPTIONS = "x-guidance"  # where llguidance looks for them in a schema
 TEXT = r"TEXT: /(.|\n)+/"

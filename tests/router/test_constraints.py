@@ -77,6 +77,14 @@ def test_a_schema() -> None:
     assert not _takes(grammar, "{}")
 
 
+def test_no_property_passes_for_another_by_its_spelling() -> None:
+    """To a reader both are the same, and the second one has the wrong type."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    grammar = grammar_for(_format(schema))
+    assert _takes(grammar, '{"a": 1, "b": "x"}')
+    assert not _takes(grammar, '{"a": 1, "\\u0061": "x"}')
+
+
 def test_calls_as_a_list() -> None:
     grammar = grammar_for(None, _tools(WEATHER, TIME), "required", LIST)
     one, other = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "time", "arguments": {"x": 1}}'
