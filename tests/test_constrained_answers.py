@@ -152,7 +152,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_sequence_only() -> None:
     alone = outcomes[0][-1]
     for answers in outcomes:
         assert answers[0] == answers[3] == answers[-1] == alone
-        assert [(len(ids), finish) for ids, finish in answers[1:3]] == [(1, ERROR), (1, ERROR)], "with the first token"
+        assert (len(answers[1][0]), answers[1][1], answers[2][1]) == (1, ERROR, ERROR), "the first one with its first token"
         assert (len(alone[0]), alone[1]) == (6, LENGTH)
     assert [(_text(ids).strip(), finish) for ids, finish in outcomes[0][4:5]] == [('"x"', STOP)]
     assert [answers[4][1] for answers in outcomes[1:]] == [ERROR, ERROR], "there is no vocabulary"

@@ -61,7 +61,7 @@ from tramontane.cluster.launch import open_engine
 from tramontane.cluster.pipeline import own_ray
 from tramontane.cluster.serve_app import APPLICATION
 from tramontane.cluster.serve_checks import check_doors
-from tramontane.proto.errors import ConfigError, DeadlineError, NotHereError, RequestError, UnknownJobError, WrongKeyError
+from tramontane.proto.errors import ConfigError, DeadlineError, RequestError, UnknownJobError, WrongKeyError
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.client import AsyncClient, Client
 from tramontane.router.completions import UnknownModelError
@@ -77,8 +77,10 @@ WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _app() -> Iterator[None]:
-    with own_ray(num_cpus=4), served(**SETTINGS):
+def _app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    folder = tmp_path_factory.mktemp("jobs")
+    jobs = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": str(folder / "files")}
+    with own_ray(num_cpus=4), served(**SETTINGS, **jobs):
         yield
 
 
@@ -163,9 +165,7 @@ def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> No
         with pytest.raises(ParameterError, match="temperature is -1") as refused:
             next(client.generate("O", temperature=-1))
         assert refused.value.parameter == "temperature"
-        with pytest.raises(NotHereError, match="no batch jobs"):
-            client.submit_job(b"{}")
-        with pytest.raises(NotHereError, match="no batch jobs"):
+        with pytest.raises(UnknownJobError):
             list(client.watch_job("a"))
         with pytest.raises(RequestError):
             next(client.generate("x" * 4 * 2**20))
@@ -177,6 +177,24 @@ def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> No
     assert asyncio.run(codes()).keys() <= REFUSALS | {grpc.StatusCode.OK}
     wait_until_idle()
     assert processes() == before
+
+
+def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_doors() -> None:
+    bodies = [{"prompt": f"{word}:", "max_tokens": 12, "seed": 3, "temperature": 0.9} for word in WORDS[:8]]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    text = "\n".join([*map(json.dumps, lines), "no JSON", json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}})])
+    with Client(GRPC) as client:
+        job = client.submit_job(text.encode())
+        assert (job.num_lines, job.num_bad) == (10, 1)
+        assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
+        results = list(client.results(job.job_id))
+    assert [result.line for result in results] == list(range(1, 11))
+    assert [result.is_error for result in results] == [False] * 8 + [True] * 2
+    answers = [json.loads(result.body)["choices"][0]["text"] for result in results[:8]]
+    assert answers == [complete(**body)["choices"][0]["text"] for body in bodies]
+    over_http = httpx.get(f"{URL}/v1/batches/{job.job_id}", timeout=30).json()
+    assert over_http["request_counts"] == {"total": 10, "completed": 8, "failed": 2}
+    wait_until_idle()
 
 
 def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
