@@ -36,7 +36,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self._port}"
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--max-num-seqs", "16")
-        self._command = [sys.executable, "-c", ENTRY, "serve", "--port", str(self._port), *jobs, *more]
+        self._command = [sys.executable, "-c", ENTRY, "serve", "--port", str(self._port), "--grpc-port", "0", *jobs, *more]
         self._process = self._started()
         stack.callback(self._stop)
 

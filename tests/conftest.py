@@ -24,6 +24,7 @@ def _no_stray_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(ray, "init", refuse)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Where several processes share the tests, one at a time has a Ray cluster: clusters share what they keep in /tmp."""
     for item in items:

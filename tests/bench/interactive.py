@@ -1,0 +1,109 @@
+"""How long an interactive request waits for its first token while a batch job has all the places.
+
+    python tests/bench/interactive.py [--requests 40] [--json]
+
+``tramontane serve`` with the demo model on two stages, 16 places. Streams of 8 tokens one after the other: on the idle server,
+then while a job of far more lines than there are places runs, whose prompts are as long as the streams' or longer. How long a
+micro-batch takes is what the streams' own tokens are apart meanwhile: a sequence gets one with each round.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+from batch_server import Server
+from rich.console import Console
+from rich.table import Table
+
+LINES, PLACES, MAX_TOKENS = 20_000, 16, 8
+WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Milliseconds, medians and the worst."""
+
+    ttft: float
+    worst_ttft: float
+    itl: float
+
+
+def one_stream(url: str, prompt: str) -> tuple[float, list[float]]:
+    """Seconds until the first token, and between the others."""
+    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    began = time.perf_counter()
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        times = [time.perf_counter() for line in response.iter_lines() if line.startswith("data: {")]
+    return times[0] - began, [(times[-1] - times[0]) / (MAX_TOKENS - 1)]  # tokens may travel together
+
+
+def streams(url: str, count: int, rng: random.Random) -> Waits:
+    ttfts, itls = [], []
+    for _ in range(count):
+        ttft, gaps = one_stream(url, " ".join(rng.choices(WORDS, k=8)))
+        ttfts.append(1000 * ttft)
+        itls += [1000 * gap for gap in gaps]
+    return Waits(statistics.median(ttfts), max(ttfts), statistics.median(itls))
+
+
+def job(rng: random.Random) -> bytes:
+    lines = []
+    for number in range(LINES):
+        body = {
+            "prompt": " ".join(rng.choices(WORDS, k=rng.randint(8, 60))),
+            "max_tokens": 64,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        lines.append(json.dumps({"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": body}))
+    return "\n".join(lines).encode()
+
+
+def measure(requests: int) -> tuple[Waits, Waits]:
+    """On an idle server, and beside a job."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        console.print("starting the server ...", style="dim")
+        server = Server(Path(folder), stack)
+        streams(server.url, 10, rng)  # so that its policy knows its pipeline
+        console.print("streams on the idle server ...", style="dim")
+        idle = streams(server.url, requests, rng)
+        job_id = server.submit(job(rng))
+        server.wait_for(job_id, 2 * PLACES)
+        console.print("streams beside a job ...", style="dim")
+        beside = streams(server.url, requests, rng)
+        if server.num_done(job_id) > LINES - 2 * PLACES:
+            raise SystemExit("the job was over before the streams were; give it more lines")
+    return idle, beside
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    idle, beside = measure(options.requests)
+    if options.json:
+        print(json.dumps({"idle": asdict(idle), "beside": asdict(beside)}))
+        return
+    table = Table("", "TTFT, median", "worst", "between tokens")
+    for name, waits in (("idle", idle), ("beside a job", beside)):
+        table.add_row(name, f"{waits.ttft:.0f} ms", f"{waits.worst_ttft:.0f} ms", f"{waits.itl:.0f} ms")
+    bound = 2 * idle.ttft + beside.itl
+    verdict = "met" if beside.ttft <= bound else "missed"
+    Console(highlight=False).print(table, f"target: at most twice idle and one micro-batch more, {bound:.0f} ms: {verdict}")
+
+
+if __name__ == "__main__":
+    main()
