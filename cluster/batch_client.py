@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tramontane.cluster.server_url import base_url
+from tramontane.cluster.server_url import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, PipelineError
 
 TIMEOUT = httpx.Timeout(30.0, read=600.0)  # a job of a million lines is stored before the server answers
@@ -24,8 +24,7 @@ Job = dict[str, Any]
 class BatchClient:
     """``notice`` is told when a connection is lost. Errors of the server are ConfigError, a server that is gone PipelineError."""
 
-    def __init__(self, url: str, api_key: str | None, notice: Callable[[str], None]) -> None:
-        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    def __init__(self, url: str, headers: dict[str, str], notice: Callable[[str], None]) -> None:
         self._http = httpx.Client(base_url=base_url(url), timeout=TIMEOUT, headers=headers)
         self._notice = notice
 
@@ -126,6 +125,7 @@ class BatchClient:
             wait = min(2 * wait, LONGEST_WAIT_S)
 
     def _refused(self, answer: httpx.Response) -> None:
+        check_allowed(self._http, answer)
         try:
             message = str(answer.json()["error"]["message"])
         except (ValueError, LookupError, TypeError, RecursionError):

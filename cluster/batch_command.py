@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.options import option
 from tramontane.proto.errors import PipelineError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 RATE_OVER_S = 60.0
 
 Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
-ApiKey = Annotated[str | None, option("--api-key", help="If the server wants one.")]
 Json = Annotated[bool, option("--json", help="Machine-readable output on standard output.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say it.")]
 HERE = "http://127.0.0.1:8000"
@@ -33,10 +33,10 @@ console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def _client(url: str, api_key: str | None) -> "Iterator[BatchClient]":
+def _client(url: str, key: str | None, key_file: Path | None) -> "Iterator[BatchClient]":
     from tramontane.cluster.batch_client import BatchClient  # brings an HTTP client
 
-    with BatchClient(url, api_key, lambda text: console.print(text, style="yellow", markup=False)) as client:
+    with BatchClient(url, key_headers(key, key_file), lambda text: console.print(text, style="yellow", markup=False)) as client:
         yield client
 
 
@@ -46,27 +46,28 @@ def submit(
     endpoint: Annotated[str, option("--endpoint", help="What the lines are requests to.")] = "/v1/completions",
     any_order: Annotated[bool, option("--any-order", help="Results as they are ready, not in the order of input.")] = False,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    key: Key = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Submit a file of requests, one a line; prints the job's ID."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         job = client.submit(file, not any_order, endpoint)
     print(json.dumps(job) if as_json else job["id"])
 
 
 @batch.command()
-def status(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def status(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """How far a job is."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         job = client.get(job_id)
     print(json.dumps(job) if as_json else _line(job))
 
 
 @batch.command()
-def watch(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def watch(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """A job's progress, until it has ended. Interrupting this does not harm the job."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         job = _watched_json(client, job_id) if as_json else _watched(client, job_id)
     if not as_json:
         print(_line(job))
@@ -111,11 +112,12 @@ def results(
     job_id: JobId,
     output: Annotated[Path, option("-o", "--output", help="Where to write them.")],
     url: Url = HERE,
-    api_key: ApiKey = None,
+    key: Key = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Every line's answer or error, as the job goes on; ends with the job."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         num_lines = client.results(job_id, output)
     print(json.dumps({"id": job_id, "output": str(output), "lines": num_lines}) if as_json else f"{num_lines} lines in {output}")
 
@@ -124,11 +126,12 @@ def results(
 def list_jobs(
     limit: Annotated[int, option("--limit", help="The newest so many.")] = 20,
     url: Url = HERE,
-    api_key: ApiKey = None,
+    key: Key = None,
+    key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """The newest jobs."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         jobs = client.list(limit)
     if as_json:
         print(json.dumps(jobs))
@@ -141,9 +144,9 @@ def list_jobs(
 
 
 @batch.command()
-def cancel(job_id: JobId, url: Url = HERE, api_key: ApiKey = None, as_json: Json = False) -> None:
+def cancel(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
     """Begin no more lines of a job; each of the rest ends with an error that says so."""
-    with _client(url, api_key) as client:
+    with _client(url, key, key_file) as client:
         job = client.cancel(job_id)
     print(json.dumps(job) if as_json else _line(job))
 

@@ -14,6 +14,7 @@ import pytest
 import uvicorn
 from jobs import Place, place_in, requests
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster import batch_client, cli
@@ -27,8 +28,12 @@ class Unreliable:
     app: Starlette
     tears: list[tuple[str, int]] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
+    key: str | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.key and (b"authorization", f"Bearer {self.key}".encode()) not in scope["headers"]:
+            await Response(status_code=401)(scope, receive, send)
+            return
         path = f"{scope['method']} {scope['path']}"
         self.paths.append(path)
         tear = next((tear for tear in self.tears if path.endswith(tear[0])), None)
@@ -47,10 +52,10 @@ class Unreliable:
 
 
 @contextmanager
-def _server(place: Place, runs: bool) -> Iterator[tuple[str, Unreliable]]:
+def _server(place: Place, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
     """Its URL. In a thread with an event loop of its own, where a runner works too."""
     service = place.service()
-    app = Unreliable(Starlette(routes=BatchDoor(service).routes()))
+    app = Unreliable(Starlette(routes=BatchDoor(service).routes()), key=key)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
     ready = threading.Event()
 
@@ -133,3 +138,12 @@ def test_cancelling_and_looking(tmp_path: Path, tramontane: Callable[..., str], 
         assert json.loads(tramontane("status", job_id, "--url", url, "--json"))["status"] == "cancelling"
         assert "there is no batch job" in refused("batch", "status", "batch_x", "--url", url)
         assert "endpoint" in refused("batch", "submit", tmp_path / "in.jsonl", "--endpoint", "/x", "--url", url)
+
+
+def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
+    tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    (tmp_path / "keys").write_text("# ours\nsesame-and-more-of-it\n")
+    with _server(place_in(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
+        assert json.loads(tramontane("list", "--url", url, "--json", "--api-key-file", tmp_path / "keys")) == []
+        assert "wants an API key" in refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
