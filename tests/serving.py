@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.client import HTTPResponse
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -25,18 +26,20 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 @contextmanager
 def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
-    """On the cluster that is connected. Ray Serve itself is started once and stays."""
+    """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
     serve.start(
         http_options=HTTPOptions(host="127.0.0.1", port=PORT),
         grpc_options=grpc_options(GRPC_PORT),
         logging_config={"log_level": "WARNING"},
     )
-    serve.run(application(EngineConfig.build(None, settings)), name=APPLICATION, route_prefix="/")
-    wait_until_ready()
-    try:
-        yield
-    finally:
-        serve.delete(APPLICATION)
+    with TemporaryDirectory() as folder:
+        jobs = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder}
+        serve.run(application(EngineConfig.build(None, jobs | settings)), name=APPLICATION, route_prefix="/")
+        wait_until_ready()
+        try:
+            yield
+        finally:
+            serve.delete(APPLICATION)
 
 
 def wait_until_ready() -> None:

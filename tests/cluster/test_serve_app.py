@@ -77,10 +77,8 @@ WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("jobs")
-    jobs = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": str(folder / "files")}
-    with own_ray(num_cpus=4), served(**SETTINGS, **jobs):
+def _app() -> Iterator[None]:
+    with own_ray(num_cpus=4), served(**SETTINGS):
         yield
 
 
