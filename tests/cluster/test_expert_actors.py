@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,9 +83,16 @@ def _expert(spec: PipelineSpec, actor_id: int) -> "ActorHandle[Any]":
 
 # The whole matrix, with replicas and without, is in workers/test_remote_experts.py, where processes cost nothing.
 CASES: list[tuple[int, int, int, Link]] = [(2, 2, 1, "direct"), (1, 2, 2, "object-store")]
+LINKS: tuple[Link, ...] = ("direct", "object-store")
+EVERY = [case for case in product((1, 2, 4), (1, 2, 4, 8), (1, 2), LINKS) if case[2] <= case[1]]  # minutes: --every-combination
 
 
-@pytest.mark.parametrize(("num_stages", "num_actors", "replicas", "link"), CASES)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.function is test_same_tokens:
+        cases = EVERY if metafunc.config.getoption("--every-combination") else CASES
+        metafunc.parametrize(("num_stages", "num_actors", "replicas", "link"), cases)
+
+
 def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, link: Link) -> None:
     with _pipeline(folder, num_stages, num_actors, replicas, link) as (spec, chain):
         outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), CHOSEN))
