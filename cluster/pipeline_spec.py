@@ -49,7 +49,8 @@ class PipelineSpec:
     def workers_of(self, num_pipelines: int = 1) -> str:
         """``2 stages``, or ``2 stages and 4 expert actors``."""
         stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
-        return f"{stages} stages" + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
+        text = f"{stages} stage{'s' * (stages != 1)}"
+        return text + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:

@@ -59,9 +59,10 @@ class Served:
             numbers = {"replicas": self.config.replicas, "stages": self.num_stages, "ready_after_s": round(self.ready_after_s, 3)}
             return json.dumps(about | numbers)
         pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
+        stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
-            f"on {pipelines} of {self.num_stages} stages{f', gRPC at {self.grpc}' * bool(self.grpc)}; Ctrl-C stops it"
+            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; Ctrl-C stops it"
         )
 
 

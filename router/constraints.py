@@ -195,4 +195,14 @@ def _complaint(grammar: str) -> str | None:
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     if time.thread_time() - began > MAX_CHECK_S:
         return "it is too complicated"
-    return f"{' '.join(messages[0].split()):.300}" if is_error else None
+    return _in_short(messages[0]) if is_error else None
+
+
+def _in_short(message: str) -> str:
+    """Without the grammar that surrounds the schema, which nobody but us has written.
+
+    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\\n   1 | start: ..." says "Unimplemented keys: [...]".
+    """
+    before, _, _ = message.partition("\n   1 | ")
+    _, _, reason = before.rpartition("JSON schema: ")
+    return f"{' '.join((reason or before).split()):.300}"

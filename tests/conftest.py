@@ -8,8 +8,11 @@ import pytest
 import ray
 import reference
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")
 
 
 @pytest.fixture(autouse=True)
