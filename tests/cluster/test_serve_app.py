@@ -331,7 +331,7 @@ def test_mistakes_arrive_as_the_clients_own_errors() -> None:
     with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
         client.completions.create(model="demo", prompt=[10**6])
     with pytest.raises(openai.NotFoundError, match="is not here"):
-        client.chat.completions.create(model="demo", messages=[])
+        client.embeddings.create(model="demo", input="O")
 
 
 def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -562,7 +562,7 @@ REFUSED_BODIES = {
     b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "one request may have at most 288",
     b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5': input should be a valid integer",
     b'{"prompt": "O", "max_tokens": true}': "max_tokens is True: input should be a valid integer",
-    b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: input should be greater than or equal to 1",
+    b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: without echo: true there would be no answer",
     b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 99): "max_tokens is 1000",
     b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 9999): "the body is not JSON: number out of range",
     b'{"prompt": "O", "max_tokens": 1e400}': "max_tokens is inf",
@@ -622,7 +622,7 @@ def _chunk(part: bytes) -> bytes:
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-NOT_HERE = "there are POST /v1/completions, GET /v1/models, GET /health"
+NOT_HERE = "there are POST /v1/completions, POST /v1/chat/completions"
 FRAMED = {
     "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
     "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
@@ -647,7 +647,7 @@ FRAMED = {
     "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, NOT_HERE),
     "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, NOT_HERE),
     "for nothing": (post_of(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
-    "for chat": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/chat/completions HTTP/1.1"), 404, NOT_HERE),
+    "for embeddings": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
     "for a path with dots": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"), 404, NOT_HERE),
     "for no character": (post_of(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
     "for a long path": (post_of(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
