@@ -13,6 +13,7 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
+from tramontane.cluster.batch_nodes import OneMachineService
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
@@ -82,6 +83,13 @@ def job_settings(config: EngineConfig) -> JobSettings:
         tuple(ANSWERS),
         config.jobs_url_prefixes,
     )
+
+
+def batch_service(config: EngineConfig) -> BatchService:
+    """For doors. A folder that is given along with PostgreSQL is taken for one that every machine sees."""
+    settings = job_settings(config)
+    on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
+    return OneMachineService(settings) if on_one_machine else BatchService(settings)
 
 
 class BehindInteractive:

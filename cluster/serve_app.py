@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
-from tramontane.cluster.batch_replica import BatchReplica, job_settings
+from tramontane.cluster.batch_replica import BatchReplica, batch_service
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.event_stream import Pacer
 from tramontane.cluster.http_door import HttpDoor
@@ -25,7 +25,6 @@ from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_n
 from tramontane.cluster.served_model import chat_format, served_model
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import ConfigError
-from tramontane.router.batch_service import BatchService
 from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
@@ -124,7 +123,7 @@ class IngressReplica(GrpcServicer):
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
         self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
-        self._batches = BatchService(job_settings(config))
+        self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
         super().__init__(

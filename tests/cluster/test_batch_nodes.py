@@ -1,0 +1,70 @@
+"""Where doors and the runner may be on different machines, no job goes to the disk of one of them."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from http_fuzz import check_error
+from jobs import pieces, requests
+from starlette.applications import Starlette
+
+from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.batch_nodes import LOOK_EVERY_S, OneMachineService
+from tramontane.cluster.batch_replica import batch_service, job_settings
+from tramontane.cluster.config import EngineConfig
+from tramontane.proto.errors import PipelineError
+from tramontane.router.jobs import JobOptions
+
+POSTGRES = "postgresql://somewhere/jobs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_one"),
+    [
+        ({}, True),
+        ({"jobs_database": "sqlite:////shared/jobs.sqlite", "jobs_storage": "/shared/jobs"}, True),
+        ({"jobs_database": POSTGRES}, True),
+        ({"jobs_database": POSTGRES, "jobs_storage": "/shared/jobs"}, False),
+        ({"jobs_database": POSTGRES, "jobs_storage": "memory://jobs"}, False),
+    ],
+)
+def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[str, str], on_one: bool) -> None:
+    service = batch_service(EngineConfig.build(None, settings))
+    service.close()
+    assert isinstance(service, OneMachineService) is on_one
+
+
+def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp_path: Path) -> None:
+    num_machines, asked, now = 1, [], 0.0
+
+    def machines() -> int:
+        asked.append(now)
+        return num_machines
+
+    async def scenario() -> None:
+        nonlocal num_machines, now
+        config = EngineConfig.build(None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)})
+        service = OneMachineService(job_settings(config), machines, lambda: now)
+        transport = httpx.ASGITransport(Starlette(routes=BatchDoor(service).routes()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
+            file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
+            order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            batch = (await client.post("/v1/batches", json=order)).json()["id"]
+            assert asked == [0.0], "once for both"
+            num_machines, now = 2, LOOK_EVERY_S
+            for refused in (await client.post("/v1/batches", json=order), await client.post("/v1/files", **form)):  # type: ignore[arg-type]
+                assert refused.status_code == 503
+                assert "--jobs-database postgresql://HOST/NAME" in check_error(refused.content)["message"]
+            options = JobOptions(endpoint="/v1/completions")
+            for over_grpc in (service.submit(pieces(requests(2)), options), service.submit_url("file:///in", options)):
+                with pytest.raises(PipelineError, match="this cluster has 2 machines"):
+                    await over_grpc
+            assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
+            assert (await client.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
+            num_machines, now = 1, 2 * LOOK_EVERY_S
+            assert (await client.post("/v1/batches", json=order)).status_code == 200
+        service.close()
+
+    asyncio.run(scenario())
