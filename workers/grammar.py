@@ -146,7 +146,8 @@ class Constraints:
         )
 
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
-        if token_id in self._eos and seq_id not in self._never_ends:
+        unfollowed = isinstance(self._answers[seq_id], GrammarError)  # then an end means nothing
+        if token_id in self._eos and seq_id not in self._never_ends and not unfollowed:
             return None  # the router sees it by itself
         answer = self._said(seq_id, (token_id,))
         if isinstance(answer, GrammarError):

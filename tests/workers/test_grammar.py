@@ -154,6 +154,14 @@ def test_what_a_grammar_does_not_allow_ends_the_sequence() -> None:
     assert constraints.ended([0, 1], [ord("x"), ord("1")]) == ((0, FinishReason.ERROR),)
 
 
+@pytest.mark.parametrize("sampled", [ord("x"), EOS])
+def test_a_grammar_that_cannot_be_followed_never_ends_well(sampled: int) -> None:
+    """Nothing is masked then, so the model may end by itself at once."""
+    constraints = _constraints()
+    _begin(constraints, "start: nothing", DIGITS)
+    assert constraints.ended([0, 1], [sampled, ord("1")]) == ((0, FinishReason.ERROR),)
+
+
 def test_bits_count_from_the_lowest() -> None:
     allowed = unpacked([b"\x05\x80", b"\x00\x01"], 20)
     assert [row.nonzero()[:, 0].tolist() for row in allowed] == [[0, 2, 15], [8]]
