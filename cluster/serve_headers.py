@@ -1,11 +1,13 @@
-"""Keeps what clients would tell Ray Serve, rather than us, from reaching it."""
+"""Keeps what clients would tell or ask Ray Serve, rather than us, from reaching it."""
 
 import re
 
 from starlette.middleware import Middleware
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tramontane.cluster.serve_ports import keep_grpc_door_on_http_host
+from tramontane.router.openai_schema import error_body
 
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
 FOR_RAY_SERVE = (
@@ -17,6 +19,9 @@ FOR_RAY_SERVE = (
 REQUEST_ID = b"x-request-id"
 GOOD_ID = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
+RAY_SERVES_OWN = "/-/"  # its paths, which ask for no key
+HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart proxies by it
+
 
 def proxy_middlewares() -> list[Middleware]:
     """Ray Serve's proxies call it by name, before they open their ports: see ``pipeline.SERVE_SETTINGS``."""
@@ -25,12 +30,17 @@ def proxy_middlewares() -> list[Middleware]:
 
 
 class WithoutOrders:
-    """An ASGI application that sees the other headers."""
+    """An ASGI application that sees the other headers, and none of the paths that say what else Ray Serve has."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and path.startswith(RAY_SERVES_OWN) and path != HEALTH:
+            answer = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)
+            await answer(scope, receive, send)
+            return
         kept = [(name, value) for name, value in scope.get("headers", ()) if not _is_order(name.replace(b"_", b"-"), value)]
         await self._app({**scope, "headers": kept}, receive, send)
 

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from http_fuzz import check_error
 from scripted_source import CONTEXT, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_of, door_of
+from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -95,6 +96,25 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(given: bytes, kept: bo
     scope = {"type": "http", "headers": [(b"host", b"door"), (b"x-request-id", given)]}
     asyncio.run(middleware.cls(app)(scope, None, None))  # type: ignore[arg-type]
     assert ((b"x-request-id", given) in seen[0]) is kept
+
+
+@pytest.mark.parametrize("root", ["", "/below"])
+@pytest.mark.parametrize(("path", "passes"), [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)])
+def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, path: str, passes: bool) -> None:
+    async def behind(_request: Request) -> JSONResponse:
+        return JSONResponse({})
+
+    async def scenario() -> None:
+        [middleware] = proxy_middlewares()
+        app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
+        transport = httpx.ASGITransport(app, root_path=root)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            response = await client.get(root + path)
+            assert response.status_code == (200 if passes else 404)
+            if not passes:
+                check_error(response.content)
+
+    asyncio.run(scenario())
 
 
 def test_another_doors_routes_are_mounted_and_named() -> None:
