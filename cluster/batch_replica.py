@@ -77,8 +77,8 @@ def job_settings(config: EngineConfig) -> JobSettings:
     """Where doors and runner meet. Models have queues of their own, so that servers of several may share a store."""
     home = Path.home() / FOLDER
     return JobSettings(
-        config.jobs_database or f"sqlite:///{home / 'jobs.sqlite'}",
-        config.jobs_storage or str(home / "jobs"),
+        config.jobs_database.get_secret_value() if config.jobs_database else f"sqlite:///{home / 'jobs.sqlite'}",
+        config.jobs_storage.get_secret_value() if config.jobs_storage else str(home / "jobs"),
         config.model_name,
         tuple(ANSWERS),
         config.jobs_url_prefixes,

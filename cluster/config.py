@@ -9,6 +9,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 
 from tramontane.cluster.expert_load import ExpertLoad, given_load
+from tramontane.cluster.job_urls import absolute_database, absolute_folder
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
@@ -19,6 +20,7 @@ PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the ro
     *("page_size", "kv_cache_memory", "threads_per_stage", "link", "gpu_memory", "gpu_speed"),
     *("expert_actors", "expert_replicas", "expert_memory", "expert_load", "ping_pong"),
 }
+SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 
 
@@ -134,8 +136,10 @@ class EngineConfig(BaseModel):
     stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(api_keys)] = Field((), description="shown by nothing")
     api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
-    jobs_database: Annotated[str, Field(min_length=1)] | None = Field(None, description="of batch jobs: sqlite or postgresql")
-    jobs_storage: Annotated[str, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
+    jobs_database: Annotated[SecretStr, Field(min_length=1)] | None = Field(
+        None, description="of batch jobs: sqlite or postgresql"
+    )
+    jobs_storage: Annotated[SecretStr, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
     jobs_concurrency: Few | None = Field(None, description="lines of batch jobs in progress; a quarter more than run at once")
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
     json_output: bool = Field(False, alias="json")
@@ -158,7 +162,14 @@ class EngineConfig(BaseModel):
     def for_other_directories(self) -> Self:
         """The same files, for processes that run elsewhere."""
         model = self.model if is_preset(self.model) else self.model.resolve()
-        return self.model_copy(update={"model": model, "api_key_file": self.api_key_file and self.api_key_file.absolute()})
+        return self.model_copy(
+            update={
+                "model": model,
+                "api_key_file": self.api_key_file and self.api_key_file.absolute(),
+                "jobs_database": self.jobs_database and absolute_database(self.jobs_database),
+                "jobs_storage": self.jobs_storage and absolute_folder(self.jobs_storage),
+            }
+        )
 
     def without_keys(self) -> Self:
         """For those who need none."""
@@ -237,6 +248,8 @@ def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is 
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
         return f"{problem['loc'][0]} is not a key of the configuration; README lists them"
+    if problem["loc"][0] in SECRETS:
+        return f"{name} must be a text that is not empty"
     if problem["type"].startswith("byte_size"):
         return f"{name} is {problem['input']!r}; it must be a size such as 512MiB or 2GiB"
     return f"{name} is {problem['input']!r}: {problem['msg'][0].lower()}{problem['msg'][1:]}"

@@ -1,11 +1,12 @@
-"""Keys on a command line, which every user of the machine may read, and which Ray shows on its dashboard."""
+"""Keys and passwords on a command line, which every user of the machine may read, and which Ray shows on its dashboard."""
 
 from collections.abc import Sequence
 from subprocess import list2cmdline
 
 import psutil
 
-FLAG, HIDDEN = "--api-key", "***"
+FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
+HIDDEN = "***"
 
 
 def hide_keys(arguments: Sequence[str]) -> None:
@@ -18,11 +19,12 @@ def hide_keys(arguments: Sequence[str]) -> None:
 
 
 def without_keys(arguments: Sequence[str]) -> list[str]:
-    """``--api-key KEY`` and ``--api-key=KEY`` without the key."""
+    """``--api-key KEY`` and ``--api-key=KEY`` without the key; so for all ``FLAGS``."""
     shown: list[str] = []
     for argument in arguments:
-        if shown and shown[-1] == FLAG:
+        flag, mark, _ = argument.partition("=")
+        if shown and shown[-1] in FLAGS:
             shown.append(HIDDEN)
         else:
-            shown.append(f"{FLAG}={HIDDEN}" if argument.startswith(f"{FLAG}=") else argument)
+            shown.append(f"{flag}={HIDDEN}" if mark and flag in FLAGS else argument)
     return shown

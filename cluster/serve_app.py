@@ -17,6 +17,7 @@ from tramontane.cluster.batch_replica import BatchReplica, batch_service
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.event_stream import Pacer
 from tramontane.cluster.http_door import HttpDoor
+from tramontane.cluster.job_urls import has_password
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -42,6 +43,11 @@ def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
     if SHOWN_BY_RAY in args:
         raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
+    if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
+        raise ConfigError(
+            f"{secret[0]}: a password is not for a Serve config, which Ray shows to everybody; "
+            "leave it out, and have every node know it by ~/.pgpass, or as the storage's library says"
+        )
     if others := sorted(OF_THE_COMMAND & args.keys()):
         raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
     return application(EngineConfig.build(None, args), patience_s=DRAIN_S)

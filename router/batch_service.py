@@ -25,8 +25,8 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 class JobSettings:
     """``queue``: whose jobs, by the served model's name. ``url_prefixes``: below which clients may have files read."""
 
-    database: str
-    storage: str
+    database: str = field(repr=False)  # may hold a password, as may the next
+    storage: str = field(repr=False)
     queue: str
     endpoints: tuple[Endpoint, ...] = ("/v1/completions",)
     url_prefixes: tuple[str, ...] = ()

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from urllib.parse import unquote, urlsplit
@@ -67,7 +68,7 @@ class UrlReader:
         """Raises ConfigError."""
         for prefix in prefixes:
             if not urlsplit(prefix).scheme or "://" not in prefix:
-                raise ConfigError(f"{prefix!r} is no prefix of URLs; it must begin with a scheme, as file:///data/in does")
+                raise ConfigError(f"{_shown(prefix)!r} is no prefix of URLs; begin it with a scheme, as file:///data/in does")
             _filesystem_of(prefix, "a prefix of URLs")
         self._prefixes = [_canonical(prefix).rstrip("/") + "/" for prefix in prefixes]
 
@@ -101,7 +102,7 @@ def _filesystem_of(url: str, what: str) -> tuple[AbstractFileSystem, str]:
     try:
         filesystem, path = url_to_fs(url)
     except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
-        raise ConfigError(f"{what} is {url!r:.200}: {error}") from error
+        raise ConfigError(f"{what} is {_shown(url)!r:.200}: {_shown(str(error))}") from None
     return filesystem, str(path)
 
 
@@ -123,4 +124,9 @@ def _storage_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+    return f"{type(error).__name__}: {_shown(' '.join(str(error).split())):.200}"
+
+
+def _shown(text: str) -> str:
+    """Without who is named before a host, and the password: ``s3://key:secret@bucket``."""
+    return re.sub(r"://\S*@", "://***@", text)

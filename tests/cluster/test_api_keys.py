@@ -18,12 +18,15 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tramontane.cluster.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
+from tramontane.cluster.batch_replica import job_settings
 from tramontane.cluster.client_key import key_headers
 from tramontane.cluster.config import ConfigFile, EngineConfig
 from tramontane.cluster.hidden_keys import without_keys
+from tramontane.cluster.job_urls import has_password
 from tramontane.cluster.serve_app import build
 from tramontane.cluster.server_url import check_allowed
 from tramontane.proto.errors import ConfigError
+from tramontane.router.job_storage import JobStorage, UrlReader
 
 KEY, OTHER = "sk-first-kept-secret", "sk-second-kept-secret"
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
@@ -248,10 +251,42 @@ def test_a_serve_config_may_name_a_file_of_keys_but_no_key() -> None:
     assert KEY not in str(refused.value)
 
 
+DATABASE = f"postgresql://jobs:{KEY}@host/jobs"
+
+
+def test_no_configuration_shows_the_password_of_its_store() -> None:
+    config = EngineConfig.build(None, {"jobs_database": DATABASE, "jobs_storage": f"s3://me:{OTHER}@bucket"})
+    settings = job_settings(config)
+    assert (settings.database, settings.storage) == (DATABASE, f"s3://me:{OTHER}@bucket")
+    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(settings)]
+    for wrong in ({"jobs_database": {KEY: OTHER}}, {"jobs_storage": [KEY, OTHER]}):
+        with pytest.raises(ConfigError, match="must be a text") as refused:
+            EngineConfig.build(None, wrong)
+        shown.append(str(refused.value))
+    for refuse in (lambda: JobStorage(f"nosuch://me:{KEY}@bucket"), lambda: UrlReader([f"://me:{KEY}@x"])):
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        shown.append(str(refused.value))
+    assert not any(KEY in text or OTHER in text for text in shown)
+
+
+@pytest.mark.parametrize("query", ["password=", "user=me&password=", "sslpassword="])
+def test_a_serve_config_has_no_password_of_a_store(query: str) -> None:
+    for settings in ({"jobs_database": DATABASE}, {"jobs_database": f"postgresql://host/jobs?{query}{KEY}"}):
+        with pytest.raises(ConfigError, match="jobs_database: a password is not for a Serve config") as refused:
+            build(settings)
+        assert KEY not in str(refused.value)
+    assert not any(
+        map(has_password, ("postgresql://me@host:5432/jobs?sslmode=require", "sqlite:////a/b.sqlite", "s3://bucket/a"))
+    )
+
+
 def test_ray_is_told_a_command_line_without_keys() -> None:
     """Ray shows how a process was started on its dashboard, as ps does."""
     arguments = ["serve", "--api-key", KEY, f"--api-key={OTHER}", "--api-key-file", "keys", "--port", "80"]
+    arguments += ["--jobs-database", DATABASE, f"--jobs-storage=s3://me:{OTHER}@bucket"]
     hidden = ["serve", "--api-key", "***", "--api-key=***", "--api-key-file", "keys", "--port", "80"]
+    hidden += ["--jobs-database", "***", "--jobs-storage=***"]
     assert without_keys(arguments) == hidden
     program = (
         "import json, sys; from tramontane.cluster.hidden_keys import hide_keys; hide_keys(sys.argv)\n"

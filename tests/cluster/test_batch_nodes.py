@@ -1,4 +1,4 @@
-"""Where doors and the runner may be on different machines, no job goes to the disk of one of them."""
+"""One store for doors and runner, wherever they are: by the same paths, and not on the disk of one machine among others."""
 
 import asyncio
 from pathlib import Path
@@ -68,3 +68,39 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
         service.close()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("database", "absolute"),
+    [
+        ("sqlite:///jobs.sqlite", "sqlite:///{here}/jobs.sqlite"),
+        ("sqlite+pysqlite:///a/b?timeout=1", "sqlite+pysqlite:///{here}/a/b?timeout=1"),
+        *[
+            (url, url)
+            for url in ("sqlite:////a/b", "sqlite:///:memory:", "sqlite://", POSTGRES, "postgresql:///jobs", "nonsense")
+        ],
+    ],
+)
+def test_a_database_is_the_same_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str, absolute: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig.build(None, {"jobs_database": database}).for_other_directories()
+    assert job_settings(config).database == absolute.format(here=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("storage", "absolute"),
+    [
+        *[(url, "{here}/jobs") for url in ("jobs", "file:jobs", "file://jobs")],
+        *[(url, "/a/jobs") for url in ("/a/jobs", "file:///a/jobs")],
+        *[(url, url) for url in ("s3://bucket/jobs", "memory://jobs", "simplecache::s3://bucket")],
+        ("~/jobs", f"{Path.home()}/jobs"),
+    ],
+)
+def test_a_storage_is_the_same_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, absolute: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig.build(None, {"jobs_storage": storage}).for_other_directories()
+    assert job_settings(config).storage == absolute.format(here=tmp_path)
