@@ -3,10 +3,10 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import RequestError, TramontaneError
 from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
 from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
 from tramontane.router.job_storage import JobStorage, UrlReader
@@ -70,13 +70,19 @@ class BatchService:
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None = None, request_key: str | None = None
     ) -> StoredJob:
         self._check(options)
-        job = await asyncio.to_thread(self._jobs.begin, options, file_id, request_key)
+        beginning = asyncio.ensure_future(asyncio.to_thread(self._jobs.begin, options, file_id, request_key))
         try:
+            job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
             await self._take_in(job, pieces)
             return await asyncio.to_thread(self._jobs.accept, job)
         except BaseException:  # the client has left, too
-            await asyncio.shield(asyncio.to_thread(self._jobs.discard, job.number))
+            await asyncio.shield(self._discard(beginning))
             raise
+
+    async def _discard(self, beginning: "asyncio.Future[StoredJob]") -> None:
+        """Unless a thread that nobody waits for any more has accepted it, or will have."""
+        with suppress(TramontaneError):  # it was not begun; or what is left is found when it is old
+            await asyncio.to_thread(self._jobs.discard, (await beginning).number)
 
     def _check(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:

@@ -16,6 +16,8 @@ from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
 from tramontane.router.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 
 SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
+DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
+HIDDEN = (SUBMITTING, DISCARDING)
 ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 DELETED_AT_ONCE = 10_000  # lines; others write in between
@@ -89,7 +91,7 @@ class JobStore:
         """The accepted job that a request with this key has made."""
         if not self._database.exists:
             return None
-        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state != SUBMITTING)
+        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
         with self._database.reading() as connection:
             row = connection.execute(select(jobs).where(where)).one_or_none()
         return _stored(row) if row else None
@@ -111,34 +113,50 @@ class JobStore:
 
     def accept(self, job: StoredJob) -> StoredJob:
         """From here on it will end, whatever happens. Raises RequestError if it has no lines."""
-        where = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
+        here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
         with self._database.writing() as connection:
-            row = connection.execute(select(jobs).where(where)).one_or_none()
-            if row is None:
-                raise RequestError("the submission stood still for too long; submit it again")
-            if row.num_lines == 0:
+            accepted = update(jobs).where(here, jobs.c.num_lines > 0).values(state=JobState.QUEUED.value)
+            if connection.execute(accepted).rowcount == 0:
+                if connection.execute(select(jobs.c.number).where(here)).first() is None:
+                    raise RequestError("the submission stood still for too long; submit it again")
                 raise RequestError("the input has no lines")
-            connection.execute(update(jobs).where(where).values(state=JobState.QUEUED.value))
         return self.get(job.job.job_id)
 
-    def discard(self, number: int) -> None:
-        """A submission that will not be accepted leaves nothing behind."""
+    def discard(self, number: int, touched_before: float | None = None) -> None:
+        """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
+
+        ``touched_before``: nor does one that has gone on since then change.
+        """
+        here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
+        if touched_before is not None:
+            here &= jobs.c.touched_at < touched_before
+        with self._database.writing() as connection:  # its key is free at once
+            if connection.execute(update(jobs).where(here).values(state=DISCARDING, request_key=None)).rowcount == 0:
+                return
+        self._delete(number)
+
+    def _delete(self, number: int) -> None:
+        """Of a job that is being discarded, by however many at once."""
         line = lines.c.job == number
         some = select(lines.c.place).where(line).limit(DELETED_AT_ONCE).scalar_subquery()
         while True:
             with self._database.writing() as connection:
                 if connection.execute(delete(lines).where(line, lines.c.place.in_(some))).rowcount == 0:
-                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == SUBMITTING))
+                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING))
                     return
 
     def discard_abandoned(self) -> None:
-        """What processes that died had begun to submit."""
+        """What processes that died had begun to submit, or to discard."""
         long_ago = self._clock() - ABANDONED_AFTER_S
-        where = (jobs.c.queue == self._queue) & (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
+        is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
+        where = (jobs.c.queue == self._queue) & (is_old | (jobs.c.state == DISCARDING))
         with self._database.reading() as connection:
-            numbers = connection.execute(select(jobs.c.number).where(where)).scalars().all()
-        for number in numbers:
-            self.discard(number)
+            rows = connection.execute(select(jobs.c.number, jobs.c.state).where(where)).all()
+        for row in rows:
+            if row.state == SUBMITTING:
+                self.discard(row.number, long_ago)
+            else:
+                self._delete(row.number)
 
     def get(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
@@ -151,7 +169,7 @@ class JobStore:
 
     def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
         """The newest first. Raises UnknownJobError."""
-        where = (jobs.c.queue == self._queue) & (jobs.c.state != SUBMITTING)
+        where = (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
         if after is not None:
             where &= jobs.c.number < self.get(after).number
         if not self._database.exists:
@@ -175,7 +193,7 @@ class JobStore:
         return read_results(self._database, job.number, offset, limit)
 
     def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
-        return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & (jobs.c.state != SUBMITTING)
+        return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
 
 
 def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, Any]:

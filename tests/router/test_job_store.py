@@ -4,6 +4,7 @@ import asyncio
 import json
 import multiprocessing
 import random
+import threading
 import time
 import uuid
 from collections import Counter
@@ -19,6 +20,7 @@ from postgres import postgres
 from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
 from tramontane.router.batch_service import BatchService
 from tramontane.router.job_claims import LEASE_S, JobLostError, Outcome
+from tramontane.router.job_lines import NewLine
 from tramontane.router.job_storage import UrlReader
 from tramontane.router.job_tables import Database, JobStoreError
 from tramontane.router.jobs import Job, JobOptions, JobState
@@ -122,6 +124,70 @@ def test_jobs_are_claimed_and_listed_by_age(place: Place) -> None:
     assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [{"n": "1"}, {"n": "0"}]
     with pytest.raises(UnknownJobError):
         asyncio.run(service.list(3, "batch_nobody"))
+
+
+def _rows(service: BatchService) -> tuple[int, int]:
+    """How many jobs and lines there are, those included that nobody is told of."""
+    with service._database.reading() as connection:
+        jobs, lines = [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar_one() for t in ("jobs", "lines")]
+    return jobs, lines
+
+
+@pytest.mark.parametrize(
+    ("step", "is_late", "left"),
+    [("begin", True, (0, 0)), ("begin", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
+)
+def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, is_late: bool, left: tuple[int, int]) -> None:
+    """The thread goes on, and writes before the client's leaving is noticed or after. A job has all of its lines or is not there."""
+
+    async def scenario() -> None:
+        service = place.service()
+        work, there, go_on = getattr(service._jobs, step), threading.Event(), threading.Event()
+
+        def held_back(*arguments: Any) -> Any:  # noqa: ANN401
+            done = None if is_late else work(*arguments)
+            there.set()
+            go_on.wait()
+            return work(*arguments) if is_late else done
+
+        setattr(service._jobs, step, held_back)
+        client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
+        await asyncio.to_thread(there.wait)
+        client.cancel()
+        if step == "accept":  # what it left is cleared away meanwhile
+            await asyncio.wait([client])
+        else:
+            await asyncio.wait([client], timeout=0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await client
+        await asyncio.get_running_loop().shutdown_default_executor()
+        assert _rows(service) == left
+        assert [claim.epoch for claim in place.claims().claim(5)] == [1] * left[0]
+
+    asyncio.run(scenario())
+
+
+def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: Place) -> None:
+    service = place.service()
+    store = service._jobs
+    line = NewLine(1, "a", "{}", None)
+    slow, half = store.begin(JobOptions(), request_key="slow"), store.begin(JobOptions(), request_key="half")
+    store.add_lines(half, 0, [line])
+    place.clock.now += 10
+    store.add_lines(slow, 0, [line])
+    for job in (slow, half):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
+            store.discard(job.number, place.clock.now)
+    for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
+        with pytest.raises(RequestError, match="stood still"):
+            change()
+    assert (store.list(5), store.by_request("half")) == ([], None)
+    assert _rows(service) == (2, 2)
+    store.discard_abandoned()
+    assert _rows(service) == (1, 1)
+    assert store.accept(slow).job.num_lines == 1
 
 
 def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
