@@ -130,16 +130,14 @@ class BatchRunner:
                 if run.is_cancelled:
                     self._slots.release()
                     return
-                in_progress.create_task(self._run_line(run, line))
+                running = in_progress.create_task(self._run_line(run, line))
+                running.add_done_callback(lambda _: self._slots.release())  # one that is cancelled may never have begun
             after = page[-1].place
 
     async def _run_line(self, run: _Run, line: PendingLine) -> None:
-        try:
-            outcome = await self._outcome(run, line)
-            if outcome is not None:
-                await self._writer.write(run.claim, outcome)
-        finally:
-            self._slots.release()
+        outcome = await self._outcome(run, line)
+        if outcome is not None:
+            await self._writer.write(run.claim, outcome)
 
     async def _outcome(self, run: _Run, line: PendingLine) -> Outcome | None:
         """What became of a line; None if its job is cancelled before it ran well."""

@@ -13,6 +13,7 @@ from jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, re
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
 from tramontane.router.batch_runner import MAX_TRIES
+from tramontane.router.job_claims import LEASE_S
 from tramontane.router.job_lines import LineSplitter
 from tramontane.router.jobs import Job, JobOptions, JobState
 
@@ -248,6 +249,39 @@ def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
 
     job, _ = asyncio.run(_whole(place, requests(300), answer=answer, concurrency=7))
     assert (job.num_done, most) == (300, 7)
+
+
+def test_a_job_that_is_lost_gives_its_slots_back(place: Place) -> None:
+    """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
+
+    async def scenario() -> None:
+        claims, go_on = place.claims(), asyncio.Event()
+        begun = 0
+
+        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+            nonlocal begun
+            begun += 1
+            await go_on.wait()
+            return {}
+
+        service = place.service()
+        runner = place.runner(answer, concurrency=16, claims=claims)
+        lost = await service.submit(pieces(requests(600)), JobOptions())
+        async with place.running(runner):
+            while begun < 16:
+                await asyncio.sleep(0)
+            elsewhere = place.claims()
+            elsewhere.clock = lambda: place.clock.now + 2 * LEASE_S
+            assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
+            go_on.set()
+            while runner._runs:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert runner._slots._value == 16
+            another = await service.submit(pieces(requests(40)), JobOptions())
+            assert len(await all_results(service, another.job_id)) == 40
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
