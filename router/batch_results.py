@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 
 from tramontane.router.job_claims import Claim, JobClaims
 from tramontane.router.job_files import FileRecord
 from tramontane.router.job_storage import JobStorage
 from tramontane.router.job_store import StoredResult
+from tramontane.router.job_tables import JobStoreError
 
 PAGE = 1000
 
@@ -32,17 +34,26 @@ def _short_error(body: str, line: int) -> str:
 def write_result_files(claims: JobClaims, storage: JobStorage, claim: Claim) -> tuple[FileRecord | None, FileRecord | None]:
     """Of a job whose lines are all done: the file of answers and that of errors, None for one that would be empty.
 
-    Clients see them once the job's end is written. Raises JobStoreError.
+    Clients see them once the job's end is written. Raises JobStoreError, and then nothing is left behind that can be deleted.
     """
-    return _write(claims, storage, claim, is_error=False), _write(claims, storage, claim, is_error=True)
+    begun: list[FileRecord] = []
+    try:
+        return _write(claims, storage, claim, False, begun), _write(claims, storage, claim, True, begun)
+    except BaseException:
+        for file in begun:
+            with suppress(JobStoreError):  # what is announced is found when it is old
+                storage.delete(file.path)
+                claims.withdraw(file)
+        raise
 
 
-def _write(claims: JobClaims, storage: JobStorage, claim: Claim, is_error: bool) -> FileRecord | None:
+def _write(claims: JobClaims, storage: JobStorage, claim: Claim, is_error: bool, begun: list[FileRecord]) -> FileRecord | None:
     mine = _lines(claims, claim, is_error)
     if (first := next(mine, None)) is None:
         return None
     name = f"{claim.job_id}_{'error' if is_error else 'output'}.jsonl"
     file = FileRecord.new(name, "batch_output", claims.clock())
+    begun.append(file)
     claims.announce(file)
     return file.of_size(storage.write(file.path, chain([first], mine)))
 

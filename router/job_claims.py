@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from sqlalchemy import Connection, bindparam, insert, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.router.job_files import FileRecord
@@ -147,6 +147,11 @@ class JobClaims:
         """Before it is written, so that what a runner leaves behind that is killed can be found."""
         with self._database.writing() as connection:
             connection.execute(insert(files).values(file.as_row(self._queue, is_whole=False)))
+
+    def withdraw(self, file: FileRecord) -> None:
+        """After it was announced: it is no more."""
+        with self._database.writing() as connection:
+            connection.execute(delete(files).where(files.c.file_id == file.file_id))
 
     def end(self, claim: Claim, state: JobState, output: FileRecord | None, errors: FileRecord | None) -> None:
         """The job's last word, with the files that hold its results. Raises JobLostError."""
