@@ -13,7 +13,7 @@ from tramontane.cluster.server_url import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, PipelineError
 
 TIMEOUT = httpx.Timeout(30.0, read=600.0)  # a job of a million lines is stored before the server answers
-PATIENCE_S = 600.0  # without any answer
+PATIENCE_S = 600.0  # from the first failure on, or the last time that the server asked to come back
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 WATCH_EVERY_S = 1.0
 ENDED = ("completed", "cancelled", "failed", "expired")
@@ -109,7 +109,7 @@ class BatchClient:
         return num_lines
 
     def _again(self, ask: Callable[[], httpx.Response]) -> Job:
-        wait, deadline = FIRST_WAIT_S, time.monotonic() + PATIENCE_S
+        wait, failing_since = FIRST_WAIT_S, None
         while True:
             try:
                 answer = ask()
@@ -118,7 +118,9 @@ class BatchClient:
                 self._refused(answer)
             except (httpx.TransportError, _ComeBack) as error:
                 why = str(error) or type(error).__name__
-                if time.monotonic() > deadline:
+                is_at_work = isinstance(error, _ComeBack) and error.is_at_work
+                failing_since = time.monotonic() if failing_since is None or is_at_work else failing_since
+                if time.monotonic() - failing_since > PATIENCE_S:
                     raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
                 self._notice(f"no answer ({why}); trying again")
             time.sleep(wait)
@@ -131,12 +133,16 @@ class BatchClient:
         except (ValueError, LookupError, TypeError, RecursionError):
             message = f"{answer.status_code} {answer.reason_phrase}"
         if answer.status_code in LATER:
-            raise _ComeBack(message)
+            raise _ComeBack(message, answer.status_code == httpx.codes.TOO_MANY_REQUESTS)
         raise ConfigError(f"--url {self._http.base_url}: {message}")
 
 
 class _ComeBack(Exception):
-    """The server cannot do it now."""
+    """The server cannot do it now. ``is_at_work``: it says so itself, and that it will be able to."""
+
+    def __init__(self, message: str, is_at_work: bool) -> None:
+        super().__init__(message)
+        self.is_at_work = is_at_work
 
 
 def _parsed(answer: httpx.Response) -> Job:

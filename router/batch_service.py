@@ -15,6 +15,7 @@ from tramontane.router.job_tables import Database
 from tramontane.router.jobs import Endpoint, Job, JobOptions, ResultLine
 
 LINES_AT_ONCE, BYTES_AT_ONCE = 1000, 2**20  # of a submission, in one transaction
+ADD_EVERY_S = 10.0  # of a submission that is slow: well before it counts as one that stands still
 RESULTS_AT_ONCE = 500
 POLL_S = 0.5
 MAX_LIST = 100
@@ -39,7 +40,7 @@ class BatchService:
     def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_S) -> None:
         """Raises ConfigError."""
         self.limits = settings.limits
-        self._endpoints, self._poll_s = settings.endpoints, poll_s
+        self._endpoints, self._clock, self._poll_s = settings.endpoints, clock, poll_s
         self._urls = UrlReader(settings.url_prefixes)
         self._database = Database(settings.database)
         self._jobs = JobStore(self._database, settings.queue, settings.limits, clock)
@@ -98,6 +99,7 @@ class BatchService:
         splitter = LineSplitter(self.limits.max_line_bytes)
         batch: list[RawLine] = []
         place = num_bytes = batch_bytes = 0
+        added_at = self._clock()
         async for piece in pieces:
             num_bytes += len(piece)
             if num_bytes > self.limits.max_bytes:
@@ -109,8 +111,12 @@ class BatchService:
                 batch_bytes += len(line.text or b"")
                 if len(batch) == LINES_AT_ONCE or batch_bytes > BYTES_AT_ONCE:
                     await self._add(job, place, batch)
-                    place += len(batch)
+                    place, added_at = place + len(batch), self._clock()
                     batch, batch_bytes = [], 0
+            if self._clock() - added_at > ADD_EVERY_S:
+                await self._add(job, place, batch)
+                place, added_at = place + len(batch), self._clock()
+                batch, batch_bytes = [], 0
         batch += [line for line in splitter.finish() if line.text is None or line.text.strip()]
         if batch:
             await self._add(job, place, batch)

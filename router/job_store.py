@@ -19,6 +19,7 @@ SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still
 DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
 HIDDEN = (SUBMITTING, DISCARDING)
 ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
+TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 DELETED_AT_ONCE = 10_000  # lines; others write in between
 RESULTS_AT_ONCE = 2**23  # characters
@@ -60,9 +61,12 @@ class JobStore:
     def begin(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
         """A job to add lines to, which nobody else sees until it is accepted.
 
-        Raises OverloadedError if there are too many, or if a request with this key is being submitted.
+        Raises OverloadedError if there are too many, or if a request with this key is being submitted. One that has stood still
+        gives way: most likely the process that took it in has died.
         """
         now = self._clock()
+        if request_key is not None and (number := self._still_submitting(request_key)) is not None:
+            self.discard(number, now - TAKEN_OVER_AFTER_S)
         row = {
             "job_id": f"batch_{uuid.uuid4().hex}",
             "queue": self._queue,
@@ -87,6 +91,13 @@ class JobStore:
         except IntegrityError as error:
             raise OverloadedError("the same request is being submitted already", 1) from error
 
+    def _still_submitting(self, request_key: str) -> int | None:
+        if not self._database.exists:
+            return None
+        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
+        with self._database.reading() as connection:
+            return connection.execute(select(jobs.c.number).where(where)).scalar_one_or_none()
+
     def by_request(self, request_key: str) -> StoredJob | None:
         """The accepted job that a request with this key has made."""
         if not self._database.exists:
@@ -97,7 +108,10 @@ class JobStore:
         return _stored(row) if row else None
 
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
-        """In the order of input, all that are there in one transaction. Raises RequestError if there are too many."""
+        """In the order of input, all that are there in one transaction; none: it only has not stood still.
+
+        Raises RequestError if there are too many.
+        """
         if first_place + len(new) > self.limits.max_lines:
             raise RequestError(f"the input has more than {self.limits.max_lines} lines; split it")
         keeps_order = job.job.options.keeps_order
@@ -107,9 +121,10 @@ class JobStore:
             values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
             if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
                 raise RequestError("the submission stood still for too long; submit it again")
-            connection.execute(insert(lines), rows)
-            _mark_repeated(connection, job.number, first_place)
-            _count_bad(connection, job, first_place)
+            if rows:
+                connection.execute(insert(lines), rows)
+                _mark_repeated(connection, job.number, first_place)
+                _count_bad(connection, job, first_place)
 
     def accept(self, job: StoredJob) -> StoredJob:
         """From here on it will end, whatever happens. Raises RequestError if it has no lines."""

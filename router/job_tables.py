@@ -84,6 +84,7 @@ jobs = Table(
     Column("leased_until", Float),
     Index("tramontane_jobs_by_state", "queue", "state", "number"),
     Index("tramontane_jobs_by_request", "queue", "request_key", unique=True),
+    sqlite_autoincrement=True,  # the number of a job that is gone is nobody else's: whoever was adding lines to it may still be
 )
 
 lines = Table(

@@ -5,11 +5,13 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 from jobs import Place, place_in, requests
@@ -19,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster import batch_client, cli
 from tramontane.cluster.batch_door import BatchDoor
+from tramontane.proto.errors import PipelineError
 
 
 @dataclass
@@ -147,3 +150,21 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
     with _server(place_in(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
         assert json.loads(tramontane("list", "--url", url, "--json", "--api-key-file", tmp_path / "keys")) == []
         assert "wants an API key" in refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
+
+
+@pytest.mark.parametrize(("statuses", "is_patient"), [([429] * 200 + [200], True), ([503] * 200 + [200], False)])
+def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuses: list[int], is_patient: bool) -> None:
+    """Longer than a server that cannot answer."""
+    now, answers = 0.0, iter(statuses)
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(batch_client, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    with batch_client.BatchClient("http://127.0.0.1:1", {}, lambda _notice: None) as client:
+        mock = httpx.MockTransport(lambda _request: httpx.Response(next(answers), json={"id": "batch_x"}))
+        client._http = httpx.Client(transport=mock, base_url="http://127.0.0.1:1")
+        with nullcontext() if is_patient else pytest.raises(PipelineError, match="does not answer"):
+            assert client.get("batch_x")["id"] == "batch_x"
+    assert now > batch_client.PATIENCE_S

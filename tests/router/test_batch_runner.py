@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, re
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
 from tramontane.router.batch_runner import MAX_TRIES
 from tramontane.router.job_claims import LEASE_S
-from tramontane.router.job_lines import LineSplitter
+from tramontane.router.job_lines import LineSplitter, NewLine
+from tramontane.router.job_storage import JobStorage
+from tramontane.router.job_store import TAKEN_OVER_AFTER_S
+from tramontane.router.job_tables import JobStoreError
 from tramontane.router.jobs import Job, JobOptions, JobState
 
 GOOD = request("a", 1)
@@ -136,6 +139,43 @@ def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -> None:
+    store = place.service()._jobs
+    dead = store.begin(JobOptions(), request_key="k")
+    store.add_lines(dead, 0, [NewLine(1, "a", "{}", None)])
+    place.clock.now += TAKEN_OVER_AFTER_S
+    with pytest.raises(OverloadedError, match="being submitted"):
+        store.begin(JobOptions(), request_key="k")
+    store.add_lines(dead, 1, [])
+    place.clock.now += 1
+    with pytest.raises(OverloadedError, match="being submitted"):
+        store.begin(JobOptions(), request_key="k")
+    place.clock.now += TAKEN_OVER_AFTER_S
+    again = store.begin(JobOptions(), request_key="k")
+    with pytest.raises(RequestError, match="stood still"):
+        store.accept(dead)
+    store.add_lines(again, 0, [NewLine(1, "a", "{}", None)])
+    assert store.accept(again).job.num_lines == 1
+    with pytest.raises(OverloadedError):  # what was accepted never gives way
+        store.begin(JobOptions(), request_key="k")
+
+
+@pytest.mark.parametrize("text", [requests(900), b"x" * 900], ids=["lines", "one line"])
+def test_a_slow_submission_does_not_stand_still(place: Place, text: bytes) -> None:
+    """A line a second, or a line of which a byte comes every second."""
+
+    async def slow() -> AsyncIterator[bytes]:
+        for piece in text.splitlines(keepends=True) if b"\n" in text else (text[i : i + 1] for i in range(len(text))):
+            place.clock.now += 1
+            if place.clock.now % 60 == 0:
+                await service.tidy()
+            yield piece
+
+    service = place.service()
+    job = asyncio.run(service.submit(slow(), JobOptions()))
+    assert job.num_lines == max(1, text.count(b"\n"))
+
+
 def test_a_full_house_says_when_to_come_back(place: Place) -> None:
     async def scenario() -> None:
         service = place.service()
@@ -211,6 +251,26 @@ async def _result(results: AsyncIterator[Any]) -> int:
     async for line in results:
         return int(line.line)
     raise AssertionError("the job has ended")
+
+
+def test_a_full_disk_is_not_filled_further(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full three times, in the middle of the second file."""
+    real, num_full = JobStorage.write, 0
+
+    def write(storage: JobStorage, path: str, parts: Iterable[bytes]) -> int:
+        nonlocal num_full
+        num_bytes = real(storage, path, parts)
+        if b"invalid_line" in (Path(place.storage) / path).read_bytes() and num_full < 3:
+            num_full += 1
+            raise JobStoreError("no space left on device")
+        return num_bytes
+
+    monkeypatch.setattr(JobStorage, "write", write)
+    job, _ = asyncio.run(_whole(place, requests(3) + b"{\n"))
+    assert (job.state, num_full) == (JobState.COMPLETED, 3)
+    assert len(list(Path(place.storage).rglob("*.jsonl"))) == 2
+    with place.service()._database.reading() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
 
 
 def test_a_small_job_does_not_wait_for_a_large_one(place: Place) -> None:
