@@ -59,15 +59,24 @@ class Server:
             time.sleep(POLL_S)
 
     def kill(self, victim: str) -> None:
-        """kill -9. The server is started again, all else starts again by itself."""
+        """kill -9. The server is started again, all else starts again by itself. Returns once it was done."""
         if victim == "the server":
             self._process.kill()
             self._process.wait()
             self._process = self._started()
             return
-        found = [each for each in psutil.Process(self._process.pid).children(recursive=True) if _title(each) == TITLES[victim]]
-        with suppress(psutil.NoSuchProcess, IndexError):  # it may be starting again just now
+        while not self._killed_one(TITLES[victim]):  # it may be starting again just now
+            assert self._process.poll() is None, "the server has ended by itself"
+            time.sleep(POLL_S)
+
+    def _killed_one(self, title: str) -> bool:
+        """Of those whose title begins so: an actor at work shows its method, too (``ray::StageActor.step``)."""
+        children = psutil.Process(self._process.pid).children(recursive=True)
+        found = [each for each in children if _title(each).startswith(title)]
+        with suppress(psutil.NoSuchProcess, IndexError):
             random.choice(found).kill()
+            return True
+        return False
 
     def _started(self) -> "subprocess.Popen[bytes]":
         while True:

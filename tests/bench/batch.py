@@ -3,7 +3,8 @@
     python tests/bench/batch.py [--lines 1000000] [--database URL]
     python tests/bench/batch.py --kills 20 [--requests 5000] [--seed 0]
 
-The first says how many lines a second are accepted and finished, and how much memory that takes as it goes on. The second
+The first says how many lines a second are accepted and finished, and how much memory that takes as it goes on, which must not
+grow with their number; then it goes through the list of jobs. The second
 runs ``tramontane serve`` with the demo model, kills (kill -9) the server, a stage or the Batch replica at random moments
 while lines are unfinished, and then wants every line exactly once, with the text that an undisturbed job has.
 """
@@ -38,6 +39,8 @@ from tramontane.router.jobs import Job, JobOptions, JobState
 MIB = 2**20
 CONCURRENCY = 256
 LOOKS = 10  # at the memory, of each phase
+MAX_GROWTH_MIB = 64.0  # after the first tenth of a phase, however many lines come
+SMALL_JOBS, LIST_PAGE = 250, 100
 VICTIMS = ("the Batch replica", "a stage", "the server")
 WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
 console = Console(stderr=True, highlight=False)
@@ -62,11 +65,15 @@ class Memory:
     def look(self) -> None:
         self.looks.append(round(psutil.Process().memory_info().rss / MIB, 1))
 
+    def check(self) -> None:
+        """It does not grow with the number of lines."""
+        assert max(self.looks[1:]) - self.looks[1] < MAX_GROWTH_MIB, self.looks
+
 
 async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     settings = JobSettings(database, f"{folder}/storage", f"bench-{time.time_ns()}")
     service = BatchService(settings)
-    accepting, finishing = Memory(), Memory()
+    accepting, finishing, reading = Memory(), Memory(), Memory()
 
     async def pieces() -> AsyncIterator[bytes]:
         for number in range(num_lines):
@@ -91,8 +98,14 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     async for line in service.results(job.job_id):
         told_wrong += line.line != num_told + 1 or json.loads(line.body)["choices"][0]["text"] != f"line {num_told}"
         num_told += 1
+        if num_told % (num_lines // LOOKS) == 0:
+            reading.look()
     read = time.perf_counter()
     assert (num_told, told_wrong) == (num_lines, 0)
+    small = [(await service.submit(_one(number), JobOptions())).job_id for number in range(SMALL_JOBS)]
+    assert await _listed(service) == [*reversed(small), job.job_id]
+    for memory in (accepting, finishing, reading):
+        memory.check()
     return {
         "lines": num_lines,
         "accepted_per_s": round(num_lines / (accepted - began)),
@@ -100,7 +113,20 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
         "read_per_s": round(num_lines / (read - finished)),
         "mib_while_accepting": accepting.looks,
         "mib_while_finishing": finishing.looks,
+        "mib_while_reading": reading.looks,
     }
+
+
+async def _one(number: int) -> AsyncIterator[bytes]:
+    yield _request(number, "a job of one line")
+
+
+async def _listed(service: BatchService) -> list[str]:
+    """All jobs, page by page."""
+    found: list[str] = []
+    while page := await service.list(LIST_PAGE, found[-1] if found else None):
+        found += [job.job_id for job in page]
+    return found
 
 
 def _texts(url: str, job_id: str) -> dict[str, str]:
