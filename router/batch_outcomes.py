@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from tramontane.router.job_claims import Claim, JobClaims, Outcome
 from tramontane.router.job_tables import JobStoreError
+from tramontane.router.job_threads import JobThreads
 
 logger = logging.getLogger(__name__)
 
@@ -16,11 +17,11 @@ T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[None]]
 
 
-async def patiently(call: Callable[[], T], sleep: Sleep) -> T:
+async def patiently(call: Callable[[], T], sleep: Sleep, threads: JobThreads) -> T:
     """Beside the event loop, and again for as long as the database or the storage cannot be used."""
     while True:
         try:
-            return await asyncio.to_thread(call)
+            return await threads.run(call)
         except JobStoreError as error:
             logger.warning("batch jobs wait: %s", error)
             await sleep(RETRY_S)
@@ -29,8 +30,8 @@ async def patiently(call: Callable[[], T], sleep: Sleep) -> T:
 class OutcomeWriter:
     """``run`` is its life; whoever writes waits until the outcome is on disk, or raises JobLostError."""
 
-    def __init__(self, claims: JobClaims, sleep: Sleep) -> None:
-        self._claims, self._sleep = claims, sleep
+    def __init__(self, claims: JobClaims, sleep: Sleep, threads: JobThreads) -> None:
+        self._claims, self._sleep, self._threads = claims, sleep, threads
         self._ready: list[tuple[Claim, Outcome, asyncio.Future[None]]] = []
         self._something = asyncio.Event()
 
@@ -54,7 +55,7 @@ class OutcomeWriter:
         outcomes = [outcome for outcome, _ in mine]
         lost: Exception | None = None
         try:
-            await patiently(lambda: self._claims.finish(claim, outcomes), self._sleep)
+            await patiently(lambda: self._claims.finish(claim, outcomes), self._sleep, self._threads)
         except Exception as error:  # most likely JobLostError; a defect must not keep other jobs from being written
             lost = error
         for _, written in mine:

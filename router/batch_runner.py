@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
 from tramontane.router.batch_outcomes import OutcomeWriter, Sleep, patiently
@@ -20,13 +20,16 @@ from tramontane.router.job_lines import body_of
 from tramontane.router.job_storage import JobStorage
 from tramontane.router.job_store import error_text
 from tramontane.router.job_tables import JobStoreError
+from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, JobState
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 POLL_S = 1.0
+THREADS = 4
 PAGE = 256  # lines of a job that are fetched at once
 MAX_JOBS = 64  # that take turns
 MAX_TRIES = 10  # that failed while the line ran
@@ -58,7 +61,8 @@ class BatchRunner:
         self._claims, self._storage, self._answer = claims, storage, answer
         self._poll_s, self._sleep = poll_s, sleep
         self._slots = asyncio.Semaphore(concurrency)
-        self._writer = OutcomeWriter(claims, sleep)
+        self._threads, self._lease_thread = JobThreads(THREADS), JobThreads(1)  # a lease must not wait for lines
+        self._writer = OutcomeWriter(claims, sleep, self._threads)
         self._runs: dict[int, _Run] = {}  # by the job's number
         self._renewed_at = float("-inf")
 
@@ -78,6 +82,11 @@ class BatchRunner:
             for task in [*tasks, writing]:
                 task.cancel()
             await asyncio.gather(*tasks, writing, return_exceptions=True)
+            await asyncio.to_thread(self._threads.close)
+            await asyncio.to_thread(self._lease_thread.close)
+
+    async def _patiently(self, call: Callable[[], T]) -> T:
+        return await patiently(call, self._sleep, self._threads)
 
     async def _look(self) -> None:
         """Keep the leases, hear of cancelled jobs, and begin others."""
@@ -86,14 +95,14 @@ class BatchRunner:
         if self._runs:
             await self._look_after_own()
         if (room := MAX_JOBS - len(self._runs)) > 0:
-            for claim in await asyncio.to_thread(self._claims.claim, room):
+            for claim in await self._lease_thread.run(self._claims.claim, room):
                 run = self._runs[claim.number] = _Run(claim, is_cancelled=claim.is_cancelled)
                 run.task = asyncio.create_task(self._run_job(run))
 
     async def _look_after_own(self) -> None:
         now = self._claims.clock()
         renew = now - self._renewed_at > self._claims.lease_s / 3
-        held = await asyncio.to_thread(self._claims.held, renew)
+        held = await self._lease_thread.run(self._claims.held, renew)
         if renew:
             self._renewed_at = now
         for number, run in list(self._runs.items()):
@@ -118,13 +127,13 @@ class BatchRunner:
     async def _let_go(self, claim: Claim) -> None:
         del self._runs[claim.number]
         try:
-            await asyncio.shield(asyncio.to_thread(self._claims.release, claim))
+            await asyncio.shield(self._lease_thread.run(self._claims.release, claim))
         except JobStoreError as error:
             logger.warning("a batch job's lease has to lapse: %s", error)
 
     async def _begin_lines(self, run: _Run, in_progress: asyncio.TaskGroup) -> None:
         after = -1
-        while page := await patiently(partial(self._claims.next_lines, run.claim, after, PAGE), self._sleep):
+        while page := await self._patiently(partial(self._claims.next_lines, run.claim, after, PAGE)):
             for line in page:
                 await self._slots.acquire()
                 if run.is_cancelled:
@@ -167,7 +176,7 @@ class BatchRunner:
         if run.is_cancelled:
             last: int | None = -1
             while last is not None:
-                last = await patiently(partial(self._claims.cancel_some, claim, last), self._sleep)
-        output, errors = await patiently(lambda: write_result_files(self._claims, self._storage, claim), self._sleep)
+                last = await self._patiently(partial(self._claims.cancel_some, claim, last))
+        output, errors = await self._patiently(lambda: write_result_files(self._claims, self._storage, claim))
         state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
-        await patiently(lambda: self._claims.end(claim, state, output, errors), self._sleep)
+        await self._patiently(lambda: self._claims.end(claim, state, output, errors))

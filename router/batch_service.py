@@ -3,21 +3,24 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from tramontane.proto.errors import RequestError, TramontaneError
+from tramontane.proto.errors import OverloadedError, RequestError, TramontaneError
 from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
 from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
 from tramontane.router.job_storage import JobStorage, UrlReader
-from tramontane.router.job_store import JobStore, StoredJob, StoredResult
+from tramontane.router.job_store import RETRY_AFTER_S, JobStore, StoredJob, StoredResult
 from tramontane.router.job_tables import Database
+from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, Job, JobOptions, ResultLine
 
 LINES_AT_ONCE, BYTES_AT_ONCE = 1000, 2**20  # of a submission, in one transaction
 ADD_EVERY_S = 10.0  # of a submission that is slow: well before it counts as one that stands still
 RESULTS_AT_ONCE = 500
 POLL_S = 0.5
+THREADS = 8
+MAX_STREAMS = 512  # of results and of states, each of which asks the database twice a second
 MAX_LIST = 100
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
@@ -42,12 +45,15 @@ class BatchService:
         self.limits = settings.limits
         self._endpoints, self._clock, self._poll_s = settings.endpoints, clock, poll_s
         self._urls = UrlReader(settings.url_prefixes)
+        self._threads = JobThreads(THREADS)
+        self._num_streams = 0
         self._database = Database(settings.database)
         self._jobs = JobStore(self._database, settings.queue, settings.limits, clock)
         storage = JobStorage(settings.storage)
         self._files = FileStore(self._database, storage, settings.queue, settings.limits.max_bytes, clock)
 
     def close(self) -> None:
+        self._threads.close()
         self._database.close()
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
@@ -60,7 +66,7 @@ class BatchService:
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         """A request that comes again with its key is the same job. Raises UnknownFileError."""
-        if request_key is not None and (known := await asyncio.to_thread(self._jobs.by_request, request_key)) is not None:
+        if request_key is not None and (known := await self._threads.run(self._jobs.by_request, request_key)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
@@ -71,11 +77,11 @@ class BatchService:
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None = None, request_key: str | None = None
     ) -> StoredJob:
         self._check(options)
-        beginning = asyncio.ensure_future(asyncio.to_thread(self._jobs.begin, options, file_id, request_key))
+        beginning = asyncio.ensure_future(self._threads.run(self._jobs.begin, options, file_id, request_key))
         try:
             job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
             await self._take_in(job, pieces)
-            return await asyncio.to_thread(self._jobs.accept, job)
+            return await self._threads.run(self._jobs.accept, job)
         except BaseException:  # the client has left, too
             await asyncio.shield(self._discard(beginning))
             raise
@@ -83,7 +89,7 @@ class BatchService:
     async def _discard(self, beginning: "asyncio.Future[StoredJob]") -> None:
         """Unless a thread that nobody waits for any more has accepted it, or will have."""
         with suppress(TramontaneError):  # it was not begun; or what is left is found when it is old
-            await asyncio.to_thread(self._jobs.discard, (await beginning).number)
+            await self._threads.run(self._jobs.discard, (await beginning).number)
 
     def _check(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:
@@ -126,7 +132,7 @@ class BatchService:
             checked = [checked_line(line, job.job.options.endpoint, self.limits.max_line_bytes) for line in batch]
             self._jobs.add_lines(job, place, checked)
 
-        await asyncio.to_thread(add)
+        await self._threads.run(add)
 
     async def get(self, job_id: str) -> Job:
         """See ``JobService``."""
@@ -134,7 +140,7 @@ class BatchService:
 
     async def stored(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
-        return await asyncio.to_thread(self._jobs.get, job_id)
+        return await self._threads.run(self._jobs.get, job_id)
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
         """See ``JobService``; at most ``MAX_LIST``."""
@@ -142,7 +148,7 @@ class BatchService:
 
     async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
         """Raises UnknownJobError."""
-        return await asyncio.to_thread(self._jobs.list, min(limit, MAX_LIST), after)
+        return await self._threads.run(self._jobs.list, min(limit, MAX_LIST), after)
 
     async def cancel(self, job_id: str) -> Job:
         """See ``JobService``."""
@@ -150,17 +156,18 @@ class BatchService:
 
     async def cancel_stored(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
-        return await asyncio.to_thread(self._jobs.cancel, job_id)
+        return await self._threads.run(self._jobs.cancel, job_id)
 
     async def watch(self, job_id: str) -> AsyncIterator[Job]:
         """See ``JobService``."""
         last: Job | None = None
-        while last is None or not last.state.has_ended:
-            job = await self.get(job_id)
-            if job == last:
-                await asyncio.sleep(self._poll_s)
-            else:
-                yield (last := job)
+        with self._streaming():
+            while last is None or not last.state.has_ended:
+                job = await self.get(job_id)
+                if job == last:
+                    await asyncio.sleep(self._poll_s)
+                else:
+                    yield (last := job)
 
     async def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
         """See ``JobService``."""
@@ -170,34 +177,45 @@ class BatchService:
 
     async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
         """As ``results``."""
-        while True:
-            job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
-            page = await asyncio.to_thread(self._jobs.results, job, offset, RESULTS_AT_ONCE)
-            for result in page:
-                yield result
-            offset += len(page)
-            if not page and job.job.state.has_ended:
-                return
-            if not page:
-                await asyncio.sleep(self._poll_s)
+        with self._streaming():
+            while True:
+                job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
+                page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE)
+                for result in page:
+                    yield result
+                offset += len(page)
+                if not page and job.job.state.has_ended:
+                    return
+                if not page:
+                    await asyncio.sleep(self._poll_s)
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        if self._num_streams == MAX_STREAMS:
+            raise OverloadedError(f"{MAX_STREAMS} streams of batch jobs are open; come back later", RETRY_AFTER_S)
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
 
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
         """Raises FileTooLargeError."""
-        return await asyncio.to_thread(self._files.write, filename, purpose, pieces)
+        return await self._threads.run(self._files.write, filename, purpose, pieces)
 
     async def file(self, file_id: str) -> FileRecord:
         """Raises UnknownFileError."""
-        return await asyncio.to_thread(self._files.get, file_id)
+        return await self._threads.run(self._files.get, file_id)
 
     async def list_files(
         self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
     ) -> Sequence[FileRecord]:
         """Raises UnknownFileError."""
-        return await asyncio.to_thread(self._files.list, limit, after, purpose, newest_first)
+        return await self._threads.run(self._files.list, limit, after, purpose, newest_first)
 
     async def delete_file(self, file_id: str) -> None:
         """Raises UnknownFileError."""
-        await asyncio.to_thread(self._files.delete, file_id)
+        await self._threads.run(self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
         """Raises UnknownFileError."""
@@ -206,5 +224,5 @@ class BatchService:
     async def tidy(self) -> None:
         """Remove what processes that died had begun to submit or to write."""
         if self._database.exists:
-            await asyncio.to_thread(self._jobs.discard_abandoned)
-            await asyncio.to_thread(self._files.discard_abandoned)
+            await self._threads.run(self._jobs.discard_abandoned)
+            await self._threads.run(self._files.discard_abandoned)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, requests
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
-from tramontane.router.batch_runner import MAX_TRIES
+from tramontane.router import batch_service
+from tramontane.router.batch_runner import MAX_TRIES, THREADS
 from tramontane.router.job_claims import LEASE_S
 from tramontane.router.job_lines import LineSplitter, NewLine
 from tramontane.router.job_storage import JobStorage
@@ -386,6 +388,63 @@ def test_a_job_that_nobody_began_can_be_cancelled(place: Place) -> None:
         async with place.running(place.runner(echo)):
             results = await all_results(service, job.job_id)
         assert [line.is_error for line in results] == [True] * 3
+
+    asyncio.run(scenario())
+
+
+def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> None:
+    """Neither what others do in threads, nor a runner's lease for its lines."""
+
+    async def scenario() -> None:
+        service, go_on, has_renewed = place.service(), threading.Event(), asyncio.Event()
+        job = await service.submit(pieces(requests(3)), JobOptions())
+        real, loop = place.claims(), asyncio.get_running_loop()
+        claims = place.claims()
+        claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
+        held = claims.held
+
+        def renewed(renew: bool) -> dict[int, tuple[int, JobState]]:
+            found = held(renew)
+            if len(found) > 2 * THREADS:
+                loop.call_soon_threadsafe(has_renewed.set)
+            return found
+
+        claims.held = renewed  # type: ignore[method-assign]
+        service._jobs.cancel = lambda job_id: go_on.wait() and service._jobs.get(job_id)  # type: ignore[assignment, method-assign]
+        try:
+            waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "tokens"), 20) == "tokens"
+            others = place.service()
+            for _ in range(2 * THREADS):
+                await others.submit(pieces(GOOD), JobOptions())
+            async with place.running(place.runner(claims=claims)):
+                await asyncio.wait_for(has_renewed.wait(), 20)
+                go_on.set()
+                await all_results(others, job.job_id)
+        finally:
+            go_on.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
+def test_streams_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_service, "MAX_STREAMS", 2)
+
+    async def scenario() -> None:
+        service = place.service()
+        job = await service.submit(pieces(GOOD), JobOptions())
+        watch = service.watch(job.job_id)
+        await anext(watch)
+        async with place.running(place.runner()):
+            results = service.stored_results(job.job_id)
+            await anext(results)
+            for late in (service.watch(job.job_id), service.results(job.job_id)):
+                with pytest.raises(OverloadedError):
+                    await anext(late)
+            await results.aclose()
+            assert len(await all_results(service, job.job_id)) == 1
 
     asyncio.run(scenario())
 

@@ -161,7 +161,7 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
         go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await client
-        await asyncio.get_running_loop().shutdown_default_executor()
+        await asyncio.to_thread(service._threads.close)
         assert _rows(service) == left
         assert [claim.epoch for claim in place.claims().claim(5)] == [1] * left[0]
 
