@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.chat import ChatMessage, ToolCall
 from tramontane.router.constraint_fields import ResponseFormat, Tool, ToolChoice
+from tramontane.router.constraints import MAX_TOOLS
 from tramontane.router.openai_schema import ParameterError, StreamOptions, Text, neutral, parse_body
 from tramontane.router.sampling_fields import SamplingFields, or_default
 
@@ -82,7 +83,7 @@ class MadeCall(_Body):
 class AssistantMessage(_Body):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[tuple[MadeCall, ...], or_default(())] = Field((), max_length=MAX_CALLS, strict=False)
+    tool_calls: Annotated[tuple[MadeCall, ...], or_default(())] = Field((), max_length=MAX_CALLS, strict=False, fail_fast=True)
     name: Annotated[Any, neutral()] = None
     refusal: Annotated[Any, neutral()] = None
     audio: Annotated[Any, neutral()] = None
@@ -107,7 +108,21 @@ class ToolMessage(_Body):
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
-Messages = Annotated[tuple[Message, ...], Field(min_length=1, max_length=MAX_MESSAGES)]
+
+
+def _some(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if not messages:
+        raise ValueError("it must not be empty")
+    return messages
+
+
+# The first bad one is enough: a body of some megabytes has room for a million of them.
+Messages = Annotated[
+    tuple[Message, ...],
+    Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
+    AfterValidator(_some),
+]
+Tools = Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class ChatRequest(SamplingFields):
@@ -122,7 +137,7 @@ class ChatRequest(SamplingFields):
     stream: Annotated[bool, or_default(False)] = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
-    tools: tuple[Tool, ...] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, or_default(True)] = True
     return_token_ids: Annotated[bool, or_default(False)] = False

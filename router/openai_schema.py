@@ -12,11 +12,14 @@ from tramontane.router.sampling_fields import MAX_TOKEN_ID, SamplingFields, or_d
 
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
+MAX_PROMPTS = 2**16  # one request's; of how many it may have indeed, a server says
+MAX_ERRORS = 64  # that are looked at; each of them would be told with what it is about
 
 LayersGiven = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
-PromptsGiven = str | Annotated[list[str], Field(min_length=1)] | TokenIds | Annotated[list[TokenIds], Field(min_length=1)]
+SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
+PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
@@ -60,6 +63,8 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
         raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
     if _are_ids(value):
         return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"there are {len(value)} prompts; one request may have at most {MAX_PROMPTS}")
     if all(isinstance(item, str) for item in value):
         return tuple(value)
     if all(isinstance(item, list) and _are_ids(item) for item in value):
@@ -68,15 +73,17 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
 
 
 def _are_ids(value: list[Any]) -> bool:
-    if not value or not all(type(item) is int for item in value):
+    if set(map(type, value)) != {int}:  # of millions, if a client likes
         return False
-    if not all(0 <= item < MAX_TOKEN_ID for item in value):
+    if min(value) < 0 or max(value) >= MAX_TOKEN_ID:
         raise ValueError(f"token ids are whole numbers from 0 to {MAX_TOKEN_ID - 1}")
     return True
 
 
 def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
     layers = [] if value is None else value
+    if isinstance(layers, list) and len(layers) > MAX_LAYERS:
+        raise ValueError(f"there may be at most {MAX_LAYERS} layers")
     if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers):
         raise ValueError("it must be a list of layers, which are counted from 0")
     if len(set(layers)) < len(layers):
@@ -173,9 +180,11 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
 
 
 def _explained(error: ValidationError) -> ParameterError:
+    if error.error_count() > MAX_ERRORS:
+        return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
     problem = error.errors(include_url=False, include_context=False)[0]
     name = ".".join(map(_shown_name, problem["loc"])) if problem["loc"] else None
-    shown = f"{problem['input']!r:.60}"
+    shown = _shown(problem["input"])
     match problem["type"]:
         case "json_invalid":
             return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
@@ -189,6 +198,18 @@ def _explained(error: ValidationError) -> ParameterError:
             return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
         case _:
             return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    """The first 60 characters, without writing out what may be megabytes."""
+    match value:
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+        case _:
+            start = value[:60] if isinstance(value, str) else value
+            return f"{start!r:.60}"
 
 
 def _shown_name(part: str | int) -> str:

@@ -8,9 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import encode_chat
-from tramontane.router.chat_schema import Messages, chat_messages
+from tramontane.router.chat_schema import Messages, Tools, chat_messages
 from tramontane.router.completions import LONG_TEXT, ServedModel
-from tramontane.router.constraint_fields import Tool
 from tramontane.router.openai_schema import ParameterError, Text
 from tramontane.router.sampling_fields import MAX_TOKEN_ID
 from tramontane.router.tokenizer import Tokenizer
@@ -27,7 +26,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: Text | None = None
     messages: Messages | None = None
-    tools: tuple[Tool, ...] | None = None
+    tools: Tools | None = None
     add_special_tokens: Literal[True] | None = None
     add_generation_prompt: Literal[True] | None = None
 
@@ -38,7 +37,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
-    tokens: Annotated[tuple[TokenId, ...], Field(strict=False)]
+    tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
 
 
 async def tokenized(model: ServedModel, chat: ChatPrompt, request: TokenizeRequest) -> dict[str, Any]:

@@ -4,8 +4,11 @@ import json
 from typing import Any
 
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
-from tramontane.router.openai_schema import CompletionRequest
+from tramontane.router.chat_schema import ChatRequest
+from tramontane.router.openai_schema import MAX_PROMPTS, CompletionRequest
+from tramontane.router.tokenizing import DetokenizeRequest, TokenizeRequest
 
 NUMBERS = st.integers() | st.integers(-2, 130) | st.floats() | st.sampled_from([10**30, 2**31 - 1, 1e-320, 1e308])
 SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=12)
@@ -58,6 +61,23 @@ BODIES = {
     "damaged requests": _damaged(),
     "sensible requests": SENSIBLE.map(_as_body),
     "any value in any field": st.builds(lambda sensible, any_field: _as_body(sensible | any_field), SENSIBLE, FIELDS),
+}
+
+
+def _many(head: bytes, item: bytes, tail: bytes = b"]}") -> bytes:
+    return head + b",".join([item] * 2000) + tail
+
+
+USER = b'{"messages":[{"role":"user","content":"a"}],'
+MANY_MISTAKES: dict[str, tuple[type[BaseModel], bytes]] = {
+    "messages": (ChatRequest, _many(b'{"messages":[', b"{}")),
+    "calls": (ChatRequest, _many(b'{"messages":[{"role":"assistant","tool_calls":[', b"{}", b"]}]}")),
+    "tools": (ChatRequest, _many(USER + b'"tools":[', b"{}")),
+    "good tools": (ChatRequest, _many(USER + b'"tools":[', b'{"type":"function","function":{"name":"f"}}')),
+    "tools of a conversation": (TokenizeRequest, _many(USER + b'"tools":[', b"{}")),
+    "tokens": (DetokenizeRequest, _many(b'{"tokens":[', b'""')),
+    "layers": (CompletionRequest, _many(b'{"prompt":"a","return_experts":[', b"-1")),
+    "prompts": (CompletionRequest, b'{"prompt":[' + b",".join([b'""'] * (MAX_PROMPTS + 1)) + b"]}"),
 }
 
 

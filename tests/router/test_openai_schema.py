@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from http_fuzz import MANY_MISTAKES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from tramontane.router.openai_schema import CompletionRequest, ParameterError, error_body, parse_completion
+from tramontane.router.openai_schema import CompletionRequest, ParameterError, error_body, parse_body, parse_completion
 from tramontane.router.sampling_fields import MAX_STOP_CHARS, MAX_STOPS
 
 LONGEST_MESSAGE = 300
@@ -50,6 +52,31 @@ def _refused_fields(**fields: Any) -> ParameterError:  # noqa: ANN401
 def _refused_text(field: str, text: str) -> ParameterError:
     """``text`` is JSON as it is written, for what json.dumps would not write."""
     return _refused(f'{{"prompt": "a", "{field}": {text}}}'.encode())
+
+
+# However much is wrong
+
+
+@pytest.mark.parametrize("case", MANY_MISTAKES)
+def test_of_many_mistakes_only_the_first_is_looked_at(case: str) -> None:
+    """Each that is found costs time and memory, and a body has room for millions."""
+    kind, body = MANY_MISTAKES[case]
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate_json(body)
+    assert refused.value.error_count() <= 4
+    with pytest.raises(ParameterError) as explained:
+        parse_body(kind, body)
+    _check_message(explained.value)
+
+
+def test_many_unknown_parameters_are_counted_and_not_told() -> None:
+    assert str(_refused_fields(**{f"x{i}": 1 for i in range(100)})).startswith("100 things are wrong")
+    assert _refused_fields(**{f"x{i}": 1 for i in range(3)}).parameter == "x0"
+
+
+def test_what_is_wrong_is_not_written_out() -> None:
+    assert str(_refused_fields(seed=["a" * 10**6])).startswith("seed is a list: ")
+    assert str(_refused_fields(seed={"a": 1})).startswith("seed is an object: ")
 
 
 # What is accepted
