@@ -109,7 +109,9 @@ class BatchDoor:
         check_query(query, "limit", "after", "order", "purpose")
         limit = limit_of(query, MAX_FILE_LIST, MAX_FILE_LIST)
         newest_first = choice_of(query, "order", "asc", "desc") != "asc"
-        files = await self._service.list_files(limit + 1, query.get("after"), query.get("purpose"), newest_first)
+        if "\0" in (purpose := query.get("purpose", "")):
+            raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
+        files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
         return JSONResponse(page_of([file_object(file) for file in files], limit))
 
     @_answering
@@ -185,6 +187,8 @@ def _file_of(form: FormData) -> UploadFile:
     file = form.get("file")
     if not isinstance(file, UploadFile):
         raise ParameterError("file is missing", "file")
+    if "\0" in (file.filename or ""):
+        raise ParameterError("the file's name has a character that no name may have", "file")
     if unknown := sorted(set(form) - {"purpose", "file"}):
         raise ParameterError(f"{unknown[0]!r:.60} is not a parameter of this endpoint", unknown[0][:64])
     return file

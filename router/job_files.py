@@ -81,7 +81,7 @@ class FileStore:
 
     def get(self, file_id: str) -> FileRecord:
         """Raises UnknownFileError."""
-        if self._database.exists:
+        if self._database.exists and "\0" not in file_id:  # which PostgreSQL would not even compare
             where = (files.c.file_id == file_id) & (files.c.queue == self._queue) & files.c.is_whole
             with self._database.reading() as connection:
                 row = connection.execute(select(files).where(where)).one_or_none()

@@ -175,7 +175,7 @@ class JobStore:
 
     def get(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
-        if self._database.exists:
+        if self._database.exists and "\0" not in job_id:  # which PostgreSQL would not even compare
             with self._database.reading() as connection:
                 row = connection.execute(select(jobs).where(self._named(job_id))).one_or_none()
             if row is not None:

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psycopg
 import pytest
 
 FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"))[::-1]
@@ -46,3 +48,11 @@ def postgres() -> Iterator[str]:
             finally:
                 process.terminate()  # runuser passes it on
                 process.stderr.read()
+
+
+def new_database(url: str) -> str:
+    """URL of an empty one."""
+    name = f"d{uuid.uuid4().hex}"
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(f"CREATE DATABASE {name}".encode())
+    return url.replace("/postgres?", f"/{name}?")

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +13,26 @@ import openai
 import pytest
 from http_fuzz import check_error
 from jobs import LIMITS, Place, place_in, request, requests
+from postgres import new_database, postgres
 from starlette.applications import Starlette
 
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.router.batch_service import BatchService
+
+NUL_IN_NAME = b"\r\n".join(
+    [
+        b"--b",
+        b'Content-Disposition: form-data; name="purpose"',
+        b"",
+        b"batch",
+        b"--b",
+        b'Content-Disposition: form-data; name="file"; filename="a\0b"',
+        b"",
+        b"q",
+        b"--b--",
+        b"",
+    ]
+)
 
 
 @dataclass
@@ -27,20 +43,33 @@ class House:
     client: openai.AsyncOpenAI
 
 
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path)
+    if request.param == "postgresql":
+        place.database = new_database(request.getfixturevalue("postgres_url"))
+    yield place
+    place.close()
+
+
 @asynccontextmanager
-async def _house(folder: Path) -> AsyncIterator[House]:
-    place = place_in(folder)
+async def _house(place: Place) -> AsyncIterator[House]:
     service = place.service()
     app = Starlette(routes=BatchDoor(service).routes())
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
     async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
         yield House(place, service, http, client)
-    place.close()
 
 
-def _in_house(tmp_path: Path, scenario: Callable[[House], Awaitable[None]]) -> None:
+def _in_house(place: Place, scenario: Callable[[House], Awaitable[None]]) -> None:
     async def run() -> None:
-        async with _house(tmp_path) as house:
+        async with _house(place) as house:
             await scenario(house)
 
     asyncio.run(run())
@@ -53,7 +82,7 @@ async def _ended(house: House, batch_id: str) -> Any:  # noqa: ANN401
     return await house.client.batches.retrieve(batch_id)
 
 
-def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
+def test_a_batch_from_upload_to_results(place: Place) -> None:
     async def scenario(house: House) -> None:
         client = house.client
         file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
@@ -86,10 +115,10 @@ def test_a_batch_from_upload_to_results(tmp_path: Path) -> None:
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
 
-    _in_house(tmp_path, scenario)
+    _in_house(place, scenario)
 
 
-def test_batches_are_listed_in_pages_and_cancelled(tmp_path: Path) -> None:
+def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:
     async def scenario(house: House) -> None:
         client = house.client
         file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
@@ -108,10 +137,10 @@ def test_batches_are_listed_in_pages_and_cancelled(tmp_path: Path) -> None:
         assert ended.output_file_id is None
         assert b"batch_cancelled" in (await client.files.content(ended.error_file_id)).content
 
-    _in_house(tmp_path, scenario)
+    _in_house(place, scenario)
 
 
-def test_a_request_that_comes_again_is_the_same_batch(tmp_path: Path) -> None:
+def test_a_request_that_comes_again_is_the_same_batch(place: Place) -> None:
     async def scenario(house: House) -> None:
         file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
@@ -119,10 +148,10 @@ def test_a_request_that_comes_again_is_the_same_batch(tmp_path: Path) -> None:
         ids = [answer.json()["id"] for answer in answers]
         assert ids[0] == ids[1] != ids[2]
 
-    _in_house(tmp_path, scenario)
+    _in_house(place, scenario)
 
 
-def test_what_is_wrong_is_refused_in_openais_shape(tmp_path: Path) -> None:
+def test_what_is_wrong_is_refused_in_openais_shape(place: Place) -> None:
     async def scenario(house: House) -> None:
         good = (await house.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
         empty = (await house.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
@@ -162,6 +191,14 @@ def test_what_is_wrong_is_refused_in_openais_shape(tmp_path: Path) -> None:
             (400, house.http.get("/v1/batches?limit=101")),
             (404, house.http.get("/v1/batches?after=none")),
             (400, house.http.get("/v1/batches?more=1")),
+            (404, house.http.get("/v1/files/%00")),
+            (404, house.http.get("/v1/files?after=%00")),
+            (400, house.http.get("/v1/files?purpose=%00")),
+            (400, post("/v1/files", content=NUL_IN_NAME, headers=boundary)),
+            (404, house.http.get("/v1/batches/%00")),
+            (404, house.http.get("/v1/batches?after=%00")),
+            (404, post("/v1/batches/%00/cancel")),
+            (404, post("/v1/batches", json=batch | {"input_file_id": "\0"})),
         ]:
             response = await answer
             assert response.status_code == status, (response.request.url, response.text)
@@ -169,4 +206,4 @@ def test_what_is_wrong_is_refused_in_openais_shape(tmp_path: Path) -> None:
         assert (await house.http.get("/v1/batches")).json()["data"] == []
         assert len([each async for each in house.client.files.list()]) == 2
 
-    _in_house(tmp_path, scenario)
+    _in_house(place, scenario)
