@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from tramontane.cluster.batch_operations import JSONL
 from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, error_response
 from tramontane.proto.errors import PipelineError, RequestError, TramontaneError, UnknownJobError
 from tramontane.router.batch_results import result_line
@@ -37,7 +38,6 @@ logger = logging.getLogger(__name__)
 MAX_BATCH_BODY = 64 * 2**10
 MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
 MAX_FIELDS = 8
-JSONL = "application/jsonl"
 
 Handler = Callable[["BatchDoor", Request], Awaitable[Response]]
 

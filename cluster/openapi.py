@@ -1,7 +1,7 @@
 """``/openapi.json``: what the door takes and answers, from the models that read requests and the routes that there are."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -19,14 +19,16 @@ PAGE = "#/components/schemas/{model}"
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # JSON, and at the end [DONE]
 
+JSON = "application/json"
+
 JsonSchema = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. ``body`` and ``answer`` are JSON; ``streams``: the answer may come as events instead.
+    """One method of one path. ``body`` and ``answer`` are JSON, or of the types given; ``streams``: it may answer in events.
 
-    ``example``: a body that is answered.
+    ``example``: a body that is answered. ``query``: what may come behind a question mark.
     """
 
     summary: str
@@ -35,6 +37,9 @@ class Operation:
     body: type[BaseModel] | None = None
     example: Mapping[str, Any] | None = None
     streams: bool = False
+    body_type: str = JSON
+    answer_type: str = JSON
+    query: Mapping[str, JsonSchema] = field(default_factory=dict)
 
 
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
@@ -98,23 +103,23 @@ def _operations_of(routes: Sequence[Route]) -> Iterator[tuple[str, str]]:
 
 
 def _described(operation: Operation, path: str, errors: Sequence[int]) -> dict[str, Any]:
-    content = {"application/json": {"schema": _ref(operation.answer) if operation.answer else {}}}
+    content = {operation.answer_type: {"schema": _ref(operation.answer) if operation.answer else {}}}
     if operation.streams:
         content["text/event-stream"] = {"schema": EVENT}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in errors:
-        error = {"application/json": {"schema": _ref(answers.Error)}}
+        error = {JSON: {"schema": _ref(answers.Error)}}
         responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
     described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
     if operation.body is not None:
         example = {"example": dict(operation.example)} if operation.example else {}
-        body = {"application/json": {"schema": _ref(operation.body)} | example}
+        body = {operation.body_type: {"schema": _ref(operation.body)} | example}
         described["requestBody"] = {"required": True, "content": body}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    if names:
-        described["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
-        ]
+    named = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if named or asked:
+        described["parameters"] = named + asked
     return described
 
 

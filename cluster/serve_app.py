@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.batch_replica import BatchReplica, batch_service
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.event_stream import Pacer
@@ -152,6 +153,7 @@ class IngressReplica(GrpcServicer):
             chat=chat_format(config, model),
             keys=keys,
             more_routes=BatchDoor(self._batches).routes(),
+            more_operations=BATCH_OPERATIONS,
             sends_request_id=False,  # Ray Serve's proxies do
         )
 

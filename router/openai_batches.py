@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.router.job_files import FileRecord
 from tramontane.router.job_store import StoredJob
 from tramontane.router.jobs import Endpoint, JobOptions, JobState
-from tramontane.router.openai_schema import ParameterError
+from tramontane.router.openai_schema import ParameterError, parse_body
+from tramontane.router.sampling_fields import or_default
 
 COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end
 WINDOW_S = 86_400
@@ -24,10 +25,6 @@ STATUS = {
 }
 
 
-def _or_nothing(value: Any) -> Any:  # noqa: ANN401 - whatever JSON holds
-    return {} if value is None else value
-
-
 class BatchRequest(BaseModel):
     """Body of ``POST /v1/batches``. ``keeps_order`` is ours."""
 
@@ -35,11 +32,9 @@ class BatchRequest(BaseModel):
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Endpoint
-    completion_window: Literal["24h"] = "24h"
-    metadata: Annotated[dict[str, str], BeforeValidator(lambda value: {} if value is None else value)] = Field(
-        default_factory=dict
-    )
-    keeps_order: bool = True
+    completion_window: Annotated[Literal["24h"], or_default("24h")] = "24h"
+    metadata: Annotated[dict[str, str], or_default({})] = {}
+    keeps_order: Annotated[bool, or_default(True)] = True
 
     @property
     def options(self) -> JobOptions:
@@ -48,14 +43,7 @@ class BatchRequest(BaseModel):
 
 def parse_batch(body: bytes) -> BatchRequest:
     """Raises ParameterError."""
-    try:
-        return BatchRequest.model_validate_json(body)
-    except (ValidationError, RecursionError) as error:
-        if not isinstance(error, ValidationError):
-            raise ParameterError("the body is nested too deeply") from None
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        name = ".".join(str(part) for part in problem["loc"])[:64].encode(errors="replace").decode() or None
-        raise ParameterError(f"{name or 'the body'}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name) from None
+    return parse_body(BatchRequest, body)
 
 
 def batch_object(stored: StoredJob) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """The description of the door is true: whatever it allows is answered as it says, and nothing breaks the server."""
 
 import asyncio
+import json
 import re
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -22,10 +24,13 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.expert_load import ExpertLoad
 from tramontane.cluster.openapi import Operation
 from tramontane.proto.errors import ConfigError
 from tramontane.router.answer_schema import Detokenized
+from tramontane.router.batch_service import BatchService, JobSettings
 from tramontane.router.chat_schema import ChatRequest, parse_chat
 from tramontane.router.openai_schema import CompletionRequest, parse_completion
 
@@ -38,7 +43,10 @@ async def _move(load: ExpertLoad) -> tuple[int, int]:
     return 1, 2
 
 
-APP = door_of(ScriptedSource(), move_experts=_move).app()
+PLACE = TemporaryDirectory()
+BATCHES = BatchService(JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny"))
+EVERYTHING = {"move_experts": _move, "more_routes": BatchDoor(BATCHES).routes(), "more_operations": BATCH_OPERATIONS}
+APP = door_of(ScriptedSource(), **EVERYTHING).app()
 
 
 def _get(path: str, **settings: object) -> httpx.Response:
@@ -99,10 +107,25 @@ def test_answers_with_everything_are_as_it_says(path: str, body: dict[str, Any])
     assert case.call_and_validate(checks=CHECKS).status_code == 200
 
 
+def test_a_file_and_its_job_are_as_it_says() -> None:
+    line = json.dumps({"custom_id": "a", "body": {"prompt": "a"}}).encode()
+    upload = {"body": {"purpose": "batch", "file": line}, "media_type": "multipart/form-data"}
+    file = schema["/v1/files"]["POST"].Case(**upload).call_and_validate(checks=CHECKS).json()
+    name = {"path_parameters": {"file_id": file["id"]}}
+    content = schema["/v1/files/{file_id}/content"]["GET"].Case(**name).call_and_validate(checks=CHECKS)
+    assert content.content == line
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "metadata": {"who": "me"}}
+    made = schema["/v1/batches"]["POST"].Case(body=body, media_type="application/json").call_and_validate(checks=CHECKS).json()
+    name = {"path_parameters": {"job_id": made["id"]}}
+    assert schema["/v1/batches/{job_id}/cancel"]["POST"].Case(**name).call_and_validate(checks=CHECKS).json()["id"] == made["id"]
+    for path in ("/v1/files", "/v1/batches"):
+        assert schema[path]["GET"].Case(query={"limit": 1}).call_and_validate(checks=CHECKS).json()["data"]
+
+
 def test_every_route_is_described() -> None:
-    page = _get("/openapi.json", move_experts=_move).json()
+    page = _get("/openapi.json", **EVERYTHING).json()
     there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
-    message = _get("/nothing", move_experts=_move).json()["error"]["message"]
+    message = _get("/nothing", **EVERYTHING).json()["error"]["message"]
     named = {tuple(each.split(" ")) for each in message.partition("there are ")[2].split(", ")} - {("GET", "/docs")}
     assert {(method, path.replace("{name:path}", "{name}")) for method, path in named} == there
     assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
