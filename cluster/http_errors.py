@@ -6,7 +6,7 @@ from http import HTTPStatus
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UserError
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UnfollowableError, UserError
 from tramontane.router.completions import UnknownModelError
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body
 
@@ -42,6 +42,8 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return json_error(404, str(error), "invalid_request_error", param="model", code="model_not_found")
         case BodyTooLargeError():
             return json_error(413, str(error), "invalid_request_error")
+        case UnfollowableError():
+            return json_error(400, str(error), "invalid_request_error", code="unfollowable")
         case ParameterError():
             return json_error(400, str(error), "invalid_request_error", param=error.parameter)
         case RequestError():

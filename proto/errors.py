@@ -4,6 +4,7 @@
     +-- UserError            what was asked cannot be done; shown as one line, exit code 2
     |   +-- ConfigError      a flag, a parameter or their combination
     |   +-- RequestError     one request: an empty prompt, a prompt past the context
+    |   |   +-- UnfollowableError  a model cannot follow the schema that its answer must have
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
     |   |   +-- ImpossibleModelError  numbers that make no model
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
@@ -93,6 +94,10 @@ class NoStreamError(PipelineError):
 
 class NotRunningError(PipelineError):
     """A router's pipeline is being started again; another router may be well."""
+
+
+class UnfollowableError(RequestError):
+    """The model cannot go on as the answer's schema asks for; asked again it could not either."""
 
 
 class UnknownJobError(RequestError):

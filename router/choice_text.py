@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import UnfollowableError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.logprobs import ChosenToken, TokenScore
 from tramontane.router.tokenizer import Tokenizer
@@ -69,12 +69,12 @@ class ChoiceText:
     def push(self, event: TokenEvent, score: TokenScore | None = None) -> str:
         """The text that this token completes. A token that completes a stop string still counts as made.
 
-        Raises PipelineError where the sequence has ended with an error.
+        Raises UnfollowableError where the sequence has ended with an error.
         """
         if self.finish is not None:
             return ""
         if event.finish is FinishReason.ERROR:
-            raise PipelineError("the answer could not go on as its schema asks for: it may be too complicated for this model")
+            raise UnfollowableError("the answer could not go on as its schema asks for: it may be too complicated for this model")
         self.num_tokens += 1
         piece = self._piece(event.token_id, score)
         if event.finish and self._decoder:

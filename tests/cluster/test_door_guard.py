@@ -12,9 +12,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tramontane.cluster.http_errors import error_response
 from tramontane.cluster.serve_headers import proxy_middlewares
-from tramontane.proto.errors import OverloadedError, PipelineError
+from tramontane.proto.errors import OverloadedError, PipelineError, UnfollowableError
+from tramontane.proto.request import FinishReason, TokenEvent
+from tramontane.router.choice_text import ChoiceText
 from tramontane.router.completions import ServedModel
+from tramontane.router.grpc_status import DETAILS, error_of, refusal_of
 
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
 
@@ -193,3 +197,13 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
         assert "no tokenizer" in check_error(response.content)["message"]
     unknown = _post("/tokenize", {"model": "gpt", "prompt": "a"})
     assert (unknown.status_code, check_error(unknown.content)["code"]) == (404, "model_not_found")
+
+
+def test_a_schema_that_no_try_can_follow_is_not_worth_another() -> None:
+    text = ChoiceText(None, ())
+    with pytest.raises(UnfollowableError) as raised:
+        text.push(TokenEvent(0, 5, FinishReason.ERROR))
+    response, refusal = error_response(raised.value), refusal_of(raised.value)
+    assert (response.status_code, "retry-after" in response.headers) == (400, False)
+    assert check_error(bytes(response.body), code="unfollowable")["type"] == "invalid_request_error"
+    assert isinstance(error_of(refusal.code, refusal.message, [(DETAILS, refusal.details)]), UnfollowableError)

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import UnfollowableError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.choice_text import ChoiceText, StopMatcher
 from tramontane.router.tokenizer import Tokenizer
@@ -306,5 +306,5 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
 def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:
     text = ChoiceText(None, ())
     text.push(TokenEvent(0, 5))
-    with pytest.raises(PipelineError, match="as its schema asks for"):
+    with pytest.raises(UnfollowableError, match="as its schema asks for"):
         text.push(TokenEvent(0, 5, FinishReason.ERROR))
