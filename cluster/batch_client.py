@@ -27,6 +27,7 @@ class BatchClient:
     def __init__(self, url: str, headers: dict[str, str], notice: Callable[[str], None]) -> None:
         self._http = httpx.Client(base_url=base_url(url), timeout=TIMEOUT, headers=headers)
         self._notice = notice
+        self._has_answered = False
 
     def __enter__(self) -> "BatchClient":
         return self
@@ -113,16 +114,22 @@ class BatchClient:
         while True:
             try:
                 answer = ask()
+                self._has_answered = True
                 if answer.status_code == httpx.codes.OK:
                     return _parsed(answer)
                 self._refused(answer)
             except (httpx.TransportError, _ComeBack) as error:
                 why = str(error) or type(error).__name__
+                if (
+                    isinstance(error, httpx.ConnectError) and not self._has_answered
+                ):  # a slip rather than a server that starts again
+                    raise PipelineError(f"nothing answers at --url {self._http.base_url}: {why}") from error
                 is_at_work = isinstance(error, _ComeBack) and error.is_at_work
                 failing_since = time.monotonic() if failing_since is None or is_at_work else failing_since
                 if time.monotonic() - failing_since > PATIENCE_S:
                     raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
-                self._notice(f"no answer ({why}); trying again")
+                if wait == FIRST_WAIT_S:
+                    self._notice(f"no answer ({why}); trying again for up to {PATIENCE_S / 60:.0f} minutes")
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
 

@@ -203,18 +203,18 @@ def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
             return {"said": body["prompt"], "run": runs[body["prompt"]]}
 
         service = place.service()
-        job = await service.submit(pieces(requests(200)), JobOptions(keeps_order=False))
+        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=False))
         async with place.running(place.runner(answer)), place.running(place.runner(answer)):
             results = await all_results(service, job.job_id)
-        assert [line.offset for line in results] == list(range(200))
-        assert sorted(line.line for line in results) == list(range(1, 201))
+        assert [line.offset for line in results] == list(range(40))
+        assert sorted(line.line for line in results) == list(range(1, 41))
         assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
         ended = await service.stored(job.job_id)
-        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 200, 0)
+        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 40, 0)
         assert ended.error_file is None
         assert ended.output_file is not None
         output = b"".join([piece async for piece in await service.content(ended.output_file)])
-        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(f"r{i}" for i in range(200))
+        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(f"r{i}" for i in range(40))
 
     asyncio.run(scenario())
 
