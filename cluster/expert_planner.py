@@ -43,9 +43,13 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
         )
     spare = sum(places) - least * len(experts)
     copies = dict.fromkeys(experts, least) if request.replicas else _replicas(loads, num_actors, spare)
+    held = _spread(loads, copies, places) or _spread_by_room(copies, places)
+    while held is None:  # what is spare may be where it is of no use: an actor holds an expert once
+        copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
+        held = _spread(loads, copies, places) or _spread_by_room(copies, places)
     empty = (ExpertActorPlan(actor, num_actors, (), 0, room.memory) for actor, room in enumerate(request.rooms))
     plan = ExpertPlan(args, request.dtype, request.quantize, request.replicas, size, tuple(empty))
-    return plan.holding(_spread(loads, copies, places) or _spread_by_room(copies, places))
+    return plan.holding(held)
 
 
 def replanned(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
@@ -152,12 +156,13 @@ def _spread(loads: dict[ExpertId, float], copies: dict[ExpertId, int], places: S
     return held
 
 
-def _spread_by_room(copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]]:
-    """To the actors with most room left: finds a place for all copies wherever that is possible."""
+def _spread_by_room(copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]] | None:
+    """To the actors with most room left: finds a place for all copies wherever that is possible. None if it is not."""
     held: list[list[ExpertId]] = [[] for _ in places]
     for each, count in sorted(copies.items(), key=lambda pair: (-pair[1], pair[0])):
         roomiest = sorted(range(len(places)), key=lambda actor: len(held[actor]) - places[actor])[:count]
-        assert all(len(held[actor]) < places[actor] for actor in roomiest)
+        if any(len(held[actor]) >= places[actor] for actor in roomiest):
+            return None
         for actor in roomiest:
             held[actor].append(each)
     return held

@@ -97,6 +97,15 @@ def test_replicas_are_as_many_as_were_asked_for_or_there_is_room_for() -> None:
     assert {len(set(holders)) for holders in twice.holders.values()} == {2}
 
 
+def test_room_that_only_holds_what_is_there_already_gives_no_replica() -> None:
+    """One actor has room for all and one more, the other for none: the hot expert cannot be on two."""
+    args = _args(1)
+    rooms = tuple(StageRoom(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
+    loads = {each: float(each.expert == 7) for each in _ids(args)}
+    plan = plan_experts(args, ExpertRequest(rooms, "float32", None, None, loads))
+    assert [len(actor.experts) for actor in plan.actors] == [0, 8]
+
+
 @given(st.data())
 def test_whatever_fits_is_placed(data: st.DataObject) -> None:
     """With no place to spare as well: every copy on another actor, none over its memory."""
