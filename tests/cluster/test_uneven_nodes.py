@@ -166,7 +166,7 @@ def test_a_kind_that_is_taken_is_not_replaced_by_another(
     monkeypatch.setattr(pipeline, "PLACEMENT_TIMEOUT_S", 1.0)
     with (
         _where(_spec(hardware, folder, "taker", stages=2)),
-        pytest.raises(PlanError, match=r"no room for 1 stages of .* on the nodes that they are planned for: free are"),
+        pytest.raises(PlanError, match=r"no room for 1 stage of .* on the nodes that they are planned for: free are"),
         placed(_spec(hardware, folder, stages=1)),
     ):
         pass
