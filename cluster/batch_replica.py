@@ -27,12 +27,13 @@ from tramontane.router.batch_service import BatchService, JobSettings
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion
 from tramontane.router.chat_schema import ChatRequest, parse_chat
-from tramontane.router.completions import Completion, ServedModel, check_model_name
+from tramontane.router.completions import Completion
 from tramontane.router.job_claims import JobClaims
 from tramontane.router.job_storage import JobStorage
 from tramontane.router.job_tables import Database
 from tramontane.router.jobs import Endpoint
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.served_model import ServedModel, check_model_name
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
 logger = logging.getLogger(__name__)

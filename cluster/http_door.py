@@ -27,8 +27,9 @@ from tramontane.proto.ports import TokenSource
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion, NoChat
 from tramontane.router.chat_schema import parse_chat
-from tramontane.router.completions import Completion, ServedModel, check_model_name, model_entry, model_list
+from tramontane.router.completions import Completion
 from tramontane.router.openai_schema import parse_body, parse_completion
+from tramontane.router.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.tokenizing import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
 
 logger = logging.getLogger(__name__)

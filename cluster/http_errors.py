@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UnfollowableError, UserError
-from tramontane.router.completions import UnknownModelError
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body
+from tramontane.router.served_model import UnknownModelError
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_folder import find_model_args
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import NoChat
-from tramontane.router.completions import ServedModel
+from tramontane.router.served_model import ServedModel
 from tramontane.router.tokenizer_folder import open_chat, open_tokenizer
 
 

@@ -13,12 +13,13 @@ from tramontane.proto.request import FinishReason
 from tramontane.router.chat import ChatMessage, ChatPrompt, ToolFormat, ToolSpec, texts_of
 from tramontane.router.chat_schema import ChatRequest, chat_messages
 from tramontane.router.choice_text import ChoiceText
-from tramontane.router.completions import LONG_TEXT, AnswerForm, Completion, ServedModel
+from tramontane.router.completions import AnswerForm, Completion
 from tramontane.router.constraint_fields import Tool
 from tramontane.router.constraints import grammar_for, used_tools
 from tramontane.router.logprobs import TokenScore, chat_logprobs
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.sampling_fields import SamplingFields
+from tramontane.router.served_model import LONG_TEXT, ServedModel
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tool_calls import CallDelta, ToolCallParser, as_openai, joined
 

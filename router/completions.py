@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tramontane.proto.errors import RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
 from tramontane.router.choice_text import ChoiceText
@@ -32,25 +31,8 @@ from tramontane.router.model_checks import (
     check_num_logprobs,
 )
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
+from tramontane.router.served_model import ServedModel, encoded
 from tramontane.router.tokenizer import Tokenizer
-
-LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only.
-
-    ``num_layers`` and ``experts_per_token`` are those of a model with experts, else 0.
-    """
-
-    name: str
-    tokenizer: Tokenizer | None
-    max_model_len: int
-    max_sequences: int  # of one request
-    vocab_size: int
-    num_layers: int = 0
-    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +86,7 @@ class Completion:
             raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
         check_layers(request.return_experts, model.num_layers)
         check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
-        prompt_ids = await _encode(model, request.prompt)
+        prompt_ids = await encoded(model, request.prompt)
         for ids in prompt_ids:
             if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
                 raise ParameterError(
@@ -268,28 +250,6 @@ async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
     return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=len(request.prompt) * request.n)
 
 
-async def _encode(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
-    num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-
-    def encode() -> list[tuple[int, ...]]:
-        return [prompt if not isinstance(prompt, str) else _encode_text(model, prompt) for prompt in prompts]
-
-    if num_characters <= LONG_TEXT:
-        return encode()
-    return await asyncio.get_running_loop().run_in_executor(None, encode)
-
-
-def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
-    if model.tokenizer is None:
-        raise ParameterError("this model has no tokenizer; give the prompt as token ids", "prompt")
-    if len(text) > model.max_model_len * model.tokenizer.longest_piece:  # no need to tokenize to know
-        raise ParameterError(
-            f"the prompt has {len(text)} characters; with a context of {model.max_model_len} positions that is too long",
-            "prompt",
-        )
-    return model.tokenizer.encode(text)
-
-
 def _check_told(model: ServedModel, request: CompletionRequest, prompt_lens: Sequence[int]) -> None:
     """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
     num_prompt = request.n * sum(prompt_lens)
@@ -313,30 +273,3 @@ def _joined(changes: list[dict[str, Any]], request: CompletionRequest, form: Ans
         parts = [change.get(name, {}) for change in changes]
         whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
     return whole
-
-
-def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
-    """``GET /v1/models/{name}``."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "tramontane",
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
-    }
-
-
-def model_list(model: ServedModel, created: int) -> dict[str, Any]:
-    """``GET /v1/models``."""
-    return {"object": "list", "data": [model_entry(model, created)]}
-
-
-def check_model_name(model: ServedModel, name: str | None) -> None:
-    """Raises RequestError if the client asks for another model."""
-    if name is not None and name != model.name:
-        raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {model.name!r}")
-
-
-class UnknownModelError(RequestError):
-    """The client named a model that is not served here."""

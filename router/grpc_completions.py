@@ -6,8 +6,8 @@ from typing import Any
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.request import FinishReason
-from tramontane.router.completions import ServedModel
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.served_model import ServedModel
 
 OF_THE_PROMPT = ("text", "token_ids")
 FINISH_REASONS = {reason.value: f"FINISH_REASON_{reason.name}" for reason in FinishReason}

@@ -10,12 +10,13 @@ from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
 from tramontane.proto.ports import TokenSource
 from tramontane.router import grpc_jobs
-from tramontane.router.completions import Completion, ServedModel, check_model_name
+from tramontane.router.completions import Completion
 from tramontane.router.grpc_completions import models_of, parsed_generate, parsed_score, response_of, score_of
 from tramontane.router.grpc_handlers import Malformed
 from tramontane.router.grpc_jobs import job_message, line_message
 from tramontane.router.grpc_status import refusal_of
 from tramontane.router.jobs import JobService
+from tramontane.router.served_model import ServedModel, check_model_name
 from tramontane.router.together import closing, together
 
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger

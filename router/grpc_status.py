@@ -24,8 +24,8 @@ from tramontane.proto.errors import (
     UserError,
     WrongKeyError,
 )
-from tramontane.router.completions import UnknownModelError
 from tramontane.router.openai_schema import ParameterError
+from tramontane.router.served_model import UnknownModelError
 
 logger = logging.getLogger(__name__)
 

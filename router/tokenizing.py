@@ -9,9 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import encode_chat
 from tramontane.router.chat_schema import Messages, Tools, chat_messages
-from tramontane.router.completions import LONG_TEXT, ServedModel
 from tramontane.router.openai_schema import ParameterError, Text
 from tramontane.router.sampling_fields import MAX_TOKEN_ID
+from tramontane.router.served_model import LONG_TEXT, ServedModel
 from tramontane.router.tokenizer import Tokenizer
 
 EITHER: list[JsonValue] = [{"required": ["prompt"]}, {"required": ["messages"]}]

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from tramontane.proto.errors import RequestError, UnknownJobError
 from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.router.jobs import Job, JobOptions, JobState, ResultLine
+from tramontane.router.served_model import ServedModel
 
 NEW = Job("job-1", JobState.QUEUED, JobOptions(), 0, 0, 0, 0, created_at=1.5)
 

@@ -12,8 +12,8 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.chat import ChatPrompt
-from tramontane.router.completions import ServedModel
 from tramontane.router.mistral_chat import MistralChat
+from tramontane.router.served_model import ServedModel
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")

@@ -25,10 +25,10 @@ from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.admission import Limits
-from tramontane.router.completions import ServedModel
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
+from tramontane.router.served_model import ServedModel
 
 ARGS = tiny_args(n_layers=4, window=24, max_seq_len=128)
 WORK = Workload(num_prompts=5, input_len=12, output_len=6, range_ratio=0.5)

@@ -17,8 +17,8 @@ from tramontane.cluster.serve_headers import proxy_middlewares
 from tramontane.proto.errors import OverloadedError, PipelineError, UnfollowableError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.choice_text import ChoiceText
-from tramontane.router.completions import ServedModel
 from tramontane.router.grpc_status import DETAILS, error_of, refusal_of
+from tramontane.router.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
 

@@ -29,10 +29,10 @@ from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits
-from tramontane.router.completions import ServedModel
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
+from tramontane.router.served_model import ServedModel
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 

@@ -20,8 +20,8 @@ from tokenizer_files import SENTENCEPIECE
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.router.chat import ChatMessage
-from tramontane.router.completions import ServedModel
 from tramontane.router.mistral_chat import MistralChat
+from tramontane.router.served_model import ServedModel
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 KEY = "sk-contract"

@@ -64,9 +64,9 @@ from tramontane.cluster.serve_checks import check_doors
 from tramontane.proto.errors import ConfigError, DeadlineError, RequestError, UnknownJobError, WrongKeyError
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.client import AsyncClient, Client
-from tramontane.router.completions import UnknownModelError
 from tramontane.router.jobs import JobOptions, JobState
 from tramontane.router.openai_schema import ParameterError
+from tramontane.router.served_model import UnknownModelError
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]

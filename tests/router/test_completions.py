@@ -16,10 +16,11 @@ from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
-from tramontane.router.completions import LONG_TEXT, Completion, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.completions import Completion
 from tramontane.router.logprobs import token_text
 from tramontane.router.model_checks import MAX_LOGPROBS_IN_ALL, MAX_PROMPT_LOGPROBS
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.served_model import LONG_TEXT, ServedModel, UnknownModelError, check_model_name, model_list
 from tramontane.router.tokenizer import Tokenizer
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 

@@ -35,7 +35,7 @@ from tramontane.proto.step import MicroBatch
 from tramontane.router.admission import Limits
 from tramontane.router.client import AsyncClient, Client
 from tramontane.router.client_answers import Patience
-from tramontane.router.completions import Completion, ServedModel, UnknownModelError
+from tramontane.router.completions import Completion
 from tramontane.router.grpc_completions import score_of, token_logprobs
 from tramontane.router.grpc_handlers import add_batch_jobs, add_inference
 from tramontane.router.grpc_jobs import submit
@@ -45,6 +45,7 @@ from tramontane.router.openai_schema import ParameterError, parse_completion
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
+from tramontane.router.served_model import ServedModel, UnknownModelError
 from tramontane.router.together import together
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 

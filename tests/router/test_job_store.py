@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psycopg
 import pytest
 from jobs import Place, all_results, echo, pieces, place_in, request, requests, run_until_killed
-from postgres import postgres
+from postgres import new_database, postgres
 
 from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
 from tramontane.router.batch_service import BatchService
@@ -41,11 +40,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 def _on_postgres(request: pytest.FixtureRequest) -> Place:
     """In a database of its own."""
-    url = request.getfixturevalue("postgres_url")
-    name = f"d{uuid.uuid4().hex}"
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}".encode())
-    return Place(url.replace("/postgres?", f"/{name}?"), "memory://jobs-" + name)
+    url = new_database(request.getfixturevalue("postgres_url"))
+    return Place(url, f"memory://jobs-{uuid.uuid4().hex}")
 
 
 def _submitted(place: Place, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
