@@ -1,7 +1,8 @@
 """Runs batch jobs: keeps lines in progress, and writes what became of each.
 
 Several jobs take turns, line by line: each has a task that waits for a free slot, and slots are given in the order in which
-they were asked for. A job of three lines is therefore done in three turns, however long the one before it is.
+they were asked for. A job of three lines is therefore done in three turns, however long the one before it is. A line that
+waits to be tried again lends its slot; of one job no more lines are begun and not done than there are slots.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
 from tramontane.router.batch_outcomes import OutcomeWriter, Sleep, patiently
 from tramontane.router.batch_results import write_result_files
+from tramontane.router.batch_slots import Slot
 from tramontane.router.job_claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
 from tramontane.router.job_lines import body_of
 from tramontane.router.job_storage import JobStorage
@@ -60,7 +62,7 @@ class BatchRunner:
     ) -> None:
         self._claims, self._storage, self._answer = claims, storage, answer
         self._poll_s, self._sleep = poll_s, sleep
-        self._slots = asyncio.Semaphore(concurrency)
+        self._concurrency, self._slots = concurrency, asyncio.Semaphore(concurrency)
         self._threads, self._lease_thread = JobThreads(THREADS), JobThreads(1)  # a lease must not wait for lines
         self._writer = OutcomeWriter(claims, sleep, self._threads)
         self._runs: dict[int, _Run] = {}  # by the job's number
@@ -133,25 +135,28 @@ class BatchRunner:
 
     async def _begin_lines(self, run: _Run, in_progress: asyncio.TaskGroup) -> None:
         after = -1
+        begun = asyncio.Semaphore(self._concurrency)
         while page := await self._patiently(partial(self._claims.next_lines, run.claim, after, PAGE)):
             for line in page:
+                await begun.acquire()
                 await self._slots.acquire()
+                slot = Slot(self._slots)
                 if run.is_cancelled:
-                    self._slots.release()
+                    slot.give_back()
                     return
-                running = in_progress.create_task(self._run_line(run, line))
-                running.add_done_callback(lambda _: self._slots.release())  # one that is cancelled may never have begun
+                running = in_progress.create_task(self._run_line(run, line, slot))
+                running.add_done_callback(partial(_done, slot, begun))  # one that is cancelled may never have begun
             after = page[-1].place
 
-    async def _run_line(self, run: _Run, line: PendingLine) -> None:
-        outcome = await self._outcome(run, line)
+    async def _run_line(self, run: _Run, line: PendingLine, slot: Slot) -> None:
+        outcome = await self._outcome(run, line, slot)
         if outcome is not None:
             await self._writer.write(run.claim, outcome)
 
-    async def _outcome(self, run: _Run, line: PendingLine) -> Outcome | None:
+    async def _outcome(self, run: _Run, line: PendingLine, slot: Slot) -> Outcome | None:
         """What became of a line; None if its job is cancelled before it ran well."""
         tries = num_failed = 0
-        while True:
+        while not run.is_cancelled:
             try:
                 answer = await self._answer(run.claim.endpoint, body_of(line.text))
                 return Outcome(line.place, False, 200, json.dumps(answer))
@@ -167,9 +172,10 @@ class BatchRunner:
                     why = str(error) if isinstance(error, PipelineError) else "the server has a defect; its log says more"
                     return Outcome(line.place, True, 503, error_text(why, "server_error", "unavailable"))
             if run.is_cancelled:
-                return None
-            await self._sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S))
+                break
+            await slot.sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S), self._sleep)
             tries = min(tries + 1, 10)
+        return None
 
     async def _end(self, run: _Run) -> None:
         claim = run.claim
@@ -180,3 +186,8 @@ class BatchRunner:
         output, errors = await self._patiently(lambda: write_result_files(self._claims, self._storage, claim))
         state = JobState.CANCELLED if run.is_cancelled else JobState.COMPLETED
         await self._patiently(lambda: self._claims.end(claim, state, output, errors))
+
+
+def _done(slot: Slot, begun: asyncio.Semaphore, _line: "asyncio.Task[None]") -> None:
+    slot.give_back()
+    begun.release()

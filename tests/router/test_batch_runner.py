@@ -313,6 +313,34 @@ def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
     assert (job.num_done, most) == (300, 7)
 
 
+def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: Place) -> None:
+    """Those of one job are refused until another job is done; no more of them wait than may be in progress."""
+    refused: set[int] = set()
+    is_room = asyncio.Event()
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(body["prompt"], int) and not is_room.is_set():
+            refused.add(body["prompt"])
+            raise OverloadedError("later", 1)
+        return {}
+
+    async def scenario() -> None:
+        service = place.service()
+        waits = await service.submit(pieces(requests(40)), JobOptions())
+        runner = place.runner(answer, concurrency=3)
+        async with place.running(runner):
+            while len(refused) < 3:
+                await asyncio.sleep(0)
+            fine = await service.submit(pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions())
+            assert len(await asyncio.wait_for(all_results(service, fine.job_id), 20)) == 9
+            assert refused == {0, 1, 2}
+            is_room.set()
+            assert len(await all_results(service, waits.job_id)) == 40
+        assert runner._slots._value == 3
+
+    asyncio.run(scenario())
+
+
 def test_a_job_that_is_lost_gives_its_slots_back(place: Place) -> None:
     """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
 

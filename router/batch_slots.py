@@ -1,0 +1,25 @@
+"""How many lines are in progress at once, over all jobs."""
+
+import asyncio
+
+from tramontane.router.batch_outcomes import Sleep
+
+
+class Slot:
+    """One of ``slots``, which its owner has acquired for a line. Whoever asked first gets the next that is free."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots, self._is_held = slots, True
+
+    async def sleep(self, seconds: float, sleep: Sleep) -> None:
+        """Others have it meanwhile; afterwards it is waited for."""
+        self.give_back()
+        await sleep(seconds)
+        await self._slots.acquire()
+        self._is_held = True
+
+    def give_back(self) -> None:
+        """Once, however often it is called."""
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
