@@ -18,8 +18,8 @@ from tramontane.proto.errors import PipelineError, RequestError, TramontaneError
 from tramontane.router.batch_results import result_line
 from tramontane.router.batch_service import BatchService
 from tramontane.router.job_files import FileTooLargeError, UnknownFileError
+from tramontane.router.job_rows import StoredJob, StoredResult
 from tramontane.router.job_storage import PIECE
-from tramontane.router.job_store import StoredJob, StoredResult
 from tramontane.router.openai_batches import (
     MAX_FILE_LIST,
     MAX_LIST,

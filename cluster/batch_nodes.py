@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 from tramontane.proto.errors import PipelineError
 from tramontane.router.batch_service import BatchService, JobSettings
 from tramontane.router.job_files import FileRecord, Purpose
-from tramontane.router.job_store import StoredJob
+from tramontane.router.job_rows import StoredJob
 from tramontane.router.jobs import Job, JobOptions
 
 LOOK_EVERY_S = 10.0  # nodes may join at any time

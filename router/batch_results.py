@@ -7,8 +7,8 @@ from itertools import chain
 
 from tramontane.router.job_claims import Claim, JobClaims
 from tramontane.router.job_files import FileRecord
+from tramontane.router.job_rows import StoredResult
 from tramontane.router.job_storage import JobStorage
-from tramontane.router.job_store import StoredResult
 from tramontane.router.job_tables import JobStoreError
 
 PAGE = 1000

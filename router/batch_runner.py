@@ -19,8 +19,8 @@ from tramontane.router.batch_results import write_result_files
 from tramontane.router.batch_slots import Slot
 from tramontane.router.job_claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
 from tramontane.router.job_lines import body_of
+from tramontane.router.job_rows import error_text
 from tramontane.router.job_storage import JobStorage
-from tramontane.router.job_store import error_text
 from tramontane.router.job_tables import JobStoreError
 from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, JobState

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from tramontane.proto.errors import OverloadedError, RequestError, TramontaneError
 from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
 from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
+from tramontane.router.job_rows import StoredJob, StoredResult
 from tramontane.router.job_storage import JobStorage, UrlReader
-from tramontane.router.job_store import RETRY_AFTER_S, JobStore, StoredJob, StoredResult
+from tramontane.router.job_store import JobStore
+from tramontane.router.job_submissions import RETRY_AFTER_S, JobSubmissions
 from tramontane.router.job_tables import Database
 from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, Job, JobOptions, ResultLine
@@ -48,7 +50,8 @@ class BatchService:
         self._threads = JobThreads(THREADS)
         self._num_streams = 0
         self._database = Database(settings.database)
-        self._jobs = JobStore(self._database, settings.queue, settings.limits, clock)
+        self._submissions = JobSubmissions(self._database, settings.queue, settings.limits, clock)
+        self._jobs = JobStore(self._database, settings.queue, clock)
         storage = JobStorage(settings.storage)
         self._files = FileStore(self._database, storage, settings.queue, settings.limits.max_bytes, clock)
 
@@ -66,7 +69,7 @@ class BatchService:
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         """A request that comes again with its key is the same job. Raises UnknownFileError."""
-        if request_key is not None and (known := await self._threads.run(self._jobs.by_request, request_key)) is not None:
+        if request_key is not None and (known := await self._threads.run(self._submissions.by_request, request_key)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
@@ -77,11 +80,11 @@ class BatchService:
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None = None, request_key: str | None = None
     ) -> StoredJob:
         self._check(options)
-        beginning = asyncio.ensure_future(self._threads.run(self._jobs.begin, options, file_id, request_key))
+        beginning = asyncio.ensure_future(self._threads.run(self._submissions.begin, options, file_id, request_key))
         try:
             job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
             await self._take_in(job, pieces)
-            return await self._threads.run(self._jobs.accept, job)
+            return await self._threads.run(self._submissions.accept, job)
         except BaseException:  # the client has left, too
             await asyncio.shield(self._discard(beginning))
             raise
@@ -89,7 +92,7 @@ class BatchService:
     async def _discard(self, beginning: "asyncio.Future[StoredJob]") -> None:
         """Unless a thread that nobody waits for any more has accepted it, or will have."""
         with suppress(TramontaneError):  # it was not begun; or what is left is found when it is old
-            await self._threads.run(self._jobs.discard, (await beginning).number)
+            await self._threads.run(self._submissions.discard, (await beginning).number)
 
     def _check(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:
@@ -130,7 +133,7 @@ class BatchService:
     async def _add(self, job: StoredJob, place: int, batch: list[RawLine]) -> None:
         def add() -> None:
             checked = [checked_line(line, job.job.options.endpoint, self.limits.max_line_bytes) for line in batch]
-            self._jobs.add_lines(job, place, checked)
+            self._submissions.add_lines(job, place, checked)
 
         await self._threads.run(add)
 
@@ -224,5 +227,5 @@ class BatchService:
     async def tidy(self) -> None:
         """Remove what processes that died had begun to submit or to write."""
         if self._database.exists:
-            await self._threads.run(self._jobs.discard_abandoned)
+            await self._threads.run(self._submissions.discard_abandoned)
             await self._threads.run(self._files.discard_abandoned)

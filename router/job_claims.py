@@ -10,7 +10,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select, updat
 
 from tramontane.proto.errors import TramontaneError
 from tramontane.router.job_files import FileRecord
-from tramontane.router.job_store import OPEN_STATES, StoredResult, error_text, read_results, tell
+from tramontane.router.job_rows import OPEN_STATES, StoredResult, error_text, read_results, tell
 from tramontane.router.job_tables import DONE, FAILED, PENDING, Database, files, jobs, lines
 from tramontane.router.jobs import Endpoint, JobState
 

@@ -1,177 +1,22 @@
-"""What doors do with jobs in the database: submit, look, cancel, read results. Methods block: call them beside the event loop."""
+"""What doors do with jobs in the database: look, cancel, read results. Methods block: call them beside the event loop."""
 
-import json
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-from sqlalchemy import Connection, Row, delete, exists, func, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy import select, update
 
-from tramontane.proto.errors import OverloadedError, RequestError, UnknownJobError
-from tramontane.router.job_lines import JobLimits, NewLine
-from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
-
-SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
-DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
-HIDDEN = (SUBMITTING, DISCARDING)
-ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
-TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
-OPEN_STATES = [state.value for state in JobState if not state.has_ended]
-DELETED_AT_ONCE = 10_000  # lines; others write in between
-RESULTS_AT_ONCE = 2**23  # characters
-RETRY_AFTER_S = 30
-
-
-@dataclass(frozen=True, slots=True)
-class StoredJob:
-    """A job with what only OpenAI's shape of it needs."""
-
-    job: Job
-    number: int
-    input_file: str | None
-    output_file: str | None
-    error_file: str | None
-    cancelling_at: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredResult:
-    """``http_status`` is None of a line that never ran."""
-
-    line: ResultLine
-    http_status: int | None
-
-
-def error_text(message: str, kind: str, code: str | None) -> str:
-    """OpenAI's error object as JSON."""
-    return json.dumps({"message": message, "type": kind, "param": None, "code": code})
+from tramontane.proto.errors import UnknownJobError
+from tramontane.router.job_rows import HIDDEN, StoredJob, StoredResult, read_results, stored_job
+from tramontane.router.job_tables import Database, jobs
+from tramontane.router.jobs import JobState
 
 
 class JobStore:
-    """Jobs of one ``queue``. ``clock``: seconds since 1970."""
+    """Jobs of one ``queue`` that were accepted. ``clock``: seconds since 1970."""
 
-    def __init__(self, database: Database, queue: str, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
-        self.limits = limits
+    def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time) -> None:
         self._database, self._queue, self._clock = database, queue, clock
-
-    def begin(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
-        """A job to add lines to, which nobody else sees until it is accepted.
-
-        Raises OverloadedError if there are too many, or if a request with this key is being submitted. One that has stood still
-        gives way: most likely the process that took it in has died.
-        """
-        now = self._clock()
-        if request_key is not None and (number := self._still_submitting(request_key)) is not None:
-            self.discard(number, now - TAKEN_OVER_AFTER_S)
-        row = {
-            "job_id": f"batch_{uuid.uuid4().hex}",
-            "queue": self._queue,
-            "state": SUBMITTING,
-            "endpoint": options.endpoint,
-            "keeps_order": options.keeps_order,
-            "metadata": json.dumps(dict(options.metadata)),
-            "created_at": now,
-            "touched_at": now,
-            "input_file": input_file,
-            "request_key": request_key,
-        }
-        is_open = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
-        try:
-            with self._database.writing() as connection:
-                where = (jobs.c.queue == self._queue) & is_open
-                num_open = connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
-                if num_open >= self.limits.max_open_jobs:
-                    raise OverloadedError(f"{num_open} batch jobs have not ended; submit this one later", RETRY_AFTER_S)
-                connection.execute(insert(jobs).values(row))
-                return _stored(connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).one())
-        except IntegrityError as error:
-            raise OverloadedError("the same request is being submitted already", 1) from error
-
-    def _still_submitting(self, request_key: str) -> int | None:
-        if not self._database.exists:
-            return None
-        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
-        with self._database.reading() as connection:
-            return connection.execute(select(jobs.c.number).where(where)).scalar_one_or_none()
-
-    def by_request(self, request_key: str) -> StoredJob | None:
-        """The accepted job that a request with this key has made."""
-        if not self._database.exists:
-            return None
-        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
-        with self._database.reading() as connection:
-            row = connection.execute(select(jobs).where(where)).one_or_none()
-        return _stored(row) if row else None
-
-    def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
-        """In the order of input, all that are there in one transaction; none: it only has not stood still.
-
-        Raises RequestError if there are too many.
-        """
-        if first_place + len(new) > self.limits.max_lines:
-            raise RequestError(f"the input has more than {self.limits.max_lines} lines; split it")
-        keeps_order = job.job.options.keeps_order
-        rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
-        with self._database.writing() as connection:
-            here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
-            values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
-            if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
-                raise RequestError("the submission stood still for too long; submit it again")
-            if rows:
-                connection.execute(insert(lines), rows)
-                _mark_repeated(connection, job.number, first_place)
-                _count_bad(connection, job, first_place)
-
-    def accept(self, job: StoredJob) -> StoredJob:
-        """From here on it will end, whatever happens. Raises RequestError if it has no lines."""
-        here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
-        with self._database.writing() as connection:
-            accepted = update(jobs).where(here, jobs.c.num_lines > 0).values(state=JobState.QUEUED.value)
-            if connection.execute(accepted).rowcount == 0:
-                if connection.execute(select(jobs.c.number).where(here)).first() is None:
-                    raise RequestError("the submission stood still for too long; submit it again")
-                raise RequestError("the input has no lines")
-        return self.get(job.job.job_id)
-
-    def discard(self, number: int, touched_before: float | None = None) -> None:
-        """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
-
-        ``touched_before``: nor does one that has gone on since then change.
-        """
-        here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
-        if touched_before is not None:
-            here &= jobs.c.touched_at < touched_before
-        with self._database.writing() as connection:  # its key is free at once
-            if connection.execute(update(jobs).where(here).values(state=DISCARDING, request_key=None)).rowcount == 0:
-                return
-        self._delete(number)
-
-    def _delete(self, number: int) -> None:
-        """Of a job that is being discarded, by however many at once."""
-        line = lines.c.job == number
-        some = select(lines.c.place).where(line).limit(DELETED_AT_ONCE).scalar_subquery()
-        while True:
-            with self._database.writing() as connection:
-                if connection.execute(delete(lines).where(line, lines.c.place.in_(some))).rowcount == 0:
-                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING))
-                    return
-
-    def discard_abandoned(self) -> None:
-        """What processes that died had begun to submit, or to discard."""
-        long_ago = self._clock() - ABANDONED_AFTER_S
-        is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
-        where = (jobs.c.queue == self._queue) & (is_old | (jobs.c.state == DISCARDING))
-        with self._database.reading() as connection:
-            rows = connection.execute(select(jobs.c.number, jobs.c.state).where(where)).all()
-        for row in rows:
-            if row.state == SUBMITTING:
-                self.discard(row.number, long_ago)
-            else:
-                self._delete(row.number)
 
     def get(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
@@ -179,7 +24,7 @@ class JobStore:
             with self._database.reading() as connection:
                 row = connection.execute(select(jobs).where(self._named(job_id))).one_or_none()
             if row is not None:
-                return _stored(row)
+                return stored_job(row)
         raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
 
     def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
@@ -191,7 +36,7 @@ class JobStore:
             return []
         with self._database.reading() as connection:
             rows = connection.execute(select(jobs).where(where).order_by(jobs.c.number.desc()).limit(limit)).all()
-        return [_stored(row) for row in rows]
+        return [stored_job(row) for row in rows]
 
     def cancel(self, job_id: str) -> StoredJob:
         """A runner ends it. Raises UnknownJobError."""
@@ -209,71 +54,3 @@ class JobStore:
 
     def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
         return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
-
-
-def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, Any]:
-    return {
-        "job": job,
-        "place": place,
-        "line": line.number,
-        "custom_id": line.custom_id,
-        "text": line.text,
-        "state": FAILED if line.problem else PENDING,
-        "told": place if keeps_order else None,
-        "result": error_text(line.problem, "invalid_request_error", "invalid_line") if line.problem else None,
-    }
-
-
-def _mark_repeated(connection: Connection, job: int, first_place: int) -> None:
-    """Of lines with one custom_id the first that is good counts.
-
-    ``+ 0`` keeps the database from going through all earlier places by their index, where that of custom_ids has one or none.
-    """
-    earlier = lines.alias("earlier")
-    same = (earlier.c.job == lines.c.job) & (earlier.c.custom_id == lines.c.custom_id) & (earlier.c.place + 0 < lines.c.place)
-    new = (lines.c.job == job) & (lines.c.place >= first_place) & (lines.c.state == PENDING)
-    repeated = select(lines.c.place, lines.c.line).where(new, exists().where(same, earlier.c.text.is_not(None)))
-    for place, line in connection.execute(repeated).all():
-        problem = error_text(f"line {line}: its custom_id is that of an earlier line", "invalid_request_error", "invalid_line")
-        this = (lines.c.job == job) & (lines.c.place == place)
-        connection.execute(update(lines).where(this).values(state=FAILED, result=problem))
-
-
-def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None:
-    bad = select(lines.c.place).where(lines.c.job == job.number, lines.c.place >= first_place, lines.c.state == FAILED)
-    places = connection.execute(bad.order_by(lines.c.place)).scalars().all()
-    if places and not job.job.options.keeps_order:
-        tell(connection, job.number, places)
-    values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
-    connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
-
-
-def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
-    """Give results of a job in free order their offsets, the next that there are. The job's row must be ours to write."""
-    told = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
-    for offset, place in enumerate(places, told):
-        connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(told=offset))
-    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=told + len(places)))
-
-
-def read_results(database: Database, job: int, offset: int, limit: int) -> Sequence[StoredResult]:
-    """One at least, if there is one; else within ``RESULTS_AT_ONCE``."""
-    wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
-    found: list[StoredResult] = []
-    room = RESULTS_AT_ONCE
-    with database.reading_in_pieces(wanted) as rows:
-        for row in rows:
-            room -= len(row.result or "")
-            if row.state == PENDING or row.told != offset + len(found) or (found and room < 0):
-                break
-            line = ResultLine(row.told, row.line, row.custom_id or "", row.state == FAILED, row.result)
-            found.append(StoredResult(line, row.http_status))
-    return found
-
-
-def _stored(row: Row[Any]) -> StoredJob:
-    options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
-    state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
-    counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
-    job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
-    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at)

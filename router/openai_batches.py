@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.router.job_files import FileRecord
-from tramontane.router.job_store import StoredJob
+from tramontane.router.job_rows import StoredJob
 from tramontane.router.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.openai_schema import ParameterError, parse_body
 from tramontane.router.sampling_fields import or_default

@@ -18,7 +18,7 @@ from tramontane.router.batch_runner import MAX_TRIES, THREADS
 from tramontane.router.job_claims import LEASE_S
 from tramontane.router.job_lines import LineSplitter, NewLine
 from tramontane.router.job_storage import JobStorage
-from tramontane.router.job_store import TAKEN_OVER_AFTER_S
+from tramontane.router.job_submissions import TAKEN_OVER_AFTER_S
 from tramontane.router.job_tables import JobStoreError
 from tramontane.router.jobs import Job, JobOptions, JobState
 
@@ -128,21 +128,21 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place)
 def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
     async def scenario() -> None:
         service = place.service()
-        begun = service._jobs.begin(JobOptions(), request_key="k")
+        begun = service._submissions.begin(JobOptions(), request_key="k")
         await service.tidy()
         with pytest.raises(OverloadedError):
-            service._jobs.begin(JobOptions(), request_key="k")
+            service._submissions.begin(JobOptions(), request_key="k")
         place.clock.now += 1000
         await service.tidy()
         with pytest.raises(RequestError, match="stood still"):
-            await asyncio.to_thread(service._jobs.accept, begun)
-        service._jobs.begin(JobOptions(), request_key="k")
+            await asyncio.to_thread(service._submissions.accept, begun)
+        service._submissions.begin(JobOptions(), request_key="k")
 
     asyncio.run(scenario())
 
 
 def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -> None:
-    store = place.service()._jobs
+    store = place.service()._submissions
     dead = store.begin(JobOptions(), request_key="k")
     store.add_lines(dead, 0, [NewLine(1, "a", "{}", None)])
     place.clock.now += TAKEN_OVER_AFTER_S

@@ -138,7 +138,7 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
 
     async def scenario() -> None:
         service = place.service()
-        work, there, go_on = getattr(service._jobs, step), threading.Event(), threading.Event()
+        work, there, go_on = getattr(service._submissions, step), threading.Event(), threading.Event()
 
         def held_back(*arguments: Any) -> Any:  # noqa: ANN401
             done = None if is_late else work(*arguments)
@@ -146,7 +146,7 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
             go_on.wait()
             return work(*arguments) if is_late else done
 
-        setattr(service._jobs, step, held_back)
+        setattr(service._submissions, step, held_back)
         client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
         await asyncio.to_thread(there.wait)
         client.cancel()
@@ -166,7 +166,7 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
 
 def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: Place) -> None:
     service = place.service()
-    store = service._jobs
+    store = service._submissions
     line = NewLine(1, "a", "{}", None)
     slow, half = store.begin(JobOptions(), request_key="slow"), store.begin(JobOptions(), request_key="half")
     store.add_lines(half, 0, [line])
@@ -179,7 +179,7 @@ def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_st
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
         with pytest.raises(RequestError, match="stood still"):
             change()
-    assert (store.list(5), store.by_request("half")) == ([], None)
+    assert (service._jobs.list(5), store.by_request("half")) == ([], None)
     assert _rows(service) == (2, 2)
     store.discard_abandoned()
     assert _rows(service) == (1, 1)
