@@ -1,25 +1,24 @@
 """HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, and results while a job runs."""
 
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from functools import wraps
 from typing import BinaryIO
 
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tramontane.cluster.batch_operations import JSONL
-from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, error_response
-from tramontane.proto.errors import PipelineError, RequestError, TramontaneError, UnknownJobError
+from tramontane.cluster.http_errors import body_of, parts_of
+from tramontane.proto.errors import TramontaneError
 from tramontane.router.batch_results import result_line
 from tramontane.router.batch_service import BatchService
-from tramontane.router.job_files import FileTooLargeError, UnknownFileError
-from tramontane.router.job_rows import StoredJob, StoredResult
+from tramontane.router.job_rows import StoredJob
 from tramontane.router.job_storage import PIECE
+from tramontane.router.jobs import JobRefusedError
 from tramontane.router.openai_batches import (
     MAX_FILE_LIST,
     MAX_LIST,
@@ -31,38 +30,13 @@ from tramontane.router.openai_batches import (
     page_of,
     parse_batch,
 )
-from tramontane.router.openai_schema import ParameterError, error_body
+from tramontane.router.openai_schema import ParameterError
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH_BODY = 64 * 2**10
 MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
 MAX_FIELDS = 8
-
-Handler = Callable[["BatchDoor", Request], Awaitable[Response]]
-
-
-def _answering(handler: Handler) -> Handler:
-    """Errors in OpenAI's shape, with the status that fits."""
-
-    @wraps(handler)
-    async def handle(door: "BatchDoor", request: Request) -> Response:
-        try:
-            return await handler(door, request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
-        except (UnknownJobError, UnknownFileError) as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error", None, "not_found"), 404)
-        except FileTooLargeError as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 413)
-        except ParameterError as error:
-            return error_response(error)
-        except RequestError as error:
-            return JSONResponse(error_body(str(error), "invalid_request_error"), 400)
-        except TramontaneError as error:
-            return error_response(error)
-
-    return handle
 
 
 class BatchDoor:
@@ -85,17 +59,16 @@ class BatchDoor:
             Route("/v1/batches/{job_id}/results", self.results, methods=["GET"]),
         ]
 
-    @_answering
     async def upload(self, request: Request) -> Response:
         """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
         if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-            raise RequestError("the body must be multipart/form-data with file and purpose")
+            raise JobRefusedError("the body must be multipart/form-data with file and purpose")
         most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
-        parser = MultiPartParser(request.headers, _bounded(request, most), max_files=1, max_fields=MAX_FIELDS)
+        parser = MultiPartParser(request.headers, parts_of(request, most), max_files=1, max_fields=MAX_FIELDS)
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, UnicodeError) as error:
-            raise RequestError(f"the form cannot be read: {error!s:.200}") from error
+            raise JobRefusedError(f"the form cannot be read: {error!s:.200}") from error
         try:
             file = _file_of(form)
             record = await self._service.upload(file.filename or "file", "batch", _pieces(file.file))
@@ -103,7 +76,6 @@ class BatchDoor:
             await form.close()
         return JSONResponse(file_object(record))
 
-    @_answering
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
         check_query(query, "limit", "after", "order", "purpose")
@@ -114,49 +86,40 @@ class BatchDoor:
         files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
         return JSONResponse(page_of([file_object(file) for file in files], limit))
 
-    @_answering
     async def file(self, request: Request) -> Response:
         return JSONResponse(file_object(await self._service.file(request.path_params["file_id"])))
 
-    @_answering
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
         await self._service.delete_file(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
-    @_answering
     async def content(self, request: Request) -> Response:
         record = await self._service.file(request.path_params["file_id"])
         pieces = await self._service.content(record.file_id)
         headers = {"content-length": str(record.num_bytes)}
         return StreamingResponse(pieces, media_type=JSONL, headers=headers)
 
-    @_answering
     async def create(self, request: Request) -> Response:
         """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
-        body = b"".join([part async for part in _bounded(request, MAX_BATCH_BODY)])
-        parsed = parse_batch(body)
+        parsed = parse_batch(await body_of(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
         if key is not None and not 0 < len(key) <= 256:
-            raise RequestError("idempotency-key must have 1 to 256 characters")
+            raise JobRefusedError("idempotency-key must have 1 to 256 characters")
         return _batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
 
-    @_answering
     async def list_batches(self, request: Request) -> Response:
         check_query(request.query_params, "limit", "after")
         limit = limit_of(request.query_params, 20, MAX_LIST)
         jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
         return JSONResponse(page_of([batch_object(job) for job in jobs], limit))
 
-    @_answering
     async def batch(self, request: Request) -> Response:
         return _batch(await self._service.stored(request.path_params["job_id"]))
 
-    @_answering
     async def cancel(self, request: Request) -> Response:
         return _batch(await self._service.cancel_stored(request.path_params["job_id"]))
 
-    @_answering
     async def results(self, request: Request) -> Response:
         """Answers and errors in one stream, as lines of the output file, from ``offset`` on until the job has ended."""
         check_query(request.query_params, "offset")
@@ -164,20 +127,13 @@ class BatchDoor:
         if not (given.isascii() and given.isdecimal() and len(given) < 16):
             raise ParameterError(f"offset is {given!r:.60}; it must be a whole number from 0", "offset")
         job_id = (await self._service.stored(request.path_params["job_id"])).job.job_id
-        return StreamingResponse(_result_lines(job_id, self._service.stored_results(job_id, int(given))), media_type=JSONL)
+        lines = _result_lines(self._service, job_id, int(given))
+        await anext(lines)  # refused while there still can be a status
+        return StreamingResponse(lines, media_type=JSONL)
 
 
 def _batch(job: StoredJob) -> Response:
     return JSONResponse(batch_object(job))
-
-
-async def _bounded(request: Request, most: int) -> AsyncGenerator[bytes, None]:
-    num_bytes = 0
-    async for part in request.stream():
-        num_bytes += len(part)
-        if num_bytes > most:
-            raise FileTooLargeError(f"the body is larger than {most} bytes; send less at once")
-        yield part
 
 
 def _file_of(form: FormData) -> UploadFile:
@@ -199,11 +155,14 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-async def _result_lines(job_id: str, results: AsyncGenerator[StoredResult, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(results):
-        try:
-            async for result in results:
-                yield result_line(job_id, result)
-        except PipelineError as error:  # the client sees a stream that broke off, and may come back
-            logger.warning("results of %s broke off: %s", job_id, error)
-            raise
+async def _result_lines(service: BatchService, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
+    """An empty piece first, once there is room for one more stream. Raises OverloadedError."""
+    with service.streaming():
+        yield b""
+        async with aclosing(service.stored_results(job_id, offset)) as results:
+            try:
+                async for result in results:
+                    yield result_line(job_id, result)
+            except TramontaneError as error:  # the client sees a stream that broke off, and may come back
+                logger.warning("results of %s broke off: %s", job_id, error)
+                raise

@@ -3,7 +3,6 @@
 import uuid
 
 from starlette.datastructures import MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.api_keys import ApiKeys
@@ -49,11 +48,6 @@ class DoorGuard:
                 headers={"www-authenticate": "Bearer"},
             )
             await refusal(scope, receive, answer)
-
-
-def request_id(request: Request) -> str:
-    """As the client or a proxy said it, or as it was made here."""
-    return str(getattr(request.state, "request_id", "-"))
 
 
 def _id_of(scope: Scope) -> str:

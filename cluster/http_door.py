@@ -10,19 +10,19 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.docs_page import docs_routes
-from tramontane.cluster.door_guard import DoorGuard, request_id
+from tramontane.cluster.door_guard import DoorGuard
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.cluster.http_errors import CLIENT_CLOSED_REQUEST, body_of, failed, json_error
+from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
-from tramontane.proto.errors import ConfigError, TramontaneError
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion, NoChat
@@ -77,8 +77,7 @@ class HttpDoor:
         routes = self._routes()
         handlers: dict[Any, ExceptionHandler] = {
             HTTPException: _not_here(routes),
-            TramontaneError: _failed,
-            ClientDisconnect: _left,
+            **ERROR_HANDLERS,
             Exception: _our_fault(self._sends_request_id),
         }
         app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._guard])
@@ -196,16 +195,6 @@ def _not_here(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitab
         return json_error(error.status_code, message, "invalid_request_error", headers=dict(error.headers or {}))
 
     return answer
-
-
-async def _failed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TramontaneError)
-    return failed(error, request_id(request))
-
-
-async def _left(_request: Request, _error: Exception) -> Response:
-    """Nobody sees it, but servers want a status."""
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 def _our_fault(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -1,12 +1,26 @@
 """What goes wrong, in OpenAI's shape and with the status that fits; and bodies that are too large."""
 
 import logging
+from collections.abc import AsyncGenerator, Mapping
 from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
 
-from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ExceptionHandler
 
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, TramontaneError, UnfollowableError, UserError
+from tramontane.proto.errors import (
+    OverloadedError,
+    PipelineError,
+    RequestError,
+    TramontaneError,
+    UnfollowableError,
+    UnknownJobError,
+    UserError,
+)
+from tramontane.router.job_files import FileTooLargeError, UnknownFileError
+from tramontane.router.jobs import JobRefusedError
 from tramontane.router.openai_schema import ErrorType, ParameterError, error_body
 from tramontane.router.served_model import UnknownModelError
 
@@ -20,16 +34,23 @@ class BodyTooLargeError(RequestError):
 
 
 async def body_of(request: Request, max_body: int) -> bytes:
-    """Raises BodyTooLargeError as soon as it is known. A body that says so itself is not read at all."""
+    """Raises BodyTooLargeError."""
+    return b"".join([part async for part in parts_of(request, max_body)])
+
+
+async def parts_of(request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
+    """Of its body. Raises BodyTooLargeError as soon as it is known; a body that says so itself is not read at all."""
     declared = request.headers.get("content-length", "")
-    body = bytearray()
-    if not (declared.isdecimal() and int(declared[:20]) > max_body):
+    num_bytes = int(declared[:20]) if declared.isdecimal() else 0
+    if num_bytes <= max_body:
+        num_bytes = 0
         async for part in request.stream():
-            body += part
-            if len(body) > max_body:
+            num_bytes += len(part)
+            if num_bytes > max_body:
                 break
+            yield part
         else:
-            return bytes(body)
+            return
     raise BodyTooLargeError(f"the body is larger than {max_body} bytes; send less at once")
 
 
@@ -40,12 +61,16 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return json_error(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=headers)
         case UnknownModelError():
             return json_error(404, str(error), "invalid_request_error", param="model", code="model_not_found")
-        case BodyTooLargeError():
+        case UnknownJobError() | UnknownFileError():
+            return json_error(404, str(error), "invalid_request_error", code="not_found")
+        case BodyTooLargeError() | FileTooLargeError():
             return json_error(413, str(error), "invalid_request_error")
         case UnfollowableError():
             return json_error(400, str(error), "invalid_request_error", code="unfollowable")
         case ParameterError():
             return json_error(400, str(error), "invalid_request_error", param=error.parameter)
+        case JobRefusedError():
+            return json_error(400, str(error), "invalid_request_error")
         case RequestError():
             return json_error(400, str(error), "invalid_request_error", param="prompt")
         case UserError():
@@ -61,6 +86,25 @@ def failed(error: TramontaneError, request_id: str) -> JSONResponse:
     if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("request %s failed: %s", request_id, error)
     return response
+
+
+def request_id(request: Request) -> str:
+    """As the client or a proxy said it, or as ``DoorGuard`` made it."""
+    return str(getattr(request.state, "request_id", "-"))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TramontaneError)
+    return failed(error, request_id(request))
+
+
+async def _left(_request: Request, _error: Exception) -> Response:
+    """Nobody sees it, but servers want a status."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+# What every application of ours answers, whichever of its doors has raised.
+ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _left})
 
 
 def json_error(

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from tramontane.proto.errors import OverloadedError, RequestError, TramontaneError
+from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
 from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
 from tramontane.router.job_rows import StoredJob, StoredResult
@@ -15,7 +15,7 @@ from tramontane.router.job_store import JobStore
 from tramontane.router.job_submissions import RETRY_AFTER_S, JobSubmissions
 from tramontane.router.job_tables import Database
 from tramontane.router.job_threads import JobThreads
-from tramontane.router.jobs import Endpoint, Job, JobOptions, ResultLine
+from tramontane.router.jobs import Endpoint, Job, JobOptions, JobRefusedError, ResultLine
 
 LINES_AT_ONCE, BYTES_AT_ONCE = 1000, 2**20  # of a submission, in one transaction
 ADD_EVERY_S = 10.0  # of a submission that is slow: well before it counts as one that stands still
@@ -73,7 +73,7 @@ class BatchService:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
-            raise RequestError(f"{file_id} was not uploaded with purpose batch")
+            raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
         return await self._submit(self._files.open(file), options, file_id, request_key)
 
     async def _submit(
@@ -96,11 +96,11 @@ class BatchService:
 
     def _check(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:
-            raise RequestError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(self._endpoints)}")
+            raise JobRefusedError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(self._endpoints)}")
         metadata = options.metadata.items()
         too_long = any(len(key) > MAX_METADATA_KEY or len(value) > MAX_METADATA_VALUE for key, value in metadata)
         if len(metadata) > MAX_METADATA or too_long:
-            raise RequestError(
+            raise JobRefusedError(
                 f"metadata may have {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with texts of {MAX_METADATA_VALUE}"
             )
 
@@ -164,7 +164,7 @@ class BatchService:
     async def watch(self, job_id: str) -> AsyncIterator[Job]:
         """See ``JobService``."""
         last: Job | None = None
-        with self._streaming():
+        with self.streaming():
             while last is None or not last.state.has_ended:
                 job = await self.get(job_id)
                 if job == last:
@@ -174,26 +174,27 @@ class BatchService:
 
     async def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
         """See ``JobService``."""
-        async with aclosing(self.stored_results(job_id, offset)) as results:
-            async for result in results:
-                yield result.line
+        with self.streaming():
+            async with aclosing(self.stored_results(job_id, offset)) as results:
+                async for result in results:
+                    yield result.line
 
     async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
-        """As ``results``."""
-        with self._streaming():
-            while True:
-                job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
-                page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE)
-                for result in page:
-                    yield result
-                offset += len(page)
-                if not page and job.job.state.has_ended:
-                    return
-                if not page:
-                    await asyncio.sleep(self._poll_s)
+        """As ``results``, within ``streaming``."""
+        while True:
+            job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
+            page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE)
+            for result in page:
+                yield result
+            offset += len(page)
+            if not page and job.job.state.has_ended:
+                return
+            if not page:
+                await asyncio.sleep(self._poll_s)
 
     @contextmanager
-    def _streaming(self) -> Iterator[None]:
+    def streaming(self) -> Iterator[None]:
+        """Room for one stream. Raises OverloadedError."""
         if self._num_streams == MAX_STREAMS:
             raise OverloadedError(f"{MAX_STREAMS} streams of batch jobs are open; come back later", RETRY_AFTER_S)
         self._num_streams += 1

@@ -11,8 +11,9 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from tramontane.proto.errors import ConfigError, RequestError, TramontaneError
+from tramontane.proto.errors import ConfigError, TramontaneError
 from tramontane.router.job_tables import JobStoreError
+from tramontane.router.jobs import JobRefusedError
 
 PIECE = 2**20
 
@@ -73,10 +74,10 @@ class UrlReader:
         self._prefixes = [_canonical(prefix).rstrip("/") + "/" for prefix in prefixes]
 
     async def read(self, url: str) -> AsyncIterator[bytes]:
-        """Raises RequestError if that is not allowed, or cannot be read."""
+        """Raises JobRefusedError if that is not allowed, or cannot be read."""
         canonical = await asyncio.to_thread(_canonical, url)  # following links looks at the disk
         if not any(canonical.startswith(prefix) for prefix in self._prefixes) or _climbs(canonical):
-            raise RequestError(f"{url!r:.200} is not among the URLs that this server may read")
+            raise JobRefusedError(f"{url!r:.200} is not among the URLs that this server may read")
         try:
             filesystem, path = _filesystem_of(canonical, "the URL")
             async for piece in _pieces(filesystem, path):
@@ -84,7 +85,7 @@ class UrlReader:
         except TramontaneError:
             raise
         except Exception as error:  # every file system has its own
-            raise RequestError(f"{url!r:.200} cannot be read: {_reason(error)}") from error
+            raise JobRefusedError(f"{url!r:.200} cannot be read: {_reason(error)}") from error
 
 
 def _canonical(url: str) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from tramontane.proto.errors import OverloadedError, RequestError
+from tramontane.proto.errors import OverloadedError
 from tramontane.router.job_lines import JobLimits, NewLine
 from tramontane.router.job_rows import DISCARDING, HIDDEN, OPEN_STATES, SUBMITTING, StoredJob, error_text, stored_job, tell
 from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.jobs import JobOptions, JobState
+from tramontane.router.jobs import JobOptions, JobRefusedError, JobState
 
 ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
 TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
@@ -79,31 +79,31 @@ class JobSubmissions:
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
         """In the order of input, all that are there in one transaction; none: it only has not stood still.
 
-        Raises RequestError if there are too many.
+        Raises JobRefusedError if there are too many.
         """
         if first_place + len(new) > self._limits.max_lines:
-            raise RequestError(f"the input has more than {self._limits.max_lines} lines; split it")
+            raise JobRefusedError(f"the input has more than {self._limits.max_lines} lines; split it")
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
         with self._database.writing() as connection:
             here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
             values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
             if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
-                raise RequestError("the submission stood still for too long; submit it again")
+                raise JobRefusedError("the submission stood still for too long; submit it again")
             if rows:
                 connection.execute(insert(lines), rows)
                 _mark_repeated(connection, job.number, first_place)
                 _count_bad(connection, job, first_place)
 
     def accept(self, job: StoredJob) -> StoredJob:
-        """From here on it will end, whatever happens. Raises RequestError if it has no lines."""
+        """From here on it will end, whatever happens. Raises JobRefusedError if it has no lines."""
         here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
         with self._database.writing() as connection:
             accepted = update(jobs).where(here, jobs.c.num_lines > 0).values(state=JobState.QUEUED.value)
             if connection.execute(accepted).rowcount == 0:
                 if connection.execute(select(jobs.c.number).where(here)).first() is None:
-                    raise RequestError("the submission stood still for too long; submit it again")
-                raise RequestError("the input has no lines")
+                    raise JobRefusedError("the submission stood still for too long; submit it again")
+                raise JobRefusedError("the input has no lines")
             return stored_job(connection.execute(select(jobs).where(jobs.c.number == job.number)).one())
 
     def discard(self, number: int, touched_before: float | None = None) -> None:

@@ -27,9 +27,10 @@ from sqlalchemy import (
     make_url,
     text,
 )
-from sqlalchemy.exc import ArgumentError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
+from sqlalchemy.exc import ArgumentError, DataError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
 
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.router.jobs import JobRefusedError
 
 SQLITE_PATIENCE_S = 60.0  # while another process writes
 UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)  # what may be well again; all else is a defect
@@ -135,23 +136,20 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """One transaction. In SQLite writers take turns from its begin. Raises JobStoreError, and then nothing is written."""
-        try:
-            with self._opened().begin() as connection:
-                yield connection
-        except UNREACHABLE as error:
-            raise _explained(error) from error
+        """One transaction. In SQLite writers take turns from its begin.
+
+        Raises JobStoreError, or JobRefusedError for a value that no column can hold, and then nothing is written.
+        """
+        with _own_errors(), self._opened().begin() as connection:
+            yield connection
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """Each statement sees what was written before it. Raises JobStoreError."""
-        try:
-            with self._opened().connect() as connection:
-                if self.is_sqlite:  # PostgreSQL reads long answers in pieces within a transaction only, and it harms nobody there
-                    connection.execution_options(isolation_level="AUTOCOMMIT")
-                yield connection
-        except UNREACHABLE as error:
-            raise _explained(error) from error
+        """Each statement sees what was written before it. Raises JobStoreError, or JobRefusedError as ``writing`` does."""
+        with _own_errors(), self._opened().connect() as connection:
+            if self.is_sqlite:  # PostgreSQL reads long answers in pieces within a transaction only, and it harms nobody there
+                connection.execution_options(isolation_level="AUTOCOMMIT")
+            yield connection
 
     @contextmanager
     def reading_in_pieces(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
@@ -207,7 +205,17 @@ def _begin_sqlite(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _explained(error: SQLAlchemyError) -> JobStoreError:
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    try:
+        yield
+    except UNREACHABLE as error:
+        raise JobStoreError(f"the jobs' database cannot be used now: {_reason(error)}") from error
+    except DataError as error:  # a NUL, or too long a text
+        raise JobRefusedError(f"there is something that the database cannot hold: {_reason(error)}") from error
+
+
+def _reason(error: SQLAlchemyError) -> str:
     """Without SQL and its values, which may be what somebody wrote."""
     reason = str(getattr(error, "orig", None) or type(error).__name__).strip()
-    return JobStoreError(f"the jobs' database cannot be used now: {reason.splitlines()[0]:.200}")
+    return f"{reason.splitlines()[0]:.200}"

@@ -21,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster import batch_client, cli
 from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.http_errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
 
 
@@ -58,7 +59,7 @@ class Unreliable:
 def _server(place: Place, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
     """Its URL. In a thread with an event loop of its own, where a runner works too."""
     service = place.service()
-    app = Unreliable(Starlette(routes=BatchDoor(service).routes()), key=key)
+    app = Unreliable(Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS), key=key)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
     ready = threading.Event()
 

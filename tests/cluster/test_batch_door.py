@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,8 +16,13 @@ from http_fuzz import check_error
 from jobs import LIMITS, Place, place_in, request, requests
 from postgres import new_database, postgres
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
+from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.door_guard import DoorGuard
+from tramontane.cluster.http_errors import ERROR_HANDLERS
+from tramontane.router import batch_service
 from tramontane.router.batch_service import BatchService
 
 NUL_IN_NAME = b"\r\n".join(
@@ -61,7 +67,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 @asynccontextmanager
 async def _house(place: Place) -> AsyncIterator[House]:
     service = place.service()
-    app = Starlette(routes=BatchDoor(service).routes())
+    guard = Middleware(DoorGuard, keys=ApiKeys(), sends_id=True)
+    app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
     async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
         yield House(place, service, http, client)
@@ -202,8 +209,44 @@ def test_what_is_wrong_is_refused_in_openais_shape(place: Place) -> None:
         ]:
             response = await answer
             assert response.status_code == status, (response.request.url, response.text)
-            check_error(response.content)
+            assert check_error(response.content)["param"] != "prompt"
         assert (await house.http.get("/v1/batches")).json()["data"] == []
         assert len([each async for each in house.client.files.list()]) == 2
+
+    _in_house(place, scenario)
+
+
+def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        (tmp_path / "deep").write_text("no folder")
+        response = await house.http.get("/v1/batches/batch_x", headers={"x-request-id": "mine"})
+        assert response.status_code == 404
+        response = await house.http.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("f", b"x")}, headers={"x-request-id": "mine"}
+        )
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+    with caplog.at_level(logging.WARNING):
+        _in_house(place_in(tmp_path), scenario)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("request mine failed: the jobs' database cannot be made")
+
+
+def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_service, "MAX_STREAMS", 1)
+
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        order = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        job_id = (await house.http.post("/v1/batches", json=order)).json()["id"]
+        watch = house.service.watch(job_id)
+        await anext(watch)
+        refused = await house.http.get(f"/v1/batches/{job_id}/results")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
+        check_error(refused.content, code="rate_limit_exceeded")
+        await watch.aclose()
+        async with house.place.running(house.place.runner()):
+            assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
+        assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2, "the first gave its room back"
 
     _in_house(place, scenario)

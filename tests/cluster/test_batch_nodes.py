@@ -13,6 +13,7 @@ from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_nodes import LOOK_EVERY_S, OneMachineService
 from tramontane.cluster.batch_replica import batch_service, job_settings
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.http_errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
 from tramontane.router.jobs import JobOptions
 
@@ -46,7 +47,8 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
         nonlocal num_machines, now
         config = EngineConfig.build(None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)})
         service = OneMachineService(job_settings(config), machines, lambda: now)
-        transport = httpx.ASGITransport(Starlette(routes=BatchDoor(service).routes()))
+        app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS)
+        transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
             form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
             file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]

@@ -466,12 +466,12 @@ def test_streams_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
         watch = service.watch(job.job_id)
         await anext(watch)
         async with place.running(place.runner()):
-            results = service.stored_results(job.job_id)
+            results = service.results(job.job_id)
             await anext(results)
             for late in (service.watch(job.job_id), service.results(job.job_id)):
                 with pytest.raises(OverloadedError):
                     await anext(late)
-            await results.aclose()
+            await results.aclose()  # type: ignore[attr-defined]
             assert len(await all_results(service, job.job_id)) == 1
 
     asyncio.run(scenario())

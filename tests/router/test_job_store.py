@@ -292,6 +292,18 @@ def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
         assert "secret" not in str(told.value)
 
 
+def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.FixtureRequest) -> None:
+    """PostgreSQL has no NUL, and means the lengths of its columns."""
+    place = _on_postgres(request)
+    service = place.service()
+    ask = service._submissions
+    for call in (lambda: ask.by_request("a\0"), lambda: ask.begin(JobOptions(), request_key="k" * 300)):
+        with pytest.raises(RequestError, match="the database cannot hold"):
+            call()
+    assert _rows(service) == (0, 0)
+    place.close()
+
+
 def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
     place = place_in(tmp_path)
