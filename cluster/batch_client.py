@@ -92,6 +92,10 @@ class BatchClient:
                         self.get(job_id)  # waits for the server, or gives up
                     self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); going on")
                     time.sleep(FIRST_WAIT_S)
+            total = self.get(job_id)["request_counts"]["total"]
+            if num_lines != total:
+                part.unlink()  # what it holds is not this job's
+                raise PipelineError(f"{num_lines} results came of a job of {total} lines; ask for them again")
             part.replace(output)
         except OSError as error:
             raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
@@ -100,13 +104,14 @@ class BatchClient:
     def _append(self, job_id: str, part: Path, offset: int) -> int:
         num_lines = 0
         url = f"/v1/batches/{job_id}/results"
-        with self._http.stream("GET", url, params={"offset": offset}) as answer, part.open("ab") as file:
+        with self._http.stream("GET", url, params={"offset": offset}) as answer:
             if answer.status_code != httpx.codes.OK:
                 answer.read()
                 self._refused(answer)
-            for piece in answer.iter_bytes():
-                file.write(piece)
-                num_lines += piece.count(b"\n")
+            with part.open("ab") as file:
+                for piece in answer.iter_bytes():
+                    file.write(piece)
+                    num_lines += piece.count(b"\n")
         return num_lines
 
     def _again(self, ask: Callable[[], httpx.Response]) -> Job:

@@ -14,12 +14,13 @@ from rich.table import Column, Table
 
 from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.options import option
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import ConfigError, PipelineError
 
 if TYPE_CHECKING:
     from tramontane.cluster.batch_client import BatchClient
 
 RATE_OVER_S = 60.0
+MAX_TABLE = 100  # characters that the longest row of a list may need
 
 Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
 Json = Annotated[bool, option("--json", help="Machine-readable output on standard output.")]
@@ -53,7 +54,12 @@ def submit(
     """Submit a file of requests, one a line; prints the job's ID."""
     with _client(url, key, key_file) as client:
         job = client.submit(file, not any_order, endpoint)
-    print(json.dumps(job) if as_json else job["id"])
+    if as_json:
+        print(json.dumps(job))
+    if job["status"] == "failed":
+        raise ConfigError(f"{file} cannot be run: {_why_failed(job)}")
+    if not as_json:
+        print(job["id"])
 
 
 @batch.command()
@@ -69,10 +75,10 @@ def watch(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = N
     """A job's progress, until it has ended. Interrupting this does not harm the job."""
     with _client(url, key, key_file) as client:
         job = _watched_json(client, job_id) if as_json else _watched(client, job_id)
+    if job["status"] == "failed":
+        raise PipelineError(f"the job {job_id} has failed: {_why_failed(job)}")
     if not as_json:
         print(_line(job))
-    if job["status"] == "failed":
-        raise PipelineError(f"the job {job_id} has failed")
 
 
 def _watched_json(client: "BatchClient", job_id: str) -> dict[str, Any]:
@@ -136,11 +142,14 @@ def list_jobs(
     if as_json:
         print(json.dumps(jobs))
         return
-    table = Table(Column("ID", no_wrap=True, min_width=38), "status", "lines", "answered", "errors")
+    columns = [Column(name, no_wrap=True) for name in ("ID", "status", "lines", "answered", "errors")]
+    table = Table(*columns, box=None, pad_edge=False)
     for job in jobs:
         counts = job["request_counts"]
         table.add_row(job["id"], job["status"], *(str(counts[name]) for name in ("total", "completed", "failed")))
-    Console(highlight=False, file=sys.stdout).print(table)
+    shown = Console(highlight=False, file=sys.stdout)
+    shown.width = max(shown.width, MAX_TABLE)  # rather wrapped by the terminal than cut
+    shown.print(table)
 
 
 @batch.command()
@@ -152,7 +161,11 @@ def cancel(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = 
 
 
 def _line(job: dict[str, Any]) -> str:
-    counts = job["request_counts"]
-    return (
-        f"{job['id']} {job['status']}: {counts['total']} lines, {counts['completed']} answered, {counts['failed']} with an error"
-    )
+    counts, status = job["request_counts"], job["status"]
+    not_answered = "cancelled or with an error" if status in ("cancelling", "cancelled") else "with an error"
+    how_far = f"{counts['total']} lines, {counts['completed']} answered, {counts['failed']} {not_answered}"
+    return f"{job['id']} {status}: {how_far}{f'; {_why_failed(job)}' * (status == 'failed')}"
+
+
+def _why_failed(job: dict[str, Any]) -> str:
+    return "; ".join(problem["message"] for problem in (job["errors"] or {"data": []})["data"])

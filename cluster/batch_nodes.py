@@ -36,13 +36,13 @@ class OneMachineService(BatchService):
         self._machines, self._now = machines, now
         self._num_machines, self._look_at = 0, now()
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         await self._check_alone()
-        return await super().submit(lines, options)
+        return await super().submit(lines, options, request_key)
 
-    async def submit_url(self, url: str, options: JobOptions) -> Job:
+    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         await self._check_alone()
-        return await super().submit_url(url, options)
+        return await super().submit_url(url, options, request_key)
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         await self._check_alone()

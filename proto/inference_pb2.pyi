@@ -210,14 +210,16 @@ class JobOptions(_message.Message):
     def __init__(self, endpoint: _Optional[str] = ..., keeps_order: _Optional[bool] = ..., metadata: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class SubmitJobRequest(_message.Message):
-    __slots__ = ("options", "data", "url")
+    __slots__ = ("options", "data", "url", "request_key")
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     URL_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_KEY_FIELD_NUMBER: _ClassVar[int]
     options: JobOptions
     data: bytes
     url: str
-    def __init__(self, options: _Optional[_Union[JobOptions, _Mapping]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ...) -> None: ...
+    request_key: str
+    def __init__(self, options: _Optional[_Union[JobOptions, _Mapping]] = ..., data: _Optional[bytes] = ..., url: _Optional[str] = ..., request_key: _Optional[str] = ...) -> None: ...
 
 class Job(_message.Message):
     __slots__ = ("job_id", "state", "options", "num_lines", "num_done", "num_failed", "num_bad", "created_at", "started_at", "ended_at", "error")

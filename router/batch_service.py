@@ -24,6 +24,7 @@ POLL_S = 0.5
 THREADS = 8
 MAX_STREAMS = 512  # of results and of states, each of which asks the database twice a second
 MAX_LIST = 100
+MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 
@@ -59,25 +60,35 @@ class BatchService:
         self._threads.close()
         self._database.close()
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        return (await self._submit(lines, options)).job
+        known = await self._known(request_key)
+        return (known or await self._submit(lines, options, None, request_key)).job
 
-    async def submit_url(self, url: str, options: JobOptions) -> Job:
+    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        return (await self._submit(self._urls.read(url), options)).job
+        known = await self._known(request_key)
+        return (known or await self._submit(self._urls.read(url), options, None, request_key)).job
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
-        """A request that comes again with its key is the same job. Raises UnknownFileError."""
-        if request_key is not None and (known := await self._threads.run(self._submissions.by_request, request_key)) is not None:
+        """As ``submit``. Raises UnknownFileError."""
+        if (known := await self._known(request_key)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
         return await self._submit(self._files.open(file), options, file_id, request_key)
 
+    async def _known(self, request_key: str | None) -> StoredJob | None:
+        """The job that the same request has made."""
+        if request_key is None:
+            return None
+        if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
+            raise JobRefusedError(f"the request's key must have 1 to {MAX_REQUEST_KEY} characters")
+        return await self._threads.run(self._submissions.by_request, request_key)
+
     async def _submit(
-        self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None = None, request_key: str | None = None
+        self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None, request_key: str | None
     ) -> StoredJob:
         self._check(options)
         beginning = asyncio.ensure_future(self._threads.run(self._submissions.begin, options, file_id, request_key))

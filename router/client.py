@@ -74,10 +74,15 @@ class Client:
         options: JobOptions | None = None,
         *,
         url: str | None = None,
+        request_key: str | None = None,
         timeout_s: float | None = None,
     ) -> Job:
-        """JSONL, as bytes or a file's path, or a URL that the server reads. Is never repeated by itself."""
-        messages = answers.submission(options or JobOptions(), source, url)
+        """JSONL, as bytes or a file's path, or a URL that the server reads. Is never repeated by itself.
+
+        Whoever loses the answer may submit again: with the same ``request_key``, a text that is nobody else's, it is the same
+        job.
+        """
+        messages = answers.submission(options or JobOptions(), source, url, request_key)
         return job_from(self._call(self._batch.SubmitJob, messages, timeout_s))
 
     def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
@@ -183,9 +188,10 @@ class AsyncClient:
         options: JobOptions | None = None,
         *,
         url: str | None = None,
+        request_key: str | None = None,
         timeout_s: float | None = None,
     ) -> Job:
-        messages = answers.submission(options or JobOptions(), source, url)
+        messages = answers.submission(options or JobOptions(), source, url, request_key)
         return job_from(await self._call(self._batch.SubmitJob, messages, timeout_s))
 
     async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:

@@ -102,11 +102,13 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
 
 
-def submission(options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None) -> Iterator[pb.SubmitJobRequest]:
+def submission(
+    options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None, request_key: str | None = None
+) -> Iterator[pb.SubmitJobRequest]:
     """The messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
     if (source is None) == (url is None):
         raise ConfigError("a job needs either lines or a url")
-    first = pb.SubmitJobRequest(options=options_message(options))
+    first = pb.SubmitJobRequest(options=options_message(options), request_key=request_key)
     if url is not None:
         return iter([first, pb.SubmitJobRequest(url=url)])
     try:

@@ -24,12 +24,13 @@ async def submit(jobs: JobService, requests: AsyncIterator[Any]) -> Job:
     if first is None or first.WhichOneof("part") != "options":
         raise RequestError("the first message must hold options")
     options = _options_from(first.options)
+    key = first.request_key if first.HasField("request_key") else None
     second = await anext(requests, None)
     if isinstance(second, pb.SubmitJobRequest) and second.WhichOneof("part") == "url":
         if await anext(requests, None) is not None:
             raise RequestError("nothing may follow a url")
-        return await jobs.submit_url(second.url, options)
-    return await jobs.submit(_pieces(second, requests), options)
+        return await jobs.submit_url(second.url, options, key)
+    return await jobs.submit(_pieces(second, requests), options, key)
 
 
 async def _pieces(first: Any, rest: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:  # noqa: ANN401

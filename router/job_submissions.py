@@ -19,6 +19,7 @@ ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will 
 TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
 DELETED_AT_ONCE = 10_000  # lines; others write in between
 RETRY_AFTER_S = 30
+PROBLEMS_SHOWN = 3
 
 
 class JobSubmissions:
@@ -96,15 +97,23 @@ class JobSubmissions:
                 _count_bad(connection, job, first_place)
 
     def accept(self, job: StoredJob) -> StoredJob:
-        """From here on it will end, whatever happens. Raises JobRefusedError if it has no lines."""
-        here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
+        """From here on it will end, whatever happens; one without a good line ends here.
+
+        Raises JobRefusedError if it has no lines.
+        """
+        this = select(jobs).where(jobs.c.number == job.number)
         with self._database.writing() as connection:
-            accepted = update(jobs).where(here, jobs.c.num_lines > 0).values(state=JobState.QUEUED.value)
-            if connection.execute(accepted).rowcount == 0:
-                if connection.execute(select(jobs.c.number).where(here)).first() is None:
-                    raise JobRefusedError("the submission stood still for too long; submit it again")
+            row = connection.execute(this.where(jobs.c.state == SUBMITTING).with_for_update()).one_or_none()
+            if row is None:
+                raise JobRefusedError("the submission stood still for too long; submit it again")
+            if row.num_lines == 0:
                 raise JobRefusedError("the input has no lines")
-            return stored_job(connection.execute(select(jobs).where(jobs.c.number == job.number)).one())
+            values: dict[str, Any] = {"state": JobState.QUEUED.value}
+            if row.num_bad == row.num_lines:
+                why = _first_problems(connection, job.number, row.num_lines)
+                values = {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": why}
+            connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
+            return stored_job(connection.execute(this).one())
 
     def discard(self, number: int, touched_before: float | None = None) -> None:
         """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
@@ -178,3 +187,12 @@ def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None
         tell(connection, job.number, places)
     values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
     connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
+
+
+def _first_problems(connection: Connection, job: int, num_lines: int) -> str:
+    """Of a job without a good line."""
+    first = select(lines.c.result).where(lines.c.job == job).order_by(lines.c.place).limit(PROBLEMS_SHOWN)
+    problems = [json.loads(result)["message"] for result in connection.execute(first).scalars()]
+    more = [f"and {num_lines - len(problems)} more"] if num_lines > len(problems) else []
+    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is no request"
+    return f"{which}: {'; '.join([*problems, *more])}"

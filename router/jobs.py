@@ -71,14 +71,16 @@ class ResultLine:
 class JobService(Protocol):
     """Keeps jobs, and sees to it that every accepted line ends exactly once."""
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """Store the pieces of a JSONL text, cut anywhere; the job is accepted once this returns.
+
+        A submission that comes again with its ``request_key`` is the same job, and its lines are not read.
 
         Raises RequestError if there are too many lines or none, OverloadedError if there is no room for it.
         """
         ...
 
-    async def submit_url(self, url: str, options: JobOptions) -> Job:
+    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         """As ``submit``, read from where fsspec finds it. Raises RequestError if that is not allowed or cannot be read."""
         ...
 

@@ -28,7 +28,7 @@ class ListedJobs:
         self.num_open = 0
         self.breaking: asyncio.Event | None = None
 
-    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions) -> Job:
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         text = b"".join([piece async for piece in lines])
         if not text:
             raise RequestError("there is no line")
@@ -37,7 +37,7 @@ class ListedJobs:
         self.jobs[job.job_id] = job
         return job
 
-    async def submit_url(self, url: str, options: JobOptions) -> Job:
+    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         raise RequestError(f"{url} is not allowed")
 
     async def get(self, job_id: str) -> Job:

@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster import batch_client, cli
+from tramontane.cluster.batch_command import watch
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.http_errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
@@ -138,10 +139,48 @@ def test_cancelling_and_looking(tmp_path: Path, tramontane: Callable[..., str], 
     with _server(place_in(tmp_path), runs=False) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url, "--any-order").strip()
         assert "validating: 3 lines" in tramontane("status", job_id, "--url", url)
-        assert "cancelling" in tramontane("cancel", job_id, "--url", url)
+        assert "cancelling: 3 lines, 0 answered, 0 cancelled or with an error" in tramontane("cancel", job_id, "--url", url)
         assert json.loads(tramontane("status", job_id, "--url", url, "--json"))["status"] == "cancelling"
         assert "there is no batch job" in refused("batch", "status", "batch_x", "--url", url)
         assert "endpoint" in refused("batch", "submit", tmp_path / "in.jsonl", "--endpoint", "/x", "--url", url)
+
+
+def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
+    tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3).replace(b"completions", b"embeddings"))
+    with _server(place_in(tmp_path), runs=False) as (url, _):
+        why = "none of the 3 lines is a request: line 1: url is"
+        assert why in refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
+        job = json.loads(tramontane("list", "--url", url, "--json"))[0]
+        assert why in tramontane("status", job["id"], "--url", url)
+        with pytest.raises(PipelineError, match=why):
+            watch(job["id"], url)
+        assert tramontane("results", job["id"], "-o", tmp_path / "out", "--url", url).startswith("3 lines")
+
+
+def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_left(
+    tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    with _server(place_in(tmp_path), runs=True) as (url, _):
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        (tmp_path / f"out.{job_id}.part").write_bytes(b"{}\n" * 4)
+        complaint = refused("batch", "results", job_id, "-o", tmp_path / "out", "--url", url, code=1)
+        assert "4 results came of a job of 3 lines" in complaint
+        assert "there is no batch job" in refused("batch", "results", "batch_x", "-o", tmp_path / "out", "--url", url)
+        assert not list(tmp_path.glob("out*"))
+        assert tramontane("results", job_id, "-o", tmp_path / "out", "--url", url).startswith("3 lines")
+
+
+def test_a_list_is_not_cut(tmp_path: Path, tramontane: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    with _server(place_in(tmp_path), runs=False) as (url, _):
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        tramontane("cancel", job_id, "--url", url)
+        rows = [row.split() for row in tramontane("list", "--url", url).splitlines()]
+    assert rows == [["ID", "status", "lines", "answered", "errors"], [job_id, "cancelling", "3", "0", "0"]]
 
 
 def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(

@@ -125,6 +125,20 @@ def test_a_batch_from_upload_to_results(place: Place) -> None:
     _in_house(place, scenario)
 
 
+def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", b"nonsense\n" * 2), purpose="batch")
+        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+        assert batch.failed_at == int(house.place.clock.now)
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        assert [error.code for error in batch.errors.data] == ["job_failed"]
+        assert "line 2: it is not JSON" in (batch.errors.data[0].message or "")
+
+    _in_house(place, scenario)
+
+
 def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:
     async def scenario(house: House) -> None:
         client = house.client

@@ -91,6 +91,27 @@ def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_orde
         assert [line for line, *_ in told] == sorted(line for line, *_ in told)
 
 
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps_order: bool) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
+        job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
+        assert (job.state, job.num_lines, job.num_bad, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
+        assert job.ended_at == place.clock.now
+        assert job.error is not None
+        assert job.error.startswith("none of the 1200 lines is a request: line 2: url is '/v1/embeddings'")
+        assert "; line 4: " in job.error
+        assert "; and 1197 more" in job.error
+        assert place.claims().claim(5) == [], "there is nothing to run"
+        assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
+        one = await service.submit(pieces(b"x\n"), JobOptions())
+        assert one.error is not None
+        assert one.error.startswith("the only line is no request: line 1: it is not JSON")
+
+    asyncio.run(scenario())
+
+
 def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place) -> None:
     async def breaks_off() -> AsyncIterator[bytes]:
         yield requests(1500)

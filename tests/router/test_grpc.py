@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, every_code
+from jobs import place_in, requests
 from listed_jobs import NEW, ListedJobs, OneKey, some_lines
 from scripted import ScriptedChain, no_gate
 
@@ -386,6 +387,33 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
             assert cancelled == replace(job, state=JobState.CANCELLED)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Path, is_url: bool) -> None:
+    """Its lines are not even read."""
+    place = place_in(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    again = b"" if is_url else b"nothing"
+
+    async def scenario() -> None:
+        async with _house(jobs=place.service(url_prefixes=(f"file://{tmp_path}",))) as house:
+            url = f"file://{tmp_path}/in.jsonl" if is_url else None
+            submit = house.client.submit_job
+            first = await submit(None if is_url else requests(3), url=url, request_key="k")
+            (tmp_path / "in.jsonl").unlink()
+            assert await submit(None if is_url else again, url=url, request_key="k") == first
+            if not is_url:
+                others = [await submit(requests(3), request_key=key) for key in ("l", None, None)]
+                assert len({first.job_id, *(job.job_id for job in others)}) == 4
+            for wrong in ("", "k" * 257, "a\0b"):
+                with pytest.raises(RequestError, match="key must have 1 to 256"):
+                    await submit(b"", request_key=wrong)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        place.close()
 
 
 def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
