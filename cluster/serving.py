@@ -19,6 +19,7 @@ from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.background import repeated
+from tramontane.cluster.batch_checks import check_jobs
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, this_machine
 from tramontane.cluster.launch import checked_model, pipeline_spec
@@ -76,6 +77,7 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     if config.local:
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     ApiKeys(config.api_key, config.api_key_file)  # refuses what cannot be used before anything starts
+    check_jobs(config)
     with ExitStack() as stack:
         if config.address is None:
             has_grpc = stack.enter_context(_serving_alone(config, report, show_loading))

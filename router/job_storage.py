@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from fsspec import AbstractFileSystem
@@ -24,7 +25,7 @@ class JobStorage:
     def __init__(self, url: str) -> None:
         """Raises ConfigError."""
         self._filesystem, self._root = _filesystem_of(url, "the jobs' storage")
-        self._is_local = isinstance(self._filesystem, LocalFileSystem)
+        self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None  # on this machine
 
     def write(self, path: str, pieces: Iterable[bytes]) -> int:
         """Returns how many bytes. Raises JobStoreError, and whatever ``pieces`` raise."""
@@ -38,7 +39,7 @@ class JobStorage:
                 with _storage_errors():
                     file.write(piece)
                 num_bytes += len(piece)
-            if self._is_local:
+            if self.folder is not None:
                 with _storage_errors():
                     file.flush()
                     os.fsync(file.fileno())

@@ -125,14 +125,14 @@ class Database:
             raise ConfigError(f"the jobs' database is of kind {kind}; it must be sqlite:///FILE or postgresql://HOST/NAME")
         self.is_sqlite = kind == "sqlite"
         self._url = parsed.set(drivername="sqlite" if self.is_sqlite else "postgresql+psycopg")
-        self._file = Path(parsed.database) if self.is_sqlite and parsed.database else None
+        self.file = Path(parsed.database) if self.is_sqlite and parsed.database else None
         self._opening = threading.Lock()
         self._engine: Engine | None = None
 
     @property
     def exists(self) -> bool:
         """Whether there may be anything in it. An SQLite file is made by the first write."""
-        return self._file is None or self._engine is not None or self._file.exists()
+        return self.file is None or self._engine is not None or self.file.exists()
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
@@ -175,11 +175,11 @@ class Database:
             return self._engine
 
     def _open(self) -> Engine:
-        if self._file is None:
+        if self.file is None:
             engine = create_engine(self._url, pool_pre_ping=True, hide_parameters=True)
         else:
             try:
-                self._file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are nobody else's to read
+                self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are nobody else's to read
             except OSError as error:
                 raise JobStoreError(f"the jobs' database cannot be made: {error}") from error
             engine = create_engine(self._url, connect_args={"timeout": SQLITE_PATIENCE_S}, hide_parameters=True)

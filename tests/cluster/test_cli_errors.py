@@ -14,7 +14,7 @@ import pytest
 import ray
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster import launch, ray_address
+from tramontane.cluster import launch, ray_address, serving
 from tramontane.cluster.hardware import Hardware
 from tramontane.proto.errors import PipelineError
 
@@ -332,3 +332,26 @@ def test_in_a_process_of_its_own(arguments: list[str], stdin: bytes, expected: s
     assert done.stdout == b""
     assert done.stderr.decode().count("\n") == 1
     assert done.stderr.decode().startswith(f"error: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--jobs-database", "mysql://host/jobs"], ["kind mysql"]),
+        (["--jobs-database", "sqlite:///{folder}/file/deep/jobs.sqlite"], ["--jobs-database", "file/deep cannot be made"]),
+        (["--jobs-database", "sqlite:///{folder}"], ["--jobs-database", "is a folder"]),
+        (["--jobs-storage", "nonsense://x"], ["the jobs' storage", "nonsense"]),
+        (["--jobs-storage", "{folder}/file/deep"], ["--jobs-storage", "cannot be made"]),
+        (["--jobs-url-prefixes", "/data"], ["no prefix of URLs"]),
+    ],
+)
+def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: list[str]
+) -> None:
+    def checked(_config: object) -> NoReturn:
+        raise AssertionError("the checkpoint is looked at")
+
+    monkeypatch.setattr(serving, "checked_model", checked)
+    (tmp_path / "file").touch()
+    complaint = refused("serve", *(flag.format(folder=tmp_path) for flag in flags))
+    assert all(word in complaint for word in named), complaint
