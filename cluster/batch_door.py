@@ -43,7 +43,7 @@ class BatchDoor:
     """The endpoints. Its routes are for another application to take in."""
 
     def __init__(self, service: BatchService) -> None:
-        self._service = service
+        self._service, self._keep_s = service, service.limits.keep_s
 
     def routes(self) -> list[Route]:
         return [
@@ -74,7 +74,7 @@ class BatchDoor:
             record = await self._service.upload(file.filename or "file", "batch", _pieces(file.file))
         finally:
             await form.close()
-        return JSONResponse(file_object(record))
+        return JSONResponse(file_object(record, self._keep_s))
 
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
@@ -84,10 +84,10 @@ class BatchDoor:
         if "\0" in (purpose := query.get("purpose", "")):
             raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
         files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
-        return JSONResponse(page_of([file_object(file) for file in files], limit))
+        return JSONResponse(page_of([file_object(file, self._keep_s) for file in files], limit))
 
     async def file(self, request: Request) -> Response:
-        return JSONResponse(file_object(await self._service.file(request.path_params["file_id"])))
+        return JSONResponse(file_object(await self._service.file(request.path_params["file_id"]), self._keep_s))
 
     async def delete_file(self, request: Request) -> Response:
         file_id = request.path_params["file_id"]
@@ -104,19 +104,19 @@ class BatchDoor:
         """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
         parsed = parse_batch(await body_of(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
-        return _batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
+        return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
 
     async def list_batches(self, request: Request) -> Response:
         check_query(request.query_params, "limit", "after")
         limit = limit_of(request.query_params, 20, MAX_LIST)
         jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
-        return JSONResponse(page_of([batch_object(job) for job in jobs], limit))
+        return JSONResponse(page_of([batch_object(job, self._keep_s) for job in jobs], limit))
 
     async def batch(self, request: Request) -> Response:
-        return _batch(await self._service.stored(request.path_params["job_id"]))
+        return self._batch(await self._service.stored(request.path_params["job_id"]))
 
     async def cancel(self, request: Request) -> Response:
-        return _batch(await self._service.cancel_stored(request.path_params["job_id"]))
+        return self._batch(await self._service.cancel_stored(request.path_params["job_id"]))
 
     async def results(self, request: Request) -> Response:
         """Answers and errors in one stream, as lines of the output file, from ``offset`` on until the job has ended."""
@@ -129,9 +129,8 @@ class BatchDoor:
         await anext(lines)  # refused while there still can be a status
         return StreamingResponse(lines, media_type=JSONL)
 
-
-def _batch(job: StoredJob) -> Response:
-    return JSONResponse(batch_object(job))
+    def _batch(self, job: StoredJob) -> Response:
+        return JSONResponse(batch_object(job, self._keep_s))
 
 
 def _file_of(form: FormData) -> UploadFile:

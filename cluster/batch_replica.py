@@ -29,6 +29,7 @@ from tramontane.router.chat_completions import ChatCompletion
 from tramontane.router.chat_schema import ChatRequest, parse_chat
 from tramontane.router.completions import Completion
 from tramontane.router.job_claims import JobClaims
+from tramontane.router.job_lines import JobLimits
 from tramontane.router.job_storage import JobStorage
 from tramontane.router.job_tables import Database
 from tramontane.router.jobs import Endpoint
@@ -42,6 +43,7 @@ FOLDER = ".tramontane"  # of the user, made when the first job comes
 TIDY_EVERY_S = 60.0
 PRIORITY = 1  # of lines; interactive requests have 0
 WEIGHTS = ".safetensors"
+SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ def job_settings(config: EngineConfig) -> JobSettings:
         config.model_name,
         tuple(ANSWERS),
         config.jobs_url_prefixes,
+        JobLimits(keep_s=config.jobs_retention * SECONDS_PER_DAY or None),
     )
 
 

@@ -124,6 +124,9 @@ def serve(
     jobs_concurrency: Annotated[
         int | None, option("--jobs-concurrency", help="Lines of batch jobs in progress at once. Default: a bit more than fit.")
     ] = None,
+    jobs_retention: Annotated[
+        int | None, option("--jobs-retention", help="Days for which ended jobs and files are kept; 0: for ever. Default 30.")
+    ] = None,
     jobs_url_prefixes: Annotated[
         str | None,
         option("--jobs-url-prefixes", help="What batch jobs may be read from: file:///in,s3://bucket. Default: nothing."),

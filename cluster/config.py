@@ -141,6 +141,7 @@ class EngineConfig(BaseModel):
     )
     jobs_storage: Annotated[SecretStr, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
     jobs_concurrency: Few | None = Field(None, description="lines of batch jobs in progress; a quarter more than run at once")
+    jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = Field(30, description="days; 0: for ever")
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
     json_output: bool = Field(False, alias="json")
 

@@ -26,7 +26,7 @@ class StoredFile(_Shape):
     filename: str
     purpose: str
     status: Literal["processed"]
-    expires_at: None
+    expires_at: int | None
 
 
 class _Page(_Shape):
@@ -78,7 +78,7 @@ class Batch(_Shape):
     error_file_id: str | None
     created_at: int
     in_progress_at: int | None
-    expires_at: int
+    expires_at: int | None
     finalizing_at: None
     expired_at: None
     cancelling_at: int | None

@@ -237,7 +237,12 @@ class BatchService:
         return self._files.open(await self.file(file_id))
 
     async def tidy(self) -> None:
-        """Remove what processes that died had begun to submit or to write."""
-        if self._database.exists:
-            await self._threads.run(self._submissions.discard_abandoned)
-            await self._threads.run(self._files.discard_abandoned)
+        """Remove what processes that died had begun to submit or to write, and what has been kept for long enough."""
+        if not self._database.exists:
+            return
+        await self._threads.run(self._submissions.discard_abandoned)
+        await self._threads.run(self._files.discard_abandoned)
+        if self.limits.keep_s is not None:
+            before = self._clock() - self.limits.keep_s
+            await self._threads.run(self._submissions.discard_ended, before)
+            await self._threads.run(self._files.discard_old, before)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from sqlalchemy import Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
 from tramontane.proto.errors import RequestError
 from tramontane.router.job_storage import JobStorage
@@ -113,12 +113,17 @@ class FileStore:
     def open(self, record: FileRecord) -> AsyncIterator[bytes]:
         return self._storage.read(record.path)
 
+    def discard_old(self, before: float) -> None:
+        """Whatever was whole by then, whoever needs it: jobs do not, once they are submitted."""
+        self._discard(files.c.is_whole & (files.c.created_at < before))
+
     def discard_abandoned(self) -> None:
         """What processes that died had begun to write."""
-        long_ago = self._clock() - ABANDONED_AFTER_S
-        where = (files.c.queue == self._queue) & ~files.c.is_whole & (files.c.touched_at < long_ago)
+        self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - ABANDONED_AFTER_S))
+
+    def _discard(self, which: ColumnElement[bool]) -> None:
         with self._database.reading() as connection:
-            rows = connection.execute(select(files).where(where)).all()
+            rows = connection.execute(select(files).where(which, files.c.queue == self._queue)).all()
         for row in rows:
             self._forget(_record(row))
 

@@ -16,12 +16,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """``max_open_jobs``: that have not ended."""
+    """``max_open_jobs``: that have not ended. ``keep_s``: for so long jobs stay after their end, and files; None: for ever."""
 
     max_line_bytes: int = 2**20
     max_lines: int = 2**22
     max_bytes: int = 2**32
     max_open_jobs: int = 1000
+    keep_s: float | None = None
 
 
 class RawLine(NamedTuple):

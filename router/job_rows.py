@@ -14,6 +14,7 @@ SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still
 DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
 HIDDEN = (SUBMITTING, DISCARDING)
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
+ENDED_STATES = [state.value for state in JobState if state.has_ended]
 RESULTS_AT_ONCE = 2**23  # characters
 
 

@@ -11,7 +11,17 @@ from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import OverloadedError
 from tramontane.router.job_lines import JobLimits, NewLine
-from tramontane.router.job_rows import DISCARDING, HIDDEN, OPEN_STATES, SUBMITTING, StoredJob, error_text, stored_job, tell
+from tramontane.router.job_rows import (
+    DISCARDING,
+    ENDED_STATES,
+    HIDDEN,
+    OPEN_STATES,
+    SUBMITTING,
+    StoredJob,
+    error_text,
+    stored_job,
+    tell,
+)
 from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
 from tramontane.router.jobs import JobOptions, JobRefusedError, JobState
 
@@ -137,6 +147,17 @@ class JobSubmissions:
                 if connection.execute(delete(lines).where(line, lines.c.place.in_(some))).rowcount == 0:
                     connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING))
                     return
+
+    def discard_ended(self, before: float) -> None:
+        """Jobs that have ended by then, and their lines; their files are removed for themselves."""
+        where = (jobs.c.queue == self._queue) & jobs.c.state.in_(ENDED_STATES) & (jobs.c.ended_at < before)
+        with self._database.reading() as connection:
+            numbers = connection.execute(select(jobs.c.number).where(where)).scalars().all()
+        for number in numbers:
+            with self._database.writing() as connection:
+                values = {"state": DISCARDING, "request_key": None}
+                connection.execute(update(jobs).where(where, jobs.c.number == number).values(values))
+            self._delete(number)
 
     def discard_abandoned(self) -> None:
         """What processes that died had begun to submit, or to discard."""

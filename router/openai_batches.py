@@ -12,7 +12,6 @@ from tramontane.router.openai_schema import ParameterError, parse_body
 from tramontane.router.sampling_fields import or_default
 
 COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end
-WINDOW_S = 86_400
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000
 STATUS = {
@@ -46,8 +45,8 @@ def parse_batch(body: bytes) -> BatchRequest:
     return parse_body(BatchRequest, body)
 
 
-def batch_object(stored: StoredJob) -> dict[str, Any]:
-    """Times are whole seconds since 1970, as OpenAI has them."""
+def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
+    """Times are whole seconds since 1970, as OpenAI has them. It expires when it is removed, ``keep_s`` after its end."""
     job = stored.job
     ended_as = {f"{state}_at": None for state in ("completed", "cancelled", "failed")}
     if job.ended_at is not None:
@@ -65,7 +64,7 @@ def batch_object(stored: StoredJob) -> dict[str, Any]:
         "error_file_id": stored.error_file,
         "created_at": int(job.created_at),
         "in_progress_at": _seconds(job.started_at),
-        "expires_at": int(job.created_at) + WINDOW_S,
+        "expires_at": _removed_at(job.ended_at, keep_s),
         "finalizing_at": None,
         "expired_at": None,
         "cancelling_at": _seconds(stored.cancelling_at),
@@ -79,7 +78,12 @@ def _seconds(when: float | None) -> int | None:
     return None if when is None else int(when)
 
 
-def file_object(file: FileRecord) -> dict[str, Any]:
+def _removed_at(when: float | None, keep_s: float | None) -> int | None:
+    return None if when is None or keep_s is None else int(when + keep_s)
+
+
+def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
+    """``keep_s``: it is removed so long after it was made."""
     return {
         "id": file.file_id,
         "object": "file",
@@ -88,7 +92,7 @@ def file_object(file: FileRecord) -> dict[str, Any]:
         "filename": file.filename,
         "purpose": file.purpose,
         "status": "processed",
-        "expires_at": None,
+        "expires_at": _removed_at(file.created_at, keep_s),
     }
 
 

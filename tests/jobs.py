@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,8 @@ class Place:
     clock: Clock = field(default_factory=Clock)
     opened: list[Callable[[], None]] = field(default_factory=list)  # what closes it
 
-    def service(self, queue: str = "tiny", **more: Any) -> BatchService:  # noqa: ANN401
-        settings = JobSettings(self.database, self.storage, queue, limits=LIMITS, **more)
+    def service(self, queue: str = "tiny", keep_s: float | None = None, **more: Any) -> BatchService:  # noqa: ANN401
+        settings = JobSettings(self.database, self.storage, queue, limits=replace(LIMITS, keep_s=keep_s), **more)
         service = BatchService(settings, self.clock, POLL_S)
         self.opened.append(service.close)
         return service

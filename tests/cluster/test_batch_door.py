@@ -65,8 +65,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @asynccontextmanager
-async def _house(place: Place) -> AsyncIterator[House]:
-    service = place.service()
+async def _house(place: Place, keep_s: float | None) -> AsyncIterator[House]:
+    service = place.service(keep_s=keep_s)
     guard = Middleware(DoorGuard, keys=ApiKeys(), sends_id=True)
     app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
@@ -74,9 +74,9 @@ async def _house(place: Place) -> AsyncIterator[House]:
         yield House(place, service, http, client)
 
 
-def _in_house(place: Place, scenario: Callable[[House], Awaitable[None]]) -> None:
+def _in_house(place: Place, scenario: Callable[[House], Awaitable[None]], keep_s: float | None = None) -> None:
     async def run() -> None:
-        async with _house(place) as house:
+        async with _house(place, keep_s) as house:
             await scenario(house)
 
     asyncio.run(run())
@@ -137,6 +137,20 @@ def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
         assert "line 2: it is not JSON" in (batch.errors.data[0].message or "")
 
     _in_house(place, scenario)
+
+
+def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        now = int(house.place.clock.now)
+        file = await house.client.files.create(file=("in.jsonl", requests(1)), purpose="batch")
+        assert file.expires_at == now + 500
+        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert batch.expires_at is None, "it is not removed before it has ended"
+        house.place.clock.now += 100
+        assert (await _ended(house, batch.id)).expires_at == now + 600
+        assert [each.expires_at async for each in house.client.files.list()] == [now + 600, now + 500]
+
+    _in_house(place_in(tmp_path), scenario, keep_s=500.0)
 
 
 def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:

@@ -36,6 +36,13 @@ def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[st
     assert isinstance(service, OneMachineService) is on_one
 
 
+@pytest.mark.parametrize(
+    ("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 2}, 172_800), ({"jobs_retention": 0}, None)]
+)
+def test_how_long_jobs_are_kept_is_in_days(given: dict[str, int], keep_s: int | None) -> None:
+    assert job_settings(EngineConfig.build(None, given)).limits.keep_s == keep_s
+
+
 def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp_path: Path) -> None:
     num_machines, asked, now = 1, [], 0.0
 

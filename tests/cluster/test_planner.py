@@ -423,6 +423,7 @@ DEFAULTS = {
     "jobs_database": None,
     "jobs_storage": None,
     "jobs_concurrency": None,
+    "jobs_retention": 30,
     "jobs_url_prefixes": (),
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
@@ -441,7 +442,7 @@ OF_SERVE = {
     "move_experts",
 }
 OF_SERVE |= {"api_key", "api_key_file"}
-OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_url_prefixes"}
+OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_retention", "jobs_url_prefixes"}
 
 
 def test_defaults_are_the_designs() -> None:

@@ -235,6 +235,61 @@ def test_files_are_kept_bounded_and_listed(place: Place) -> None:
     asyncio.run(scenario())
 
 
+def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -> None:
+    """And what has not ended stays, however old it is."""
+
+    async def scenario() -> None:
+        service = place.service(keep_s=1000.0)
+        upload = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+        done = await service.submit_file(upload.file_id, JobOptions(), "k")
+        async with place.running(place.runner()):
+            await all_results(service, done.job.job_id)
+            async for _ in service.watch(done.job.job_id):
+                pass
+        bad = await service.submit(pieces(b"x\n"), JobOptions())
+        ended = await service.stored(done.job.job_id)
+        assert ended.output_file is not None
+        place.clock.now += 1000
+        waiting = await service.submit(pieces(requests(2)), JobOptions())
+        await service.tidy()
+        assert len(await service.list(9)) == 3, "it is not late yet"
+        assert len(await service.list_files(9)) == 2
+        place.clock.now += 1
+        await service.tidy()
+        assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
+        assert _rows(service) == (1, 2)
+        assert await service.list_files(9) == []
+        for gone in (service.get(done.job.job_id), service.get(bad.job_id), service.content(ended.output_file)):
+            with pytest.raises(RequestError):
+                await gone
+        for_ever = place.service()
+        place.clock.now += 1e9
+        await for_ever.tidy()
+        async with place.running(place.runner()):
+            assert len(await all_results(service, waiting.job_id)) == 2
+        again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+        assert (await service.submit_file(again.file_id, JobOptions(), "k")).job.job_id != done.job.job_id
+
+    asyncio.run(scenario())
+
+
+def test_a_removal_that_was_killed_half_way_is_finished(place: Place) -> None:
+    service, job = _submitted(place, 3)
+    asyncio.run(service.cancel(job.job_id))
+    claims = place.claims()
+    (claim,) = claims.claim(1)
+    claims.end(claim, JobState.CANCELLED, None, None)
+    place.clock.now += 10
+    late = place.service(keep_s=5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late._submissions, "_delete", lambda _number: None)  # as if killed there
+        asyncio.run(late.tidy())
+    assert asyncio.run(service.list(5)) == []
+    assert _rows(service) == (1, 3)
+    asyncio.run(service.tidy())
+    assert _rows(service) == (0, 0)
+
+
 def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
     allowed, secret = tmp_path / "in", tmp_path / "inner-secret"
     allowed.mkdir()
