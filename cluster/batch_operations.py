@@ -31,7 +31,7 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
         ("GET", "/v1/batches/{job_id}"): Operation("A batch job", shapes.Batch, (404, 503)),
         ("POST", "/v1/batches/{job_id}/cancel"): Operation("Cancel a batch job", shapes.Batch, (404, 503)),
         ("GET", "/v1/batches/{job_id}/results"): Operation(
-            "Results of a batch job, while it runs", errors=(400, 404, 503), answer_type=JSONL, query=RESULTS_QUERY
+            "Results of a batch job, while it runs", errors=(400, 404, 429, 503), answer_type=JSONL, query=RESULTS_QUERY
         ),
     }
 )

@@ -36,9 +36,7 @@ def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[st
     assert isinstance(service, OneMachineService) is on_one
 
 
-@pytest.mark.parametrize(
-    ("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 2}, 172_800), ({"jobs_retention": 0}, None)]
-)
+@pytest.mark.parametrize(("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 1}, 86_400), ({"jobs_retention": 0}, None)])
 def test_how_long_jobs_are_kept_is_in_days(given: dict[str, int], keep_s: int | None) -> None:
     assert job_settings(EngineConfig.build(None, given)).limits.keep_s == keep_s
 
