@@ -41,9 +41,8 @@ async def body_of(request: Request, max_body: int) -> bytes:
 async def parts_of(request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
     """Of its body. Raises BodyTooLargeError as soon as it is known; a body that says so itself is not read at all."""
     declared = request.headers.get("content-length", "")
-    num_bytes = int(declared[:20]) if declared.isdecimal() else 0
-    if num_bytes <= max_body:
-        num_bytes = 0
+    num_bytes = 0
+    if not (declared.isdecimal() and int(declared[:20]) > max_body):
         async for part in request.stream():
             num_bytes += len(part)
             if num_bytes > max_body:
