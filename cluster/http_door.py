@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.api_keys import ApiKeys
@@ -186,15 +187,22 @@ def _parsed_load(body: bytes) -> ExpertLoad:
 
 def _not_here(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
     """No such path, or not with this method."""
-    shown = [route for route in routes if "." not in route.path]  # no files of a page
-    there = ", ".join(f"{method} {route.path}" for route in shown for method in sorted((route.methods or set()) - {"HEAD"}))
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path:.100} is not here; there are {there}"
-        return json_error(error.status_code, message, "invalid_request_error", headers=dict(error.headers or {}))
+        path = f"{request.url.path!r:.100}"
+        if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
+            return json_error(error.status_code, f"{path} is not here; GET /openapi.json lists what is", "invalid_request_error")
+        methods = _methods(routes, request)  # of all routes with this path; the error knows one
+        message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
+        return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
 
     return answer
+
+
+def _methods(routes: Sequence[Route], request: Request) -> list[str]:
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 def _our_fault(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:

@@ -1,6 +1,7 @@
 """What clients get, and how they ask for it: the part of a client that is the same with and without asyncio."""
 
 import io
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,11 +82,13 @@ def metadata_of(api_key: str | None, application: str) -> tuple[tuple[str, str],
 
 
 def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
-    """``stop`` may be one text. Raises ConfigError for what no such message can hold."""
+    """``stop`` may be one text, ``response_format`` a mapping or its JSON. Raises ConfigError for what cannot be sent."""
     given = {name: value for name, value in parameters.items() if value is not None}
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     try:
+        if not isinstance(given.get("response_format", ""), str):
+            given["response_format"] = json.dumps(given["response_format"])
         return pb.GenerateRequest(**_prompt(prompt), **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the parameters are no request: {error}") from error

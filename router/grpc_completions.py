@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from google.protobuf.unknown_fields import UnknownFieldSet
+
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
@@ -25,6 +27,8 @@ def parsed_score(request: pb.ScoreRequest) -> CompletionRequest:
 
 def _parsed(request: pb.GenerateRequest | pb.ScoreRequest, **more: object) -> CompletionRequest:
     """A field that is not set is a parameter that is not given; the rest has the parameter's name."""
+    if len(UnknownFieldSet(request)):
+        raise ParameterError("the request has a field that this server does not know; is its inference.proto older than yours?")
     given: dict[str, Any] = {field.name: value for field, value in request.ListFields() if field.name not in OF_THE_PROMPT}
     which = request.WhichOneof("prompt")
     if which is None:
@@ -34,7 +38,16 @@ def _parsed(request: pb.GenerateRequest | pb.ScoreRequest, **more: object) -> Co
         given["stop"] = list(given["stop"])
     if "logit_bias" in given:
         given["logit_bias"] = {str(token_id): bias for token_id, bias in given["logit_bias"].items()}
+    if "response_format" in given:
+        given["response_format"] = _value(given["response_format"], "response_format")
     return parse_completion(json.dumps(given | more).encode())
+
+
+def _value(text: str, name: str) -> Any:  # noqa: ANN401 - any JSON, which is judged later
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ParameterError(f"{name} must be JSON, as a text", name) from None
 
 
 def response_of(changes: Iterable[Mapping[str, Any]]) -> pb.GenerateResponse:

@@ -126,16 +126,19 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
         raise OverloadedError("too many files", 2)
 
     async def scenario() -> None:
-        door = door_of(ScriptedSource(), more_routes=[Route("/v1/files", files, methods=["GET", "POST"])])
+        both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
+        door = door_of(ScriptedSource(), more_routes=both)
         async with client_of(door.app()) as client:
             assert (await client.get("/v1/files")).status_code == 429
             unknown = await client.get("/v1/fields")
-            message = check_error(unknown.content)["message"]
-            assert "GET /v1/files, POST /v1/files" in message
-            assert "POST /v1/completions" in message
-            assert "HEAD" not in message
+            assert check_error(unknown.content)["message"] == "'/v1/fields' is not here; GET /openapi.json lists what is"
             wrong = await client.put("/v1/files")
-            assert (wrong.status_code, set(wrong.headers["allow"].split(", "))) == (405, {"GET", "POST", "HEAD"})
+            assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
+            assert check_error(wrong.content)["message"] == "'/v1/files' does not take PUT; it takes GET and POST"
+            named = await client.delete("/v1/models/demo")
+            assert check_error(named.content)["message"] == "'/v1/models/demo' does not take DELETE; it takes GET"
+            long = await client.get("/" + "x" * 4000)
+            assert len(check_error(long.content)["message"]) < 200
 
     asyncio.run(scenario())
 

@@ -35,14 +35,14 @@ from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
 from tramontane.router.admission import Limits
 from tramontane.router.client import AsyncClient, Client
-from tramontane.router.client_answers import Patience
+from tramontane.router.client_answers import Patience, generate_request
 from tramontane.router.completions import Completion
-from tramontane.router.grpc_completions import score_of, token_logprobs
+from tramontane.router.grpc_completions import parsed_generate, score_of, token_logprobs
 from tramontane.router.grpc_handlers import add_batch_jobs, add_inference
 from tramontane.router.grpc_jobs import submit
 from tramontane.router.grpc_servicer import GrpcServicer
 from tramontane.router.jobs import Job, JobOptions, JobState, ResultLine
-from tramontane.router.openai_schema import ParameterError, parse_completion
+from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
@@ -174,6 +174,9 @@ MISTAKES: list[dict[str, Any]] = [
     {"n": 0},
     {"n": 129},
     {"stop": [""]},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_object", "x": 1}},
+    {"response_format": []},
 ]
 
 
@@ -189,6 +192,38 @@ def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
             assert over_grpc.value.parameter == over_http.value.parameter
 
     asyncio.run(scenario())
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", "y"]}}, "required": ["b", "a"]}
+
+
+@pytest.mark.parametrize(
+    "response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}], ids=str
+)
+def test_a_response_format_is_the_grammar_that_it_is_over_http(response_format: dict[str, Any]) -> None:
+    """With the properties in the schema's order, which is not the alphabet's."""
+
+    async def grammar(parsed: CompletionRequest) -> str:
+        [spec] = (await Completion.prepare(MODEL, parsed, 0.0)).specs()
+        return spec.sampling.grammar
+
+    over_http = parse_completion(json.dumps({"prompt": "a", "response_format": response_format}).encode())
+    over_grpc = parsed_generate(generate_request("a", {"response_format": response_format}))
+    assert asyncio.run(grammar(over_grpc)) == asyncio.run(grammar(over_http)) != ""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
+def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
+        parsed_generate(pb.GenerateRequest(text="a", response_format=text))
+    assert refused.value.parameter == "response_format"
+
+
+def test_a_field_that_is_not_known_is_not_passed_over() -> None:
+    """Another server's parameter, or one of a newer version: the answer would not be what was asked for."""
+    newer = pb.GenerateRequest(text="a").SerializeToString() + b"\xa0\x06\x01"  # field 100: 1
+    with pytest.raises(ParameterError, match="does not know"):
+        parsed_generate(pb.GenerateRequest.FromString(newer))
 
 
 def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
