@@ -11,7 +11,8 @@ from rich.text import Text
 from tramontane.cluster.bench_figures import PERCENTILES, Figures, Latency
 from tramontane.cluster.bench_rounds import Outcome, Rounds
 from tramontane.cluster.bench_work import BenchRequest
-from tramontane.cluster.display import Display, expert_table, experts_as_data, stage_table, stages_as_data
+from tramontane.cluster.display import Display
+from tramontane.cluster.run_summary import expert_table, experts_as_data, stage_table, stages_as_data
 from tramontane.router.usage import HopTime
 
 LATENCIES = (

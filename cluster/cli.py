@@ -14,7 +14,7 @@ import typer
 from tramontane.cluster.batch_command import batch
 from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
-from tramontane.cluster.display import Display, as_json, cut_short, summary
+from tramontane.cluster.display import Display
 from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.experts_command import experts
 from tramontane.cluster.hidden_keys import hide_keys
@@ -33,6 +33,7 @@ from tramontane.cluster.options import (
 )
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
+from tramontane.cluster.run_summary import as_json, cut_short, summary
 from tramontane.cluster.simulate_command import simulate
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams

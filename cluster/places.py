@@ -8,7 +8,8 @@ of unlike GPUs each counts as the smallest and slowest of them.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.config import EngineConfig, for_each_expert_actor
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.config_values import for_each_expert_actor
 from tramontane.cluster.hardware import Gpu, Hardware, by_node
 from tramontane.cluster.planner import GIB, StageRoom
 from tramontane.proto.errors import ConfigError, PlanError

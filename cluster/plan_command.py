@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.capacity import held_by, held_together, plan_as_data, ways_out
-from tramontane.cluster.config import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
+from tramontane.cluster.config_values import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
 from tramontane.cluster.expert_load import by_expert, read_load
 from tramontane.cluster.expert_outlook import ExpertOutlook, outlook
 from tramontane.cluster.expert_planner import ExpertRequest

@@ -22,14 +22,7 @@ from tramontane.router.logprobs import (
     prompt_logprobs,
     scores_of,
 )
-from tramontane.router.model_checks import (
-    MAX_LOGPROBS_IN_ALL,
-    MAX_PROMPT_LOGPROBS,
-    check_layers,
-    check_logit_bias,
-    check_num_experts,
-    check_num_logprobs,
-)
+from tramontane.router.model_checks import check_prompts, check_request
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.served_model import ServedModel, encoded
 from tramontane.router.tokenizer import Tokenizer
@@ -75,28 +68,11 @@ class Completion:
         cls, model: ServedModel, request: CompletionRequest, arrived_at: float, form: AnswerForm | None = None
     ) -> "Completion":
         """Tokenize and bound. Raises RequestError for what could never run. Without a ``form`` answers are completions."""
-        num_sequences = len(request.prompt) * request.n
-        if num_sequences > model.max_sequences:
-            raise ParameterError(
-                f"{len(request.prompt)} prompt{'s' * (len(request.prompt) > 1)} with n = {request.n}: {num_sequences} sequences; "
-                f"one request may have at most {model.max_sequences}",
-                "prompt",
-            )
-        if model.tokenizer is None and request.stop:
-            raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
-        check_layers(request.return_experts, model.num_layers)
-        check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
+        check_request(model, request)
         prompt_ids = await encoded(model, request.prompt)
-        for ids in prompt_ids:
-            if len(ids) >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
-                raise ParameterError(
-                    f"the prompt has {len(ids)} tokens; with a context of {model.max_model_len} positions "
-                    f"it may have at most {model.max_model_len - 1}",
-                    "prompt",
-                )
-        _check_told(model, request, [len(ids) for ids in prompt_ids])
+        check_prompts(model, request, [len(ids) for ids in prompt_ids])
         if form is None:
-            texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(num_sequences)]
+            texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
             form = AnswerForm(texts, grammar=await _grammar(model, request))
         return cls(model, request, prompt_ids, arrived_at, form)
 
@@ -247,19 +223,7 @@ async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
         return ""
     if model.tokenizer is None:
         raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
-    return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=len(request.prompt) * request.n)
-
-
-def _check_told(model: ServedModel, request: CompletionRequest, prompt_lens: Sequence[int]) -> None:
-    """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
-    num_prompt = request.n * sum(prompt_lens)
-    num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in prompt_lens)
-    check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
-    if (num_top := request.num_prompt_top) is not None:
-        name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
-        check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
-    if request.logprobs is not None:
-        check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
+    return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=request.num_sequences)
 
 
 def _joined(changes: list[dict[str, Any]], request: CompletionRequest, form: AnswerForm) -> dict[str, Any]:

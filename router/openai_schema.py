@@ -140,6 +140,10 @@ class CompletionRequest(SamplingFields):
     suffix: Annotated[Any, neutral("")] = None
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.prompt) * self.n
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 

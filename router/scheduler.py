@@ -5,10 +5,11 @@ from collections.abc import Collection
 
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
-from tramontane.proto.step import Decodes, MicroBatch, StepResult
+from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.admission import Limits, check_possible, overload
 from tramontane.router.admitted import Admitted
 from tramontane.router.ageing import note_left_behind
+from tramontane.router.decoding import Decoding
 from tramontane.router.line import Line
 from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.prompts import Prompts, num_tokens_of_first_level
@@ -41,13 +42,12 @@ class Scheduler:
         self._eos = frozenset(limits.eos_token_ids)
         self._waiting = Line()
         self._prompts = Prompts(self.ledger, policy.overlaps_chunks)
-        self._ready: deque[Sequence] = deque()  # one decode token to submit
+        self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
+        self._decoding = Decoding(self.ledger, self._keys)
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
         self._next_step = 0
         self._in_flight: deque[tuple[Share, Work, list[Sequence]]] = deque()  # and whose decodes, in the order of columns
-        self._num_decoding = self._decoding_keys = 0  # sequences past their prompts, and the keys that they see
         self.num_preempted = 0  # times that a sequence gave its pages back
-        self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
@@ -78,7 +78,7 @@ class Scheduler:
         share = self.policy.share(self._load(self._prompts.to_go()))
         if share is None:
             return None
-        decoding, decodes = self._decodes(share.decodes)
+        decoding, decodes = self._decoding.columns(share.decodes, self._preempt_last)
         prefills = self._prompts.chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
         if not decoding and not prefills:
             return None
@@ -99,7 +99,7 @@ class Scheduler:
         assert result.step_id == batch.step_id
         share, work, decoding = self._in_flight.popleft()
         self.policy.observe(share, work, result.timings)
-        token_ids, ended = iter(result.token_ids), dict(result.ended)
+        token_ids, ended, ready = iter(result.token_ids), dict(result.ended), self._decoding.ready
         accepted: list[Accepted] = []
         lengths = []  # of sequences that go on decoding
         for chunk in batch.chunks:
@@ -114,11 +114,11 @@ class Scheduler:
                 sequence.output_ids.append(token_id)
                 sequence.num_known = num_known
                 lengths.append(num_known)
-                self._ready.append(sequence)
+                ready.append(sequence)
                 accepted.append((sequence.seq_id, token_id, None))
             else:
                 accepted += self._take_in(sequence, token_id, ended.get(sequence.seq_id))
-        self._decoding_keys += self._keys.gained(lengths)
+        self._decoding.note_growth(lengths)
         return list(map(TokenEvent._make, accepted))  # three fifths of what calling TokenEvent takes
 
     @property
@@ -144,10 +144,7 @@ class Scheduler:
         self._admitted.check_integrity()
         self._waiting.check_integrity()
         assert self._prompts.all == sorted(self._prompts.all, key=rank)
-        decoding = [s for s in self._admitted.by_id.values() if s.is_decoding]
-        assert all(s.status is RUNNING for s in decoding)
-        assert self._num_decoding == len(decoding)
-        assert self._decoding_keys == sum(self._keys.of(s.num_known) for s in decoding)
+        self._decoding.check_integrity(self._admitted.by_id.values())
         if self.is_idle:
             assert self.ledger.num_free == [c.num_pages for c in self.ledger.cache.classes]
 
@@ -177,10 +174,10 @@ class Scheduler:
         are_urgent = bool(prompts) and self._admitted.has_any_below(prompts[0].level)
         return Load(
             num_in_flight=len(self._in_flight),
-            num_decoding=self._num_decoding,
-            decoding_keys=self._decoding_keys,
-            num_ready=len(self._ready),
-            ready_keys=(self._keys.of(s.num_known) for s in self._ready),
+            num_decoding=self._decoding.num_sequences,
+            decoding_keys=self._decoding.num_keys,
+            num_ready=len(self._decoding.ready),
+            ready_keys=(self._keys.of(s.num_known) for s in self._decoding.ready),
             pending_tokens=sum(s.num_pending for s in prompts),
             urgent_tokens=num_tokens_of_first_level(prompts) if are_urgent else 0,
             prefill_start=self._keys.of(prompts[0].num_dispatched) if prompts else 0,
@@ -191,30 +188,6 @@ class Scheduler:
     def work_of(self, batch: MicroBatch) -> Work:
         """What it gives a stage to do."""
         return self._keys.work_of(batch)
-
-    def _decodes(self, most: int) -> tuple[list[Sequence], Decodes]:
-        """One token each, whoever was ready first; fewer where a page is needed that is not free yet."""
-        going: list[Sequence] = []
-        grown = []
-        ready = self._ready
-        while ready and len(going) < most:
-            sequence = ready[0]
-            if (num_known := sequence.num_known) > sequence.num_covered:
-                if not self.ledger.reserve(sequence, num_known):
-                    if self._preempt_last():
-                        continue
-                    break
-                grown.append((len(going), self.ledger.grow(sequence, num_known)))
-            ready.popleft()
-            going.append(sequence)
-            sequence.num_dispatched = num_known
-            sequence.num_in_flight += 1
-        return going, Decodes(
-            seq_ids=tuple([s.seq_id for s in going]),
-            starts=tuple([s.num_known - 1 for s in going]),
-            token_ids=tuple([s.output_ids[-1] for s in going]),
-            new_pages=tuple(grown),
-        )
 
     def _preempt_last(self) -> bool:
         """Make the least urgent sequence that came last give its pages back; returns whether any are free now.
@@ -240,8 +213,8 @@ class Scheduler:
 
     def _accept(self, sequence: Sequence, token_id: int, finish: FinishReason | None) -> Accepted:
         num_known = sequence.accept(token_id)
-        if sequence.is_decoding:  # it sees one key more, up to the window
-            self._decoding_keys += self._keys.gained([num_known])
+        if sequence.is_decoding:
+            self._decoding.note_growth([num_known])
         if finish is None and token_id in self._eos and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
         if finish is None and num_known >= sequence.max_len:
@@ -249,22 +222,13 @@ class Scheduler:
         if finish is not None:
             self._stop(sequence, FINISHED)
         elif sequence.status is RUNNING:
-            self._ready.append(sequence)
-            if not sequence.is_decoding:
-                sequence.is_decoding = True
-                self._num_decoding += 1
-                self._decoding_keys += self._keys.of(num_known)
+            self._decoding.add(sequence)
         return sequence.seq_id, token_id, finish
 
     def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
         """It is not scheduled any more; what is in flight comes back."""
         self._prompts.discard(sequence)
-        if sequence in self._ready:
-            self._ready.remove(sequence)
-        if sequence.is_decoding:
-            sequence.is_decoding = False
-            self._num_decoding -= 1
-            self._decoding_keys -= self._keys.of(sequence.num_known)
+        self._decoding.discard(sequence)
         sequence.status = status
 
     def _release_if_drained(self, sequence: Sequence) -> None:
