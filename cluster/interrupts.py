@@ -2,11 +2,13 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
@@ -43,6 +45,32 @@ class Interrupts:
             self.stop()
         else:
             self._part.cancel()
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """What the first Ctrl-C meets here is finished before it counts; a second one breaks it off.
+
+    So for all signals that Python answers with KeyboardInterrupt. An event loop has its own way to hear of them.
+    """
+    heard: list[int] = []
+
+    def hold(number: int, _frame: object) -> None:
+        if heard:
+            raise KeyboardInterrupt
+        heard.append(number)
+
+    in_main = threading.current_thread() is threading.main_thread()  # others may not, and are not interrupted
+    held = [number for number in ENDING if in_main and signal.getsignal(number) is signal.default_int_handler]
+    for number in held:
+        signal.signal(number, hold)
+    try:
+        yield
+    finally:
+        for number in held:
+            signal.signal(number, signal.default_int_handler)
+    if heard:
+        raise KeyboardInterrupt
 
 
 async def stoppable(work: Coroutine[Any, Any, Result]) -> Result:

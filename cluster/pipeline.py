@@ -5,8 +5,6 @@ import logging
 import os
 import re
 import secrets
-import signal
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -18,6 +16,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
+from tramontane.cluster.interrupts import held_back
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
@@ -112,7 +111,7 @@ def joined_ray(address: str, measured: bool = True) -> Iterator[Hardware]:
 
     check_cluster(address)
     try:
-        with _own_sigterm():
+        with _starting_ray():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(
@@ -136,7 +135,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by everything that Ray starts
     try:
-        with _own_sigterm(), _on_loopback():
+        with _starting_ray(), _on_loopback():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -175,16 +174,21 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """ray.init takes SIGTERM for itself and would end the process before anything is removed."""
-    handler = signal.getsignal(signal.SIGTERM)
+def _starting_ray() -> Iterator[None]:
+    """Ray is not left half started, with which Python ends in a crash; nor does it take SIGTERM for itself.
+
+    It would end the process by it before anything is removed.
+    """
+    utils: Any = ray._private.utils
+    take_sigterm, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _handler: None
     try:
-        yield
-    except SystemExit as stopped:  # how Ray's own handler answers SIGTERM
-        raise KeyboardInterrupt from stopped
+        with held_back():
+            yield
+    except KeyboardInterrupt:
+        ray.shutdown()
+        raise
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
+        utils.set_sigterm_handler = take_sigterm
 
 
 def end_pipeline(name: str) -> None:

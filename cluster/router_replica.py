@@ -24,6 +24,7 @@ from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_fo
 from tramontane.cluster.pipeline import running_pipeline
 from tramontane.cluster.pipeline_spec import SUPERVISOR, Application, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain, last_line
+from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.supervisor import actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
@@ -42,6 +43,7 @@ class RouterReplica:
     """One pipeline behind Ray Serve. Ray Serve calls ``__del__`` when it stops the replica, not when it is killed."""
 
     async def __init__(self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool) -> None:  # type: ignore[misc]
+        log_beside_ray_serve()
         keep_internal_port_on_node_address()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id

@@ -22,6 +22,7 @@ from tramontane.cluster.job_urls import has_password
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.served_model import chat_format, served_model
@@ -125,6 +126,7 @@ class IngressReplica(GrpcServicer):
         _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
         grpc_from_here_only: bool,
     ) -> None:
+        log_beside_ray_serve()
         keep_internal_port_on_node_address()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
