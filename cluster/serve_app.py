@@ -56,8 +56,8 @@ def build(args: dict[str, Any]) -> Application:
 
 
 def grpc_options(port: int) -> gRPCOptions:
-    """For Ray Serve's start; port 0 is none."""
-    return gRPCOptions(port=port, grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [], enable_reflection=True)
+    """For Ray Serve's start; port 0 is none. Reflection is among the functions."""
+    return gRPCOptions(port=port, grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [], enable_reflection=False)
 
 
 def application(

@@ -7,8 +7,10 @@ from urllib.parse import unquote
 import ray
 import ray.serve._private.default_impl
 import ray.serve._private.replica
+from grpc import StatusCode
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
+LISTS_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"  # to everybody, without a key
 EVERYWHERE = "[::]:"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -36,7 +38,8 @@ def keep_grpc_door_on_http_host() -> None:
     """Call in a proxy before it opens its ports: clients' gRPC then listens on the host that HTTP was told to listen on.
 
     Ray Serve has an option for the port only, and listens on all interfaces. What it calls to add the port knows no host, and may
-    not wait for one; so the port is added when the server starts.
+    not wait for one; so the port is added when the server starts. What applications there are is told over gRPC no more than
+    over HTTP.
     """
     addresses: Any = ray.serve._private.default_impl
 
@@ -51,8 +54,16 @@ def keep_grpc_door_on_http_host() -> None:
             await start()
 
         server.start = start_on_http_host
+        make = server.service_handler_factory
+        server.service_handler_factory = lambda service_method, streaming_type: (
+            _not_told if service_method == LISTS_APPLICATIONS else make(service_method, streaming_type)
+        )
 
     addresses.add_grpc_address = add_when_it_starts
+
+
+async def _not_told(_request: Any, context: Any) -> None:  # noqa: ANN401
+    await context.abort(StatusCode.UNIMPLEMENTED, "this server does not tell its applications")
 
 
 def bracketed(host: str) -> str:

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha import reflection_pb2
 
 from tramontane.proto import inference_pb2
 
@@ -22,8 +23,12 @@ class Malformed:
 
 
 def add_inference(servicer: Any, server: Any) -> None:  # noqa: ANN401 - as in the generated code, which this replaces
-    """Ray Serve's proxies call it by name: see ``cluster/serving.py``."""
+    """Ray Serve's proxies call it by name: see ``cluster/serving.py``.
+
+    With reflection, which the servicer gives to those who have a key; Ray Serve's own would answer everybody.
+    """
     _add(inference_pb2.DESCRIPTOR.services_by_name["Inference"], servicer, server)
+    _add(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], servicer, server)
 
 
 def add_batch_jobs(servicer: Any, server: Any) -> None:  # noqa: ANN401
@@ -40,6 +45,7 @@ def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  #
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
         (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = kinds[method.client_streaming, method.server_streaming]
     return make(behaviour, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString)
@@ -50,6 +56,6 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
         try:
             return kind.FromString(data)
         except DecodeError:
-            return Malformed(f"the message is no {kind.DESCRIPTOR.name} of tramontane.v1")
+            return Malformed(f"the message is no {kind.DESCRIPTOR.full_name}")
 
     return parse

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
+
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
 from tramontane.proto.ports import TokenSource
@@ -14,6 +16,7 @@ from tramontane.router.completions import Completion
 from tramontane.router.grpc_completions import models_of, parsed_generate, parsed_score, response_of, score_of
 from tramontane.router.grpc_handlers import Malformed
 from tramontane.router.grpc_jobs import job_message, line_message
+from tramontane.router.grpc_reflection_service import reflected
 from tramontane.router.grpc_status import refusal_of
 from tramontane.router.jobs import JobService
 from tramontane.router.served_model import ServedModel, check_model_name
@@ -51,7 +54,7 @@ class Unhurried:
 
 
 class GrpcServicer:
-    """The methods of both services, by the names they have in ``inference.proto``.
+    """The methods of both services, by the names they have in ``inference.proto``, and of reflection.
 
     Their second argument is a context of gRPC's, or what Ray Serve has in its place, which it looks for under that name.
     Closing a stream, or cancelling a call, ends the work for it. ``admits`` judges a peer as gRPC names it, such as
@@ -107,6 +110,13 @@ class GrpcServicer:
 
     async def CancelJob(self, request: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
         return await self._answer(self._cancel_job, request, grpc_context, pb.Job())
+
+    # ---- reflection
+
+    async def ServerReflectionInfo(self, requests: Any, grpc_context: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
+        async with aclosing(self._stream(reflected, requests, grpc_context, ServerReflectionResponse())) as responses:
+            async for response in responses:
+                yield response
 
     # ---- what every method has in common
 

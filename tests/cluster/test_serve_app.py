@@ -20,6 +20,7 @@ import psutil
 import pytest
 import ray
 from grpc_fuzz import REFUSALS, every_code
+from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from harness import random_ids
 from http_fuzz import BODIES, check_error
@@ -128,7 +129,11 @@ def test_grpc_gives_the_tokens_that_http_gives() -> None:
     assert asdict(pieces[-1].timings).keys() == over_http["timings"].keys()
     with grpc.insecure_channel(GRPC) as channel:
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
-    assert {"tramontane.v1.Inference", "tramontane.v1.BatchJobs"} <= set(services)
+        assert sorted(services) == [reflection.SERVICE_NAME, "tramontane.v1.BatchJobs", "tramontane.v1.Inference"], "ours alone"
+        with pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/ray.serve.RayServeAPIService/ListApplications")(b"")
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert b"success" in channel.unary_unary("/ray.serve.RayServeAPIService/Healthz")(b"")
 
 
 def test_grpc_scores_a_text_as_http_does() -> None:

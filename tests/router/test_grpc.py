@@ -12,6 +12,7 @@ import grpc
 import pytest
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, every_code
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from jobs import place_in, requests
 from listed_jobs import NEW, ListedJobs, OneKey, some_lines
 from scripted import ScriptedChain, no_gate
@@ -331,6 +332,32 @@ def test_without_the_key_nothing_is_done() -> None:
         async with _house(admits=lambda peer: not peer.startswith("ipv4:127.")) as house:
             with pytest.raises(WrongKeyError, match="its --host says so"):
                 await house.client.models()
+
+    asyncio.run(scenario())
+
+
+def test_reflection_is_for_those_who_have_a_key() -> None:
+    asked = ServerReflectionRequest(list_services="")
+    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+    async def services(house: House, *messages: bytes, key: str = "right") -> list[str]:
+        async with grpc.aio.insecure_channel(house.target) as channel:
+            call = channel.stream_stream(path, response_deserializer=ServerReflectionResponse.FromString)
+            told = call(iter(messages), metadata=(("authorization", f"Bearer {key}"),))
+            return [service.name async for answer in told for service in answer.list_services_response.service]
+
+    async def refused(house: House, *messages: bytes, key: str = "right") -> StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await services(house, *messages, key=key)
+        code: StatusCode = error.value.code()
+        return code
+
+    async def scenario() -> None:
+        async with _house(keys=OneKey()) as house:
+            ours = ["grpc.reflection.v1alpha.ServerReflection", "tramontane.v1.BatchJobs", "tramontane.v1.Inference"]
+            assert sorted(await services(house, asked.SerializeToString())) == ours
+            assert await refused(house, asked.SerializeToString(), key="another") == StatusCode.UNAUTHENTICATED
+            assert await refused(house, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
 
     asyncio.run(scenario())
 
