@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Collection
+from itertools import repeat
 
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
@@ -119,7 +120,7 @@ class Scheduler:
             else:
                 accepted += self._take_in(sequence, token_id, ended.get(sequence.seq_id))
         self._decoding.note_growth(lengths)
-        return list(map(TokenEvent._make, accepted))  # three fifths of what calling TokenEvent takes
+        return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
 
     @property
     def num_waiting(self) -> int:
