@@ -16,6 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.batch_nodes import OneMachineService
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.served_model import chat_format, served_model
 from tramontane.cluster.worker_actor import naming_the_node
@@ -121,6 +122,7 @@ class BatchReplica:
         router: "DeploymentHandle[Any]",
     ) -> None:
         keep_internal_port_on_node_address()
+        log_beside_ray_serve()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
