@@ -13,6 +13,7 @@ from starlette.types import ExceptionHandler
 from tramontane.proto.errors import (
     OverloadedError,
     PipelineError,
+    PoisonError,
     RequestError,
     TramontaneError,
     UnfollowableError,
@@ -66,6 +67,8 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return json_error(413, str(error), "invalid_request_error")
         case UnfollowableError():
             return json_error(400, str(error), "invalid_request_error", code="unfollowable")
+        case PoisonError():
+            return json_error(400, str(error), "invalid_request_error", code="poison")
         case ParameterError():
             return json_error(400, str(error), "invalid_request_error", param=error.parameter)
         case JobRefusedError():

@@ -188,12 +188,12 @@ class RemoteRouters:
             del self._streams[name, replica]
             opened.set()
 
-    def _deliver(self, number: int, what: TokenBatch | str) -> None:
+    def _deliver(self, number: int, what: TokenBatch | TramontaneError) -> None:
         if self._unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
         mailbox = self._mailboxes.get(number)
         if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
-            mailbox.put(PipelineError(what) if isinstance(what, str) else what)
+            mailbox.put(what)
 
     def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
         """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""

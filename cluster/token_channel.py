@@ -25,14 +25,14 @@ class TokenChannel:
     """A router's end of the stream to one ingress."""
 
     def __init__(self) -> None:
-        self._ready: list[tuple[int, TokenBatch | str]] = []
+        self._ready: list[tuple[int, TokenBatch | TramontaneError]] = []
         self._filled = asyncio.Event()
         self.num_requests = 0
         self.closed = asyncio.Event()
 
-    def put(self, number: int, what: TokenBatch | PipelineError) -> None:
+    def put(self, number: int, what: TokenBatch | TramontaneError) -> None:
         """Tokens, or the failure, of the ingress's request ``number``."""
-        self._ready.append((number, what if isinstance(what, TokenBatch) else str(what)))
+        self._ready.append((number, what))
         self._filled.set()
 
     def leave(self) -> None:
@@ -105,7 +105,7 @@ class TokenChannels:
         unfinished = set(range(len(decoded)))
         ended = asyncio.Event()
 
-        def sink(what: TokenBatch | PipelineError) -> None:
+        def sink(what: TokenBatch | TramontaneError) -> None:
             channel.put(number, what)
             finished = {e.seq_id for e in what.events if e.finish} if isinstance(what, TokenBatch) else set(unfinished)
             unfinished.difference_update(finished)
@@ -129,7 +129,7 @@ class TokenChannels:
         return wire.encode_refusal(error, self._replica)
 
 
-def _messages(ready: Sequence[tuple[int, TokenBatch | str]]) -> Iterator[bytes]:
+def _messages(ready: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> Iterator[bytes]:
     """One, unless it would be too large, as it may be where experts are asked for. Of one request a door bounds them."""
     message = wire.encode_deliveries(ready) if ready else NOTHING_NEW
     if len(message) <= MAX_MESSAGE_BYTES or len(ready) == 1:

@@ -5,6 +5,7 @@
     |   +-- ConfigError      a flag, a parameter or their combination
     |   +-- RequestError     one request: an empty prompt, a prompt past the context
     |   |   +-- UnfollowableError  a model cannot follow the schema that its answer must have
+    |   |   +-- PoisonError          it makes the pipeline fail
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
     |   |   +-- ImpossibleModelError  numbers that make no model
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
@@ -98,6 +99,10 @@ class NotRunningError(PipelineError):
 
 class UnfollowableError(RequestError):
     """The model cannot go on as the answer's schema asks for; asked again it could not either."""
+
+
+class PoisonError(RequestError):
+    """A request that has made the pipeline fail again and again; asked once more it would again."""
 
 
 class UnknownJobError(RequestError):

@@ -12,6 +12,7 @@ from tramontane.proto.errors import (
     NotRunningError,
     OverloadedError,
     PipelineError,
+    PoisonError,
     RequestError,
     TramontaneError,
 )
@@ -30,6 +31,7 @@ from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, Stag
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 REFUSALS: dict[str, type[TramontaneError]] = {
+    "poison": PoisonError,
     "request": RequestError,
     "overloaded": OverloadedError,
     "no stream": NoStreamError,
@@ -95,19 +97,18 @@ def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
     return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling), priority) for number, sampling, priority in sequences)
 
 
-def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | str]]) -> bytes:
+def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> bytes:
     """Tokens, or the reason of a failure, of several requests by their numbers: one message for all that was ready."""
     return _pack([(number, _delivery_fields(what)) for number, what in deliveries])
 
 
-def decode_deliveries(data: bytes) -> list[tuple[int, TokenBatch | str]]:
-    return [(number, what if isinstance(what, str) else _delivery(what)) for number, what in _unpack(data)]
+def decode_deliveries(data: bytes) -> list[tuple[int, TokenBatch | TramontaneError]]:
+    return [(number, _delivery(*what)) for number, what in _unpack(data)]
 
 
 def encode_refusal(error: TramontaneError, replica: str) -> bytes:
     """Why a request was not accepted, or why it failed, and by which router's replica."""
-    kind = next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
-    return _pack((kind, str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
+    return _pack((_kind_of(error), str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
 
 
 def decode_refusal(data: bytes) -> tuple[TramontaneError, str]:
@@ -115,14 +116,21 @@ def decode_refusal(data: bytes) -> tuple[TramontaneError, str]:
     return OverloadedError(message, retry_after_s) if kind == "overloaded" else REFUSALS[kind](message), replica
 
 
-def _delivery_fields(what: TokenBatch | str) -> Any:  # noqa: ANN401
-    if isinstance(what, str):
-        return what
+def _kind_of(error: TramontaneError) -> str:
+    return next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
+
+
+def _delivery_fields(what: TokenBatch | TramontaneError) -> Any:  # noqa: ANN401
+    if isinstance(what, TramontaneError):
+        return _kind_of(what), str(what)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in what.events]
     return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s), what.experts, what.logprobs
 
 
-def _delivery(fields: Any) -> TokenBatch:  # noqa: ANN401
+def _delivery(*fields: Any) -> TokenBatch | TramontaneError:  # noqa: ANN401
+    if isinstance(fields[0], str):
+        kind, message = fields
+        return REFUSALS[kind](message)
     events, times, experts, logprobs = fields
     return TokenBatch(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
+from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import (
     NUM_PRIORITIES,
@@ -28,7 +28,9 @@ from tramontane.router.sequence import Sequence as LiveSequence
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[TokenBatch | PipelineError], None]
+MAX_VERDICTS = 3  # against one request after the other; then it is the pipeline that is broken
+
+Sink = Callable[[TokenBatch | PipelineError | PoisonError], None]
 
 
 class LiveRequest:
@@ -80,7 +82,10 @@ class Router:
         self._seq_ids = itertools.count()
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
         self.failure: PipelineError | None = None
+        self.num_recoveries = 0
+        self._num_verdicts = 0  # against requests, since the last token of any
         self._is_fenced = False
+        self._loss: PipelineError | None = None  # that somebody else has seen
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
@@ -126,7 +131,7 @@ class Router:
 
     @property
     def is_running(self) -> bool:
-        """Whether a request that came now would be worked on."""
+        """Whether a request that came now would be worked on at once."""
         return self._is_fenced and self.failure is None
 
     @property
@@ -138,17 +143,20 @@ class Router:
         return max(1, math.ceil(self._last_queue_s[priority]))
 
     async def run(self) -> None:
-        """Submit and collect until cancelled, or until the pipeline fails."""
+        """Submit and collect until cancelled, or until the pipeline is lost for good.
+
+        What else fails makes requests wait only: the stages are fenced anew, and all that was alive is computed again.
+        """
         try:
-            self.scheduler.epoch = await self.chain.fence()
-            self._is_fenced = True
             while True:
-                self._submit()
-                await self._wake.wait()
-                self._wake.clear()
-                if self.failure is not None:
-                    return
-                self._collect()
+                self.scheduler.restart(await self.chain.fence())
+                self._is_fenced = True
+                try:
+                    await self._drive()
+                except LeaseError:
+                    raise
+                except PipelineError as error:
+                    self._give_up_step(error)
         except PipelineError as error:
             self._fail(error)
         except Exception as error:  # a defect of ours must not leave clients waiting for ever
@@ -158,8 +166,37 @@ class Router:
             self._is_fenced = False
             if self.failure is None:
                 self._fail(PipelineError("the router has stopped"))
-            for _, future in self._in_flight:
-                future.cancel()
+            self._drop_in_flight()
+
+    async def _drive(self) -> None:
+        """Raises PipelineError where a step fails, or the stages are said to have been lost."""
+        while True:
+            self._submit()
+            await self._wake.wait()
+            self._wake.clear()
+            if self._loss is not None:
+                raise self._loss
+            self._collect()
+
+    def _give_up_step(self, error: PipelineError) -> None:
+        """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
+        logger.warning("the pipeline failed, and goes on with what was running: %s", error)
+        self._is_fenced, self._loss = False, None
+        self.num_recoveries += 1
+        if self._in_flight and (seq_id := self.scheduler.note_failure(self._in_flight[0][0])) is not None:
+            self._num_verdicts += 1
+            if self._num_verdicts >= MAX_VERDICTS:
+                raise PipelineError(f"the pipeline fails whatever it is given: {error}") from error
+            request = self._requests[seq_id]
+            self.abort(request)
+            request.sink(PoisonError(f"this request has made the pipeline fail twice, and is not tried again: {error}"))
+        self._drop_in_flight()
+
+    def _drop_in_flight(self) -> None:
+        for _, future in self._in_flight:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # looked at, or asyncio would log it
+        self._in_flight.clear()
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
@@ -181,8 +218,10 @@ class Router:
     def _collect(self) -> None:
         """Results come in the order of submission."""
         while self._in_flight and self._in_flight[0][1].done():
-            batch, future = self._in_flight.popleft()
-            self._deliver(batch, future.result())
+            batch, future = self._in_flight[0]  # where it has failed it stays, as the one to look at
+            result = future.result()
+            self._in_flight.popleft()
+            self._deliver(batch, result)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
         if self._observe is not None:
@@ -193,6 +232,8 @@ class Router:
         for event in self.scheduler.complete(batch, result):
             take = self._requests.pop if event.finish else self._requests.__getitem__
             ready.setdefault(take(event.seq_id), []).append(event)
+        if ready:
+            self._num_verdicts = 0
         now = self._clock()
         for request, events in ready.items():
             request.deliver(events, now)
@@ -206,9 +247,9 @@ class Router:
             if (request := self._requests.get(logprobs.seq_id)) is not None:
                 request.note_logprobs(logprobs)
 
-    def fail(self, error: PipelineError) -> None:
-        """Somebody else has seen that the pipeline cannot go on: end everything, and ``run``."""
-        self._fail(error)
+    def recover(self, error: PipelineError) -> None:
+        """Somebody else has seen that the stages have forgotten what they had: fence them anew."""
+        self._loss = error
         self._wake.set()
 
     def _fail(self, error: PipelineError) -> None:

@@ -15,6 +15,7 @@ from tramontane.router.line import Line
 from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.prompts import Prompts, num_tokens_of_first_level
 from tramontane.router.sequence import Sequence, SequenceStatus, rank
+from tramontane.router.suspects import Suspects
 from tramontane.router.visible_keys import VisibleKeys
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
@@ -46,6 +47,7 @@ class Scheduler:
         self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
         self._decoding = Decoding(self.ledger, self._keys)
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
+        self._suspects = Suspects()
         self._next_step = 0
         self._in_flight: deque[tuple[Share, Work, list[Sequence]]] = deque()  # and whose decodes, in the order of columns
         self.num_preempted = 0  # times that a sequence gave its pages back
@@ -71,7 +73,32 @@ class Scheduler:
             self._release_if_drained(admitted)
         for sequence in [s for s in self._waiting if s.seq_id == seq_id]:
             self._waiting.leave(sequence)
+            self._suspects.discard(sequence)
             sequence.status = FINISHED
+
+    def restart(self, epoch: int) -> None:
+        """The stages have forgotten everything, and nothing that is in flight comes back.
+
+        Whoever ran waits again where it stood in line, which is the most advanced first, and is computed again: prompt and
+        answer so far as one prompt.
+        """
+        self.epoch, self._next_step = epoch, 0
+        self._in_flight.clear()
+        for sequence in list(self._admitted.by_id.values()):
+            sequence.num_in_flight = 0
+            if sequence.status is RUNNING:
+                self._stop(sequence, PREEMPTED)
+            self._release_if_drained(sequence)
+        self._released.clear()
+
+    def note_failure(self, batch: MicroBatch) -> int | None:
+        """This micro-batch, the oldest in flight, has failed. Returns the sequence that is to blame, where that is certain."""
+        spans = [(chunk.seq_id, chunk.start, chunk.num_tokens) for chunk in batch.chunks]
+        spans += [(seq_id, start, 1) for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)]
+        going = {self._admitted.by_id[seq_id]: (start, start + num_tokens) for seq_id, start, num_tokens in spans}
+        alive = {sequence: span for sequence, span in going.items() if sequence.status is not FINISHED}
+        guilty = self._suspects.note_failure(alive, alone=len(self._admitted) == 1)
+        return None if guilty is None else guilty.seq_id
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
@@ -152,9 +179,17 @@ class Scheduler:
     def _admit(self) -> None:
         """Whoever is first, as long as there is room."""
         self._prompts.least_urgent = NUM_PRIORITIES
+        if self._suspects:
+            self._admit_alone(self._suspects.first)
+            return
         while (sequence := self._waiting.first) is not None and self._has_room(sequence):
             self._waiting.leave(sequence)
             self._prompts.add(sequence)
+
+    def _admit_alone(self, suspect: Sequence) -> None:
+        if suspect.status is SequenceStatus.WAITING and not self._admitted and self._admitted.take(suspect):
+            self._waiting.leave(suspect)
+            self._prompts.add(suspect)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """A place and pages are its own now, if need be those of less urgent ones.
@@ -224,12 +259,16 @@ class Scheduler:
             self._stop(sequence, FINISHED)
         elif sequence.status is RUNNING:
             self._decoding.add(sequence)
+        if self._suspects.has_made_token(sequence):
+            self._stop(sequence, PREEMPTED)
         return sequence.seq_id, token_id, finish
 
     def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
         """It is not scheduled any more; what is in flight comes back."""
         self._prompts.discard(sequence)
         self._decoding.discard(sequence)
+        if status is FINISHED:
+            self._suspects.discard(sequence)
         sequence.status = status
 
     def _release_if_drained(self, sequence: Sequence) -> None:

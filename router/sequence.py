@@ -31,10 +31,13 @@ class Sequence:
     num_covered: int = 0  # positions for which its pages suffice
     num_promised: int = 0  # positions for which those that it is promised do
     level: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often
+    num_failures: int = 0  # of micro-batches that had the same of its positions, without a token since
+    failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
+    num_known_at_failure: int = 0
     num_passed_over: int = 0  # micro-batches that took more urgent prompts while this was the first to be left behind
 
     def __post_init__(self) -> None:
-        self.num_known = len(self.prompt_ids)
+        self.num_known = len(self.prompt_ids) + len(self.output_ids)
         self.level = self.priority
 
     def accept(self, token_id: int) -> int:

@@ -1,0 +1,291 @@
+"""The pipeline fails, and requests only wait: every token once and the right one, and who makes it fail is found."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from scripted import ScriptedChain, all_chunks, no_gate
+
+from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.admission import Limits
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.router import MAX_VERDICTS, Router
+from tramontane.router.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
+Gate = Callable[[MicroBatch], Awaitable[None]]
+
+
+def following(known: list[int]) -> int:
+    """The token after these, which depends on each of them."""
+    return sum(place * token for place, token in enumerate(known, 1)) % 997
+
+
+def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(num_tokens):
+        known.append(following(known))
+    return known[len(prompt) :]
+
+
+class RememberingChain(ScriptedChain):
+    """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self._known: dict[int, list[int]] = {}
+        self.num_failed = 0
+
+    async def fence(self) -> int:
+        self._known.clear()
+        return await super().fence()
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        for seq_id in batch.released:
+            del self._known[seq_id]
+        sampled = []
+        for chunk in all_chunks(batch):
+            known = self._known.setdefault(chunk.seq_id, [])
+            assert chunk.start == len(known), "positions are missing, or come twice"
+            assert (chunk.sampling is not None) == (chunk.start == 0)
+            known += chunk.token_ids
+            if chunk.wants_token:
+                sampled.append(following(known))
+        return self._through(batch, tuple(sampled))
+
+    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
+        try:
+            await self.gate(batch)
+        except PipelineError:
+            self.num_failed += 1
+            raise
+        return StepResult(batch.epoch, batch.step_id, sampled, ())
+
+
+@asynccontextmanager
+async def _running(chain: ScriptedChain, num_places: int = 8, in_flight: int = 3) -> AsyncIterator[Router]:
+    router = Router(Scheduler(CACHE, Limits(num_places, 64, 256, 1000), EvenPolicy(in_flight, 64)), chain)
+    task = asyncio.create_task(router.run())
+    yield router
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=num_tokens))]
+    return [event.token_id async for batch in router.generate(specs) for event in batch.events]
+
+
+def _prompts(rng: random.Random, num_prompts: int) -> list[tuple[int, ...]]:
+    return [tuple(rng.randrange(900) for _ in range(rng.randint(1, 100))) for _ in range(num_prompts)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> None:
+    """More requests than places, so that some wait while others are computed again."""
+    rng = random.Random(seed)
+    prompts = _prompts(rng, 20)
+
+    async def often(_batch: MicroBatch) -> None:
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.03 and router.scheduler.num_running > 1:  # who is alone when it fails again and again is to blame
+            raise PipelineError("stage 1 died")
+
+    router: Router
+
+    async def scenario() -> None:
+        nonlocal router
+        chain = RememberingChain(often)
+        async with _running(chain) as router:
+            results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
+            assert results == [answer(prompt, 60) for prompt in prompts]
+            assert len(chain.epochs) == 1 + router.num_recoveries
+            assert router.num_recoveries > 3
+            router.scheduler.check_integrity()
+            assert router.scheduler.is_idle
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("poisonous", [0, 17])
+def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: int) -> None:
+    """A prompt that no stage survives, or an answer of which none survives its 18th token."""
+    prompts = _prompts(random.Random(poisonous), 8)
+    poison = (*prompts[0], *answer(prompts[0], poisonous))
+    position = len(poison) - 1
+
+    async def scenario() -> None:
+        def is_poison(batch: MicroBatch) -> bool:
+            return any(
+                chain._known[c.seq_id][: len(poison)] == list(poison) and c.start <= position < c.start + c.num_tokens
+                for c in all_chunks(batch)
+            )
+
+        async def dies_of_it(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == chain.epochs[-1] and is_poison(batch):
+                raise PipelineError("stage 1 died")
+
+        chain = RememberingChain(dies_of_it)
+        async with _running(chain) as router:
+            asked = [_tokens(router, prompt, 60) for prompt in prompts]
+            refused, *results = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(refused, PoisonError)
+            assert "stage 1 died" in str(refused)
+            assert results == [answer(prompt, 60) for prompt in prompts[1:]]
+            assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
+            assert router.num_recoveries <= MOST_FAILURES_OF_ONE
+            router.scheduler.check_integrity()
+            assert router.scheduler.is_idle
+
+    asyncio.run(scenario())
+
+
+def test_two_poisons_in_company_are_both_found() -> None:
+    prompts = [(666, 1, 2), (5,) * 40, (666, 3), (7,) * 9]
+
+    async def dies_of_it(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if any(666 in c.token_ids for c in batch.chunks):
+            raise PipelineError("stage 0 died")
+
+    async def scenario() -> None:
+        async with _running(RememberingChain(dies_of_it)) as router:
+            asked = [_tokens(router, prompt, 9) for prompt in prompts]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            assert [isinstance(result, PoisonError) for result in results] == [True, False, True, False]
+            assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
+
+    asyncio.run(scenario())
+
+
+def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
+    """It is being tried alone when its client goes."""
+    is_stuck = asyncio.Event()
+
+    async def scenario() -> None:
+        async def dies_twice(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if len(chain.epochs) <= 2:
+                raise PipelineError("stage 0 died")
+            if 666 in batch.chunks[0].token_ids if batch.chunks else False:
+                is_stuck.set()
+                await leaves.wait()
+
+        leaves = asyncio.Event()
+        chain = RememberingChain(dies_twice)
+        async with _running(chain) as router:
+            suspect = asyncio.create_task(_tokens(router, (666,), 9))
+            other = asyncio.create_task(_tokens(router, (3, 4), 9))
+            await is_stuck.wait()
+            assert router.scheduler.num_running == 1
+            suspect.cancel()
+            await asyncio.sleep(0)
+            leaves.set()
+            assert await other == answer((3, 4), 9)
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() -> None:
+    async def broken(_batch: MicroBatch) -> None:
+        raise PipelineError("the disk is full")
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(broken)) as router:
+            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
+            assert sum(isinstance(result, PoisonError) for result in results) == MAX_VERDICTS - 1
+            others = [str(result) for result in results if not isinstance(result, PoisonError)]
+            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_VERDICTS + 1)
+            with pytest.raises(PipelineError, match="disk is full"):
+                await _tokens(router, (1,), 1)
+
+    asyncio.run(scenario())
+
+
+class LostChain(ScriptedChain):
+    """Fails once, and cannot be fenced again."""
+
+    def __init__(self, error: PipelineError) -> None:
+        super().__init__(no_gate)
+        self._error = error
+
+    async def fence(self) -> int:
+        if self.epochs:
+            raise self._error
+        return await super().fence()
+
+    async def _run(self, batch: MicroBatch) -> StepResult:
+        if batch.step_id == 2:
+            raise PipelineError("stage 1 died")
+        return await super()._run(batch)
+
+
+@pytest.mark.parametrize("error", [PipelineError("stage 1 is gone for good"), LeaseError("driven by another")])
+def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(error: PipelineError) -> None:
+    async def scenario() -> None:
+        async with _running(LostChain(error)) as router:
+            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True)
+            assert [str(result) for result in results] == [str(error)] * 3
+            assert not router.is_running
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
+    fenced = asyncio.Event()
+
+    class SlowChain(RememberingChain):
+        async def fence(self) -> int:
+            if self.epochs:
+                await fenced.wait()
+            return await super().fence()
+
+    async def scenario() -> None:
+        async def dies_once(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == 0 and batch.step_id == 3:
+                raise PipelineError("stage 1 died")
+
+        async with _running(SlowChain(dies_once)) as router:
+            early = asyncio.create_task(_tokens(router, (1, 2), 9))
+            while not router.num_recoveries:
+                await asyncio.sleep(0)
+            late = asyncio.create_task(_tokens(router, (3,), 9))
+            await asyncio.sleep(0)
+            assert not router.is_running
+            fenced.set()
+            assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
+
+    asyncio.run(scenario())
+
+
+def test_the_most_advanced_are_computed_again_first() -> None:
+    """One is through its prompt, the next in the middle of its own, the third has waited for a place, and still does."""
+
+    async def scenario() -> None:
+        order: list[int] = []
+
+        async def dies_once(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == 0 and batch.step_id == 2:
+                assert [c.start for c in batch.chunks] == [126]
+                raise PipelineError("stage 1 died")
+            if batch.epoch == 1:
+                order.extend(c.seq_id for c in batch.chunks if c.start == 0)
+
+        async with _running(RememberingChain(dies_once), num_places=2, in_flight=1) as router:
+            prompts = [(1,), (9,) * 250, (3,)]
+            results = await asyncio.gather(*(_tokens(router, prompt, 5) for prompt in prompts))
+            assert results == [answer(prompt, 5) for prompt in prompts]
+            assert order == [0, 1, 2]
+
+    asyncio.run(scenario())
