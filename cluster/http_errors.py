@@ -65,10 +65,9 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return json_error(404, str(error), "invalid_request_error", code="not_found")
         case BodyTooLargeError() | FileTooLargeError():
             return json_error(413, str(error), "invalid_request_error")
-        case UnfollowableError():
-            return json_error(400, str(error), "invalid_request_error", code="unfollowable")
-        case PoisonError():
-            return json_error(400, str(error), "invalid_request_error", code="poison")
+        case UnfollowableError() | PoisonError():
+            code = "poison" if isinstance(error, PoisonError) else "unfollowable"
+            return json_error(400, str(error), "invalid_request_error", code=code)
         case ParameterError():
             return json_error(400, str(error), "invalid_request_error", param=error.parameter)
         case JobRefusedError():

@@ -13,10 +13,20 @@ from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
+from tramontane.cluster.patience import Patience
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
-from tramontane.proto.errors import ConfigError, NoStreamError, NotRunningError, OverloadedError, PipelineError, TramontaneError
+from tramontane.proto.errors import (
+    ConfigError,
+    NoStreamError,
+    NotRunningError,
+    OverloadedError,
+    PipelineError,
+    RouterLostError,
+    TramontaneError,
+)
 from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.router.answers_so_far import AnswersSoFar
 from tramontane.router.mailbox import Mailbox
 
 MAX_ATTEMPTS = 10
@@ -45,6 +55,7 @@ class RemoteRouters:
         self._unaccepted: dict[int, int] = {}  # sequences, by request
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
+        self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
 
     @property
@@ -55,6 +66,19 @@ class RemoteRouters:
         """See ``TokenSource``."""
         if sum(self._unaccepted.values()) + len(specs) > self._max_unaccepted:
             raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
+        so_far, patience = AnswersSoFar(specs), Patience()
+        while not so_far.is_complete:
+            try:
+                async with aclosing(self._from_one(so_far.rest())) as batches:
+                    async for batch in batches:
+                        patience.renew()
+                        yield so_far.add(batch)
+            except (PipelineError, OverloadedError) as error:
+                await patience.wait(error)
+                logger.warning("a request is given to another router: %s", error)
+
+    async def _from_one(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails."""
         number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
         self._unaccepted[number] = len(specs)
@@ -66,9 +90,12 @@ class RemoteRouters:
                 batch = await mailbox.take()
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
+        except PipelineError as error:
+            raise error if number in self._unaccepted else RouterLostError(str(error)) from None
         finally:
             self._timers.pop(number).cancel()
             del self._mailboxes[number]
+            self._streams_of.pop(number, None)
             self._unaccepted.pop(number, None)
             if num_unfinished:
                 call.cancel()
@@ -179,19 +206,23 @@ class RemoteRouters:
             async for message in cast("AsyncIterable[bytes]", call.remote(name, replica)):
                 opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
-                    self._deliver(number, what)
-        except Exception as error:  # of Ray, Ray Serve or gRPC; if the router is gone, its requests' calls end as well
+                    self._deliver(number, what, (name, replica))
+        except Exception as error:  # of Ray, Ray Serve or gRPC
             logger.warning("the stream from router %s broke: %s", replica, error)
+            lost = [number for number, ends in self._streams_of.items() if ends == (name, replica)]
+            for number in (*lost, *self._unaccepted):  # of these, any may have been accepted without our hearing of it
+                self._mailboxes[number].put(PipelineError("the stream from the router broke"))
             if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
                 self._name = uuid.uuid4().hex
         finally:
             del self._streams[name, replica]
             opened.set()
 
-    def _deliver(self, number: int, what: TokenBatch | TramontaneError) -> None:
+    def _deliver(self, number: int, what: TokenBatch | TramontaneError, stream: tuple[str, str]) -> None:
+        mailbox = self._mailboxes.get(number)
         if self._unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
-        mailbox = self._mailboxes.get(number)
+            self._streams_of[number] = stream
         if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
             mailbox.put(what)
 

@@ -90,16 +90,17 @@ class RouterReplica:
 
     async def _is_obeyed(self) -> bool:
         """Whether every stage answers and obeys this router."""
-        router = self._router  # another one may have followed it when the stages have answered
+        router = self._router
+        epoch = router.scheduler.epoch  # when the stages have answered there may be another one, also of another router
         if not router.is_running:
             return False
         try:
             stages = await self._chain.health()
         except PipelineError:
             return False
-        obeyed = all(stage.epoch == router.scheduler.epoch for stage in stages)
-        if not obeyed and router.is_running:  # a stage died while nothing ran on it, and nothing else would tell
-            router.fail(PipelineError("a stage has lost its sequences"))
+        obeyed = all(stage.epoch == epoch for stage in stages)
+        if not obeyed and router.is_running and router.scheduler.epoch == epoch:
+            router.recover(PipelineError("a stage has lost its sequences"))
         return obeyed
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:

@@ -97,7 +97,7 @@ class TokenChannels:
 
         Returns DONE, or why not. Cancelling aborts the request.
         """
-        if not router.is_running:
+        if not router.has_begun:
             return self._refusal(NotRunningError("the pipeline is being started again; try again soon"))
         if (channel := self._channels.get(ingress)) is None:
             return self._refusal(NoStreamError("no stream from the router could be kept open"))

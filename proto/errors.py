@@ -17,6 +17,7 @@
     +-- PipelineError        a pipeline failed while it was working
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
         +-- LinkError        the way between two neighbouring stages is broken
+        +-- RouterLostError  a router is gone, or nobody hears from it
         +-- LeaseError       another router drives the pipeline
         +-- NoStreamError    a router has no stream to answer by
         +-- NotRunningError  a router's pipeline cannot make tokens now
@@ -87,6 +88,10 @@ class ExpertMovedError(ExpertLostError):
 
 class LeaseError(PipelineError):
     """The pipeline's lease is another router's."""
+
+
+class RouterLostError(PipelineError):
+    """A router is gone, or its last words do not arrive; another one can go on with its requests."""
 
 
 class NoStreamError(PipelineError):

@@ -88,13 +88,13 @@ def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
     """A prompt with several choices travels once, and is one object again on the other side."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), spec.priority) for spec in specs]
+    fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), spec.priority, spec.output_ids) for spec in specs]
     return _pack((prompts, fields))
 
 
 def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
     prompts, sequences = _unpack(data)
-    return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling), priority) for number, sampling, priority in sequences)
+    return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
 
 
 def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> bytes:

@@ -15,6 +15,10 @@ class ExpertHistory:
         self._num_known: Counter[tuple[int, int]] = Counter()  # positions, by sequence and layer
         self._held: defaultdict[int, list[ExpertChoices]] = defaultdict(list)  # by sequence
 
+    def begin_at(self, seq_id: int, layers: Iterable[int], position: int) -> None:
+        """All before it has been told, by another router."""
+        self._num_known.update(dict.fromkeys(((seq_id, layer) for layer in layers), position))
+
     def add(self, choices: ExpertChoices) -> None:
         """Positions follow each other, or begin anew. Of 0..4 and 3..6 the second adds 5 and 6."""
         key = choices.seq_id, choices.layer

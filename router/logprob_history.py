@@ -14,6 +14,10 @@ class LogprobHistory:
         self._next: dict[int, int] = {}  # position, by sequence
         self._held: dict[int, list[Logprobs]] = {}  # by sequence
 
+    def begin_at(self, seq_id: int, position: int) -> None:
+        """All before it has been told, by another router."""
+        self._next[seq_id] = position
+
     def add(self, logprobs: Logprobs) -> None:
         """Positions follow each other, or begin anew. Of 1..4 and 3..6 the second adds 5 and 6."""
         seq_id, start = logprobs.seq_id, logprobs.start

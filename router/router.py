@@ -43,6 +43,10 @@ class LiveRequest:
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self._experts = ExpertHistory()
         self._logprobs = LogprobHistory()
+        for index, sequence in enumerate(sequences):
+            if sequence.output_ids:  # of a prompt of 3 and an answer of 2, logprobs of 1..4 are known, experts of 0..3
+                self._logprobs.begin_at(index, sequence.num_known)
+                self._experts.begin_at(index, sequence.sampling.return_experts, sequence.num_known - 1)
 
     def note_experts(self, choices: ExpertChoices) -> None:
         """They go with the next token of their sequence: a piece of a prompt may be the last for a while."""
@@ -84,7 +88,7 @@ class Router:
         self.failure: PipelineError | None = None
         self.num_recoveries = 0
         self._num_verdicts = 0  # against requests, since the last token of any
-        self._is_fenced = False
+        self._is_fenced = self._has_begun = False
         self._loss: PipelineError | None = None  # that somebody else has seen
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
@@ -135,6 +139,11 @@ class Router:
         return self._is_fenced and self.failure is None
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it drives a pipeline, be it one that is just being fenced anew."""
+        return self._has_begun and self.failure is None
+
+    @property
     def num_requests(self) -> int:
         return len(set(map(id, self._requests.values())))
 
@@ -150,7 +159,7 @@ class Router:
         try:
             while True:
                 self.scheduler.restart(await self.chain.fence())
-                self._is_fenced = True
+                self._is_fenced = self._has_begun = True
                 try:
                     await self._drive()
                 except LeaseError:
@@ -200,7 +209,8 @@ class Router:
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
-        return LiveSequence(next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority)
+        seq_id, output_ids = next(self._seq_ids), list(spec.output_ids)
+        return LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, output_ids=output_ids)
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:

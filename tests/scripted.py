@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from tramontane.proto.errors import PipelineError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
+
+Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
@@ -19,7 +22,7 @@ class ScriptedChain:
 
     num_stages = 2
 
-    def __init__(self, gate: Callable[[MicroBatch], Awaitable[None]]) -> None:
+    def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.most_in_flight = 0
         self.epochs: list[int] = []
@@ -42,3 +45,49 @@ class ScriptedChain:
 
 async def no_gate(_batch: MicroBatch) -> None:
     await asyncio.sleep(0)
+
+
+def following(known: list[int]) -> int:
+    """The token after these, which depends on each of them."""
+    return sum(place * token for place, token in enumerate(known, 1)) % 997
+
+
+def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    known = list(prompt)
+    for _ in range(num_tokens):
+        known.append(following(known))
+    return known[len(prompt) :]
+
+
+class RememberingChain(ScriptedChain):
+    """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.known: dict[int, list[int]] = {}
+        self.num_failed = 0
+
+    async def fence(self) -> int:
+        self.known.clear()
+        return await super().fence()
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        for seq_id in batch.released:
+            del self.known[seq_id]
+        sampled = []
+        for chunk in all_chunks(batch):
+            known = self.known.setdefault(chunk.seq_id, [])
+            assert chunk.start == len(known), "positions are missing, or come twice"
+            assert (chunk.sampling is not None) == (chunk.start == 0)
+            known += chunk.token_ids
+            if chunk.wants_token:
+                sampled.append(following(known))
+        return self._through(batch, tuple(sampled))
+
+    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
+        try:
+            await self.gate(batch)
+        except PipelineError:
+            self.num_failed += 1
+            raise
+        return StepResult(batch.epoch, batch.step_id, sampled, ())

@@ -205,18 +205,21 @@ def test_control_calls_overtake_steps(folder: Path) -> None:
     ("link", "num_stages", "dying"),
     [("object-store", 2, 1), ("direct", 2, 1), ("direct", 3, 0), ("direct", 3, 1)],
 )
-def test_a_dead_stage_ends_requests_with_the_reason_and_later_ones_succeed(
-    folder: Path, link: Link, num_stages: int, dying: int
-) -> None:
+def test_requests_of_a_dead_stage_only_wait(folder: Path, link: Link, num_stages: int, dying: int) -> None:
+    """It dies twice, the second time while prompts and answers so far are being computed again, or soon after."""
     with _pipeline(folder, num_stages, link=link) as (spec, chain):
+        killed_in: set[int] = set()
 
-        def kill_once(result: StepResult) -> None:
-            if result.step_id == 5:
+        def kill_twice(result: StepResult) -> None:
+            if result.step_id == 5 and result.epoch not in killed_in and len(killed_in) < 2:
+                killed_in.add(result.epoch)
                 ray.kill(chain.stages[dying], no_restart=False)
 
-        with pytest.raises(PipelineError, match=r"a stage failed: .*(unavailable|is at epoch|is loading|not been linked)"):
-            asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], LONG, observe=kill_once))
-        _check_tokens(spec, chain, 64, True)
+        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=kill_twice))
+        assert len(killed_in) == 2
+        _check_outputs(outputs)
+        own = ray.get([stage.health.remote() for stage in chain.stages])
+        assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], "each has read its own once"
 
 
 # ---- the direct link
@@ -253,13 +256,16 @@ def test_what_waits_over_the_direct_link_ends_with_a_failed_step_and_with_a_fenc
 ) -> None:
     spec, chain = linked
 
+    failed: list[int] = []
+
     def disturb(result: StepResult) -> None:
-        if result.step_id == 3:
+        if result.step_id == 3 and not failed:
+            failed.append(result.epoch)
             wrong = replace(wire.decode_batch(_one_token(result.epoch)), step_id=1000)
             chain.stages[1].linked_step.remote(wire.encode_batch(wrong))
 
-    with pytest.raises(PipelineError, match=r"a stage failed: the link .* is (closed|broken)"):
-        asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS[:3], LONG, observe=disturb))
+    _check_outputs(asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=disturb)))
+    assert len(failed) == 1
     epoch = asyncio.run(chain.fence())
     waiting = [stage.linked_step.remote(_one_token(epoch)) for stage in chain.stages[1:]]
     assert asyncio.run(chain.fence()) > epoch

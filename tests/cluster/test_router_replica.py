@@ -20,13 +20,14 @@ class StubRouter:
     epoch: int
     is_running: bool = True
     failure: PipelineError | None = None
+    loss: PipelineError | None = None
 
     @property
     def scheduler(self) -> Any:  # noqa: ANN401
         return SimpleNamespace(epoch=self.epoch)
 
-    def fail(self, error: PipelineError) -> None:
-        self.failure, self.is_running = error, False
+    def recover(self, error: PipelineError) -> None:
+        self.loss = error
 
 
 class Undriven(RouterReplica):
@@ -90,24 +91,28 @@ def test_a_stage_that_obeys_nobody_is_found_by_asking() -> None:
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._chain = chain
         assert await replica.is_ready() == (False, "replica")
-        assert "lost its sequences" in str(router.failure)
+        assert "lost its sequences" in str(router.loss)
 
     asyncio.run(scenario())
 
 
-def test_what_stages_said_before_a_new_router_was_fenced_does_not_count_against_it() -> None:
+@pytest.mark.parametrize("is_same", [True, False])
+def test_what_stages_said_before_a_router_was_fenced_anew_does_not_count_against_it(is_same: bool) -> None:
+    """The same router after a failure, or another one that followed it."""
+
     async def scenario() -> None:
-        old, new, chain = StubRouter(7), StubRouter(8), Chain(7)
-        replica = _replica(old, asyncio.get_running_loop().create_future())
+        router, chain = StubRouter(7), Chain(7)
+        replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._chain = chain
         asked = [asyncio.create_task(replica.is_ready()) for _ in range(3)]
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        old.fail(PipelineError("a step failed"))
-        replica._router = new
+        router.epoch, chain.epoch = (8, 7) if is_same else (7, 8)
+        replica._router = router if is_same else StubRouter(8)
         chain.answers.set()
         await asyncio.gather(*asked)
-        assert new.failure is None
+        assert router.loss is None or not is_same
+        assert replica._router.loss is None
         assert chain.num_asked == 1, "however many ask"
 
     asyncio.run(scenario())

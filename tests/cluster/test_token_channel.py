@@ -13,7 +13,6 @@ from scripted import ScriptedChain, all_chunks
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
@@ -180,21 +179,19 @@ def test_who_leaves_while_waiting_for_a_place_was_never_there() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stream_that_breaks_ends_its_requests_on_both_sides() -> None:
+def test_a_request_whose_stream_breaks_goes_on_over_a_new_one() -> None:
     async def scenario() -> None:
         chain = StepByStep()
-        async with _remote(chain) as (routers, router, _):
-            async with aclosing(routers.generate([LONG])) as tokens:
-                first = asyncio.create_task(anext(tokens))
-                await _until(lambda: len(chain.submitted) > 0)
-                (stream,) = [task for task in routers._tasks if task.get_coro().__name__ == "_listen"]
-                stream.cancel()
-                with pytest.raises(PipelineError, match="the stream to the ingress broke"):
-                    await first
-            assert router.num_requests == 0
+        async with _remote(chain) as (routers, router, handle):
+            asked = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: len(chain.submitted) > 0)
+            (stream,) = [task for task in routers._tasks if task.get_coro().__name__ == "_listen"]
+            stream.cancel()
             chain.complete(1000)
+            assert await asked == 200
             await _until(lambda: router.scheduler.is_idle)
-            assert await _num_tokens(routers, LONG) == 200, "the next request opens a new one"
+            assert router.num_requests == 0, "what was asked over the first one has been given up"
+            assert handle.num_calls == 4, "no stream yet, the first; again none, and the second"
 
     asyncio.run(scenario())
 

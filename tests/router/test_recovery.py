@@ -2,11 +2,11 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from scripted import ScriptedChain, all_chunks, no_gate
+from scripted import RememberingChain, ScriptedChain, all_chunks, answer, no_gate
 
 from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -19,53 +19,6 @@ from tramontane.router.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
-Gate = Callable[[MicroBatch], Awaitable[None]]
-
-
-def following(known: list[int]) -> int:
-    """The token after these, which depends on each of them."""
-    return sum(place * token for place, token in enumerate(known, 1)) % 997
-
-
-def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    known = list(prompt)
-    for _ in range(num_tokens):
-        known.append(following(known))
-    return known[len(prompt) :]
-
-
-class RememberingChain(ScriptedChain):
-    """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate)
-        self._known: dict[int, list[int]] = {}
-        self.num_failed = 0
-
-    async def fence(self) -> int:
-        self._known.clear()
-        return await super().fence()
-
-    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        for seq_id in batch.released:
-            del self._known[seq_id]
-        sampled = []
-        for chunk in all_chunks(batch):
-            known = self._known.setdefault(chunk.seq_id, [])
-            assert chunk.start == len(known), "positions are missing, or come twice"
-            assert (chunk.sampling is not None) == (chunk.start == 0)
-            known += chunk.token_ids
-            if chunk.wants_token:
-                sampled.append(following(known))
-        return self._through(batch, tuple(sampled))
-
-    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
-        try:
-            await self.gate(batch)
-        except PipelineError:
-            self.num_failed += 1
-            raise
-        return StepResult(batch.epoch, batch.step_id, sampled, ())
 
 
 @asynccontextmanager
@@ -125,7 +78,7 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
     async def scenario() -> None:
         def is_poison(batch: MicroBatch) -> bool:
             return any(
-                chain._known[c.seq_id][: len(poison)] == list(poison) and c.start <= position < c.start + c.num_tokens
+                chain.known[c.seq_id][: len(poison)] == list(poison) and c.start <= position < c.start + c.num_tokens
                 for c in all_chunks(batch)
             )
 

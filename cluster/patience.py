@@ -1,0 +1,39 @@
+"""How long a door tries to have a request go on that has lost its router."""
+
+import asyncio
+
+from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, RouterLostError, TramontaneError
+
+SECONDS = 120.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
+MAX_LOSSES = 10  # of routers that had accepted the request and told no token of it: it may have waited, or be what they die of
+TRY_EVERY_S = 0.2
+
+
+class Patience:
+    """Of one request. It is renewed with every token."""
+
+    def __init__(self) -> None:
+        self.renew()
+        self._was_accepted = False
+
+    def renew(self) -> None:
+        self._ends_at: float | None = None
+        self._num_losses = 0
+
+    async def wait(self, error: TramontaneError) -> None:
+        """Until it is time to ask again, after this; raises why not to.
+
+        A request that no router has ever accepted may be refused, with what the routers say.
+        """
+        now = asyncio.get_running_loop().time()
+        self._ends_at = self._ends_at or now + SECONDS
+        if isinstance(error, RouterLostError):
+            self._was_accepted = True
+            self._num_losses += 1
+            if self._num_losses >= MAX_LOSSES:
+                raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
+        elif isinstance(error, NotRunningError | OverloadedError) and not self._was_accepted:
+            raise error
+        if now > self._ends_at:
+            raise PipelineError(f"no router could go on with this request in time: {error}") from error
+        await asyncio.sleep(TRY_EVERY_S)

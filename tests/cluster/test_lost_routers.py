@@ -1,0 +1,228 @@
+"""Routers are lost while they work, and their requests go on with others: every token once and the right one. Without Ray."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted import RememberingChain, all_chunks, answer
+
+from tramontane.cluster import patience
+from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.token_channel import TokenChannels
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import (
+    ExpertChoices,
+    FinishReason,
+    Logprobs,
+    RequestTimes,
+    SamplingParams,
+    SequenceSpec,
+    TokenBatch,
+    TokenEvent,
+)
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.admission import Limits
+from tramontane.router.answers_so_far import AnswersSoFar
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+
+
+class TellingChain(RememberingChain):
+    """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
+
+    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
+        chunks = all_chunks(batch)
+        experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
+        told = [Logprobs(c.seq_id, c.start + 1, *_of(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
+        result = await super()._through(batch, sampled)
+        return replace(result, choices=tuple(experts), logprobs=tuple(told))
+
+
+def _of(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:
+    return tuple(-float(position) for position in positions), ((),) * len(positions)
+
+
+class Replica:
+    """A Router replica in this process; once killed it answers nobody, and its streams break."""
+
+    def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
+        self._rng, self.is_stuck = rng, is_stuck
+        self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
+        self.router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(self._gate))
+        self.channels = TokenChannels(name)
+        self._running = asyncio.create_task(self.router.run())
+
+    async def _gate(self, _batch: MicroBatch) -> None:
+        self.num_steps += 1
+        if self.is_stuck:
+            await self.is_killed.wait()
+        for _ in range(self._rng.randrange(4)):
+            await asyncio.sleep(0)
+
+    async def kill(self) -> None:
+        self.is_killed.set()
+        self._running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._running
+
+
+class Routing:
+    """Ray Serve's handle: to any replica, or to the one that is wished for if that is there."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.replicas: list[Replica] = []
+
+    def options(self, **wish: Any) -> Any:  # noqa: ANN401
+        return SimpleNamespace(remote=lambda *args: self._call(wish, *args))
+
+    def _call(self, wish: dict[str, Any], *args: Any) -> Any:  # noqa: ANN401
+        wished = [each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")]
+        replica = self._rng.choice(wished or self.replicas)
+        return _until_killed(replica, *args) if wish["stream"] else Response(replica, args)
+
+
+async def _until_killed(replica: Replica, *args: str) -> AsyncIterator[bytes]:
+    async with aclosing(replica.channels.subscribe(*args)) as messages:  # type: ignore[type-var]
+        while True:
+            message = await _or_death(replica, lambda: anext(messages, None))
+            if message is None:
+                return
+            yield message
+
+
+async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401
+    task, death = asyncio.ensure_future(work()), asyncio.ensure_future(replica.is_killed.wait())
+    try:
+        await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
+        if replica.is_killed.is_set():
+            raise ConnectionError("the actor died")
+        return task.result()
+    finally:
+        task.cancel()
+        death.cancel()
+        await asyncio.gather(task, death, return_exceptions=True)
+
+
+class Response:
+    def __init__(self, replica: Replica, args: Any) -> None:  # noqa: ANN401
+        self._task = asyncio.ensure_future(_or_death(replica, lambda: replica.channels.generate(replica.router, *args)))
+        self.cancel = self._task.cancel
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        return self._task.__await__()
+
+
+@asynccontextmanager
+async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
+    routing: Any = Routing(rng)
+    routing.replicas += [Replica(f"r{n}", rng) for n in range(num_replicas)]
+    routers = RemoteRouters(routing, max_unaccepted=1000)
+    yield routing, routers
+    routers.close()
+    await asyncio.gather(*(replica.kill() for replica in routing.replicas))
+
+
+async def _told(routers: RemoteRouters, specs: list[SequenceSpec]) -> list[TokenBatch]:
+    return [batch async for batch in routers.generate(specs)]
+
+
+def _check(specs: list[SequenceSpec], batches: list[TokenBatch]) -> None:
+    """Tokens, and what was told beside them, for each position once and in order."""
+    merged = TokenBatch.merged(batches)
+    for number, spec in enumerate(specs):
+        end = len(spec.prompt_ids) + spec.sampling.max_tokens
+        tokens = [event.token_id for event in merged.events if event.seq_id == number]
+        assert tokens == answer(spec.prompt_ids, spec.sampling.max_tokens)
+        logprobs = [value for told in merged.logprobs if told.seq_id == number for value in told.logprobs]
+        assert logprobs == [-float(position) for position in range(1, end)]
+        experts = [ids for told in merged.experts if told.seq_id == number for ids in told.expert_ids]
+        assert experts == [(position,) for position in range(end - 1)]
+
+
+def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceSpec]]:
+    """Of up to three sequences each, which end at different times."""
+
+    def sequence() -> SequenceSpec:
+        prompt = tuple(rng.randrange(900) for _ in range(rng.randint(1, 100)))
+        sampling = SamplingParams(max_tokens=rng.randint(1, 60), return_experts=(3,), logprobs=0, prompt_logprobs=0)
+        return SequenceSpec(prompt, sampling)
+
+    return [[sequence() for _ in range(rng.randint(1, 3))] for _ in range(num_requests)]
+
+
+def _batch(*events: tuple[int, int, bool]) -> TokenBatch:
+    told = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
+    return TokenBatch(told, RequestTimes(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    rng = random.Random(seed)
+    requests = _requests(rng, 12)
+
+    async def scenario() -> None:
+        async with _house(2, rng) as (routing, routers):
+            asked = [asyncio.create_task(_told(routers, specs)) for specs in requests]
+            num_killed = 0
+            while num_killed < 6 and not all(task.done() for task in asked):
+                victim = routing.replicas[rng.randrange(2)]
+                while victim.num_steps < 12 and not all(task.done() for task in asked):
+                    await asyncio.sleep(0)
+                await victim.kill()
+                num_killed += 1
+                routing.replicas = [each for each in routing.replicas if each is not victim]
+                routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
+            assert num_killed >= 3
+            for specs, task in zip(requests, asked, strict=True):
+                _check(specs, await task)
+            assert routers.num_requests == 0
+            assert not routers._streams_of
+            assert not routers._unaccepted
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        async with _house(0, random.Random(0)) as (routing, routers):
+            routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
+            asked = asyncio.create_task(_told(routers, [SequenceSpec((1,), SamplingParams(max_tokens=1))]))
+            num_killed = 0
+            while not asked.done():
+                if routing.replicas[0].name in dict(routers._streams_of.values()).values():  # which is known to work on it
+                    await routing.replicas[0].kill()
+                    num_killed += 1
+                    routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
+                await asyncio.sleep(0)
+            with pytest.raises(PipelineError, match="10 routers were lost with this request"):
+                await asked
+            assert num_killed == patience.MAX_LOSSES
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_of_a_request_is_numbered_anew() -> None:
+    specs = [SequenceSpec((n,), SamplingParams(max_tokens=3)) for n in range(3)]
+    so_far = AnswersSoFar(specs)
+    assert [spec.output_ids for spec in so_far.rest()] == [(), (), ()]
+    first = _batch((0, 5, False), (1, 6, True))
+    assert so_far.add(first) is first
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((0,), (5,)), ((2,), ())]
+    assert so_far.add(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
+    assert not so_far.is_complete
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((2,), (7,))]
+    so_far.add(_batch((0, 9, True)))
+    assert so_far.is_complete
