@@ -50,13 +50,16 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 class GatedChain:
-    """The real stages; every result passes through ``gate`` before the router gets it."""
+    """The real stages; every result passes through ``gate`` before the router gets it. One that has failed is lost for good."""
 
     def __init__(self, inner: StageChain, gate: Gate) -> None:
         self._inner, self._gate = inner, gate
         self.num_stages = inner.num_stages
+        self._failure: PipelineError | None = None
 
     async def fence(self) -> int:
+        if self._failure is not None:
+            raise self._failure
         return await self._inner.fence()
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
@@ -64,7 +67,11 @@ class GatedChain:
 
     async def _gated(self, batch: MicroBatch, result: Awaitable[StepResult]) -> StepResult:
         done = await result
-        await self._gate(batch)
+        try:
+            await self._gate(batch)
+        except PipelineError as error:
+            self._failure = error
+            raise
         return done
 
 

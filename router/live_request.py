@@ -1,0 +1,45 @@
+"""One client's request while a router works on it."""
+
+import math
+from collections.abc import Callable, Sequence
+
+from tramontane.proto.errors import PipelineError, PoisonError
+from tramontane.proto.request import ExpertChoices, Logprobs, RequestTimes, TokenBatch, TokenEvent
+from tramontane.router.expert_history import ExpertHistory
+from tramontane.router.logprob_history import LogprobHistory
+from tramontane.router.sequence import Sequence as LiveSequence
+
+Sink = Callable[[TokenBatch | PipelineError | PoisonError], None]
+
+
+class LiveRequest:
+    """Its sequences, and when what happened."""
+
+    def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
+        self.sink = sink
+        self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
+        self.priority = sequences[0].priority
+        self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
+        self._experts = ExpertHistory()
+        self._logprobs = LogprobHistory()
+        for index, sequence in enumerate(sequences):
+            if sequence.output_ids:  # of a prompt of 3 and an answer of 2, logprobs of 1..4 are known, experts of 0..3
+                self._logprobs.begin_at(index, sequence.num_known)
+                self._experts.begin_at(index, sequence.sampling.return_experts, sequence.num_known - 1)
+
+    def note_experts(self, choices: ExpertChoices) -> None:
+        """They go with the next token of their sequence: a piece of a prompt may be the last for a while."""
+        self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]))
+
+    def note_logprobs(self, logprobs: Logprobs) -> None:
+        """They go with the next token of their sequence too."""
+        self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
+
+    def deliver(self, events: list[TokenEvent], now: float) -> None:
+        self.first_token_at = min(self.first_token_at, now)
+        own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
+        experts = tuple(choices for event in own for choices in self._experts.take(event.seq_id))
+        self.sink(TokenBatch(own, self._times(now), experts, self._logprobs.take(own)))
+
+    def _times(self, now: float) -> RequestTimes:
+        return RequestTimes(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
