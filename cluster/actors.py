@@ -173,6 +173,10 @@ class StageActor(WorkerActor["StageWorker"]):
         epoch = worker.epoch if worker else -1
         return StageHealth(**self._health(), epoch=epoch, holder=self._holder, expert_load=self._expert_load())
 
+    @property
+    def _computing_s(self) -> float:
+        return self._steps.computing_s if self._steps else 0.0
+
     def _expert_load(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 

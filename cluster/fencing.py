@@ -9,13 +9,15 @@ from ray.actor import ActorHandle
 from tramontane.proto.errors import LinkError
 from tramontane.proto.plan import Link
 
+INTERRUPT_TIMEOUT_S = 5.0  # it is answered at once, unless a process is only starting, or does nothing any more
 FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the router asks again
 
 
 def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: Link) -> None:
     """Make the stages obey ``epoch``; where the link is direct, with new edges between all of them."""
     # A step that waits, for a neighbour or for experts, must not keep the fence waiting.
-    ray.get([stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    interrupted = [stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages]
+    ray.get(interrupted, timeout=INTERRUPT_TIMEOUT_S)
     ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
     if link == "direct":
         _link_up(stages, epoch)

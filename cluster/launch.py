@@ -63,7 +63,7 @@ async def open_engine(
             usage.observe(result)
             observe(result)
 
-        router = Router(scheduler_for(config, plan), chain, on_result)
+        router = Router(scheduler_for(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
         running = asyncio.create_task(router.run())
         try:
             yield Engine(plan, router, usage)

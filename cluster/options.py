@@ -41,6 +41,9 @@ GpuMemory = Annotated[str | None, option("--gpu-memory", help="Of each stage's G
 GpuSpeed = Annotated[
     str | None, option("--gpu-speed", help="Relative, of each stage's GPU: 1,1,3. Default: measured, where unlike.")
 ]
+StepTimeout = Annotated[
+    float | None, option("--step-timeout", help="Seconds after which a stage that does nothing is replaced. Default 30.")
+]
 Link = Annotated[str | None, option("--link", help="How hidden states travel: object-store or direct. Default: object-store.")]
 ExpertActors = Annotated[
     int | None, option("--expert-actors", help="Actors that hold the experts. Default 0: experts are inside the stages.")
@@ -81,6 +84,7 @@ PIPELINE: Mapping[str, Any] = MappingProxyType(
         "gpu_memory": GpuMemory,
         "gpu_speed": GpuSpeed,
         "link": Link,
+        "step_timeout": StepTimeout,
         "expert_actors": ExpertActors,
         "expert_replicas": ExpertReplicas,
         "expert_memory": ExpertMemory,

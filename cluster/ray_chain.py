@@ -1,6 +1,7 @@
 """The two links over Ray: the router submits a micro-batch to the whole chain at once."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Awaitable, Sequence
@@ -14,10 +15,13 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from tramontane.cluster.actors import StageHealth
+from tramontane.cluster.fencing import FENCE_TIMEOUT_S
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
+
+logger = logging.getLogger(__name__)
 
 FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
@@ -61,7 +65,18 @@ class RayStageChain:
             except RayError as error:
                 if time.monotonic() > give_up_at or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
+                if isinstance(error, GetTimeoutError):
+                    await self.replace_stuck(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
+
+    async def replace_stuck(self, limit_s: float) -> str:
+        """See ``stuck``. A supervisor that is starting again is asked the next time."""
+        try:
+            reason: str = await self._supervisor.replace_stuck.options(concurrency_group="rescue").remote(limit_s)
+        except RayError as error:
+            logger.warning("nobody could look for what is stuck: %s", last_line(error))
+            return ""
+        return reason
 
     async def move_experts(self, plan: ExpertPlan) -> int:
         """While steps run; see ``expert_moving``. Raises PlanError or PipelineError."""

@@ -167,7 +167,8 @@ class RouterReplica:
             self._router = self._new_router()
 
     def _new_router(self) -> Router:
-        return Router(scheduler_for(self._config, self._spec.plan, bounded=True), self._chain)
+        scheduler = scheduler_for(self._config, self._spec.plan, bounded=True)
+        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:

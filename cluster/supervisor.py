@@ -20,6 +20,7 @@ from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
+from tramontane.cluster.stuck import WorkerProcesses, replace_stuck
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
@@ -47,6 +48,7 @@ class Supervisor:
         self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
         self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
         self._is_ending = False
+        self._processes = WorkerProcesses()
         self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), _lease_in_stages(spec))
         self._launcher_seen_at = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -80,7 +82,13 @@ class Supervisor:
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
         fence_stages(stages, epoch, holder, self.spec.link)
+        self._processes.note(_existing_workers(self.spec))
         return epoch
+
+    @ray.method(concurrency_group="rescue")
+    def replace_stuck(self, limit_s: float) -> str:
+        """See ``stuck``; also while a fence waits for what is stuck."""
+        return replace_stuck(_existing_workers(self.spec), self._processes, limit_s)
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
@@ -180,7 +188,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "max_restarts": -1,
     }
     # The lease's calls are answered also while workers are loading.
-    actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1})(Supervisor)  # type: ignore[call-overload]
+    actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec))
 
 
@@ -199,6 +207,15 @@ def _existing_stages(spec: PipelineSpec) -> list[ActorHandle[Any]]:
         with contextlib.suppress(ValueError):
             stages.append(ray.get_actor(spec.stage_name(stage.stage_id), NAMESPACE))
     return stages
+
+
+def _existing_workers(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
+    """Stages and experts, by the names of their actors."""
+    workers = {}
+    for name in (*map(spec.stage_name, range(len(spec.plan.stages))), *(spec.expert_actors.names if spec.expert_actors else ())):
+        with contextlib.suppress(ValueError):
+            workers[name] = ray.get_actor(name, NAMESPACE)
+    return workers
 
 
 def _lease_in_stages(spec: PipelineSpec) -> Lease | None:

@@ -36,6 +36,7 @@ class WorkerHealth:
     bytes_read: int  # from the checkpoint
     bytes_loaded: int  # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
     weight_bytes: int
+    computing_s: float  # for how long it has been computing without a pause; 0 while it does not
 
 
 class WorkerActor(Generic[W]):
@@ -75,6 +76,7 @@ class WorkerActor(Generic[W]):
             "bytes_read": self._bytes_read,
             "bytes_loaded": self._bytes_loaded,
             "weight_bytes": self._weight_bytes,
+            "computing_s": self._computing_s,
         }
 
     @abstractmethod
@@ -102,6 +104,11 @@ class WorkerActor(Generic[W]):
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
         self._bytes_read += num_read
         self._bytes_loaded += num_loaded
+
+    @property
+    def _computing_s(self) -> float:
+        """Of ``WorkerHealth``."""
+        return 0.0
 
     @property
     def _is_loading(self) -> bool:

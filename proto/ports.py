@@ -37,6 +37,13 @@ class StageChain(Protocol):
         """
         ...
 
+    async def replace_stuck(self, limit_s: float) -> str:
+        """A micro-batch has not come back in time: replace whatever does not answer, or has computed for longer than this.
+
+        Returns why to fence the stages anew, or nothing if it is worth waiting on.
+        """
+        ...
+
     async def fence(self) -> int:
         """Make every stage forget its sequences; returns the epoch that they obey from now on.
 

@@ -21,9 +21,12 @@ from tramontane.router.live_request import LiveRequest, Sink
 from tramontane.router.mailbox import Mailbox
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
+from tramontane.router.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
+STEP_TIMEOUT_S = 30.0
+WATCH_EVERY_S = 0.2
 MAX_VERDICTS = 3  # against one request after the other; then it is the pipeline that is broken
 
 
@@ -36,6 +39,7 @@ class Router:
         chain: StageChain,
         observe: Callable[[StepResult], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
@@ -43,6 +47,7 @@ class Router:
         self._clock = clock
         self._requests: dict[int, LiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._in_flight: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
+        self._watch = StepWatch(step_timeout_s)
         self._wake = asyncio.Event()
         self._seq_ids = itertools.count()
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
@@ -140,13 +145,28 @@ class Router:
 
     async def _drive(self) -> None:
         """Raises PipelineError where a step fails, or the stages are said to have been lost."""
+        watching = asyncio.create_task(self._look_for_stuck())
+        try:
+            while True:
+                self._submit()
+                await self._wake.wait()
+                self._wake.clear()
+                if self._loss is not None:
+                    raise self._loss
+                self._collect()
+        finally:
+            watching.cancel()
+
+    async def _look_for_stuck(self) -> None:
+        """Beside the loop, which would need a timer for every step."""
         while True:
-            self._submit()
-            await self._wake.wait()
-            self._wake.clear()
-            if self._loss is not None:
-                raise self._loss
-            self._collect()
+            await asyncio.sleep(WATCH_EVERY_S)
+            if self._watch.overdue_s(self._clock()) <= 0:
+                continue
+            if reason := await self.chain.replace_stuck(self._watch.limit_s):
+                self.recover(PipelineError(reason))
+                return
+            self._watch.restart(self._clock())
 
     def _give_up_step(self, error: PipelineError) -> None:
         """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
@@ -167,6 +187,7 @@ class Router:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # looked at, or asyncio would log it
         self._in_flight.clear()
+        self._watch.forget()
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
@@ -179,6 +200,7 @@ class Router:
             future = asyncio.ensure_future(self.chain.submit(batch))
             future.add_done_callback(lambda _: self._wake.set())
             self._in_flight.append((batch, future))
+            self._watch.submitted(self._clock())
 
     def _note_starts(self, batch: MicroBatch) -> None:
         for chunk in batch.chunks:
@@ -192,6 +214,7 @@ class Router:
             batch, future = self._in_flight[0]  # where it has failed it stays, as the one to look at
             result = future.result()
             self._in_flight.popleft()
+            self._watch.came_back(self._clock(), len(self._in_flight))
             self._deliver(batch, result)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:

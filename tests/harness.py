@@ -18,7 +18,7 @@ from tramontane.proto.step import StepResult
 from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.router.policy import EvenPolicy, Policy
-from tramontane.router.router import Router
+from tramontane.router.router import STEP_TIMEOUT_S, Router
 from tramontane.router.scheduler import Scheduler
 from tramontane.workers.stage_worker import StageWorker
 
@@ -55,9 +55,12 @@ async def run_prompts(
     *,
     together: bool = True,
     observe: Callable[[StepResult], None] | None = None,
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[list[int]]:
     """Token ids of every prompt's continuation; afterwards every page must be free."""
-    answers = await run_answers(chain, scheduler, prompts, sampling, together=together, observe=observe)
+    answers = await run_answers(
+        chain, scheduler, prompts, sampling, together=together, observe=observe, step_timeout_s=step_timeout_s
+    )
     return [[event.token_id for event in answer.events] for answer in answers]
 
 
@@ -69,9 +72,10 @@ async def run_answers(
     *,
     together: bool = True,
     observe: Callable[[StepResult], None] | None = None,
+    step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[TokenBatch]:
     """As ``run_prompts``, with all that was told of every prompt in one piece."""
-    router = Router(scheduler, chain, observe)
+    router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
     running = asyncio.create_task(router.run())
 
     async def one(prompt: list[int]) -> TokenBatch:

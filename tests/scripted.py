@@ -32,6 +32,9 @@ class ScriptedChain:
         self.epochs.append(len(self.epochs))
         return self.epochs[-1]
 
+    async def replace_stuck(self, limit_s: float) -> str:
+        return ""
+
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)

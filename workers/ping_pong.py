@@ -20,7 +20,7 @@ from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.remote_experts import RemoteExperts
 from tramontane.workers.stage_worker import StageWorker
-from tramontane.workers.steps import Deliver, Outcome, Receive, nowhere
+from tramontane.workers.steps import Deliver, Outcome, Receive, Stopwatch, nowhere
 from tramontane.workers.waiting import Waiting
 
 BEFORE_ALL_LAYERS = -1
@@ -87,6 +87,7 @@ class PingPong:
         self._arrived: dict[int, OpenStep] = {}  # by number, until their turn to begin
         self._open: deque[OpenStep] = deque()
         self._computed: OpenStep | None = None  # at this moment
+        self._watch = Stopwatch()
         self._next_received = self._next_opened = 0
         self._is_interrupted = self._is_closed = False
         worker.model.experts = experts
@@ -107,6 +108,10 @@ class PingPong:
             self._next_received = batch.step_id + 1
             self._news.notify_all()
         return step.future.result()
+
+    @property
+    def computing_s(self) -> float:
+        return self._watch.running_s
 
     def fence(self, epoch: int) -> None:
         """What is under way is dropped, whatever it waits for. Raises PipelineError where experts are out of reach for good."""
@@ -157,7 +162,8 @@ class PingPong:
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread
         while (step := self._take()) is not None:
-            is_over = step.resume()
+            with self._watch:
+                is_over = step.resume()
             with self._news:
                 self._computed = None
                 if is_over and step in self._open:

@@ -1,5 +1,6 @@
 """How a stage's steps follow each other: one at a time, or as ``ping_pong`` has it."""
 
+import time
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,8 +31,31 @@ class Steps(Protocol):
     def fence(self, epoch: int) -> None:
         """As ``StageWorker.fence``."""
 
+    @property
+    def computing_s(self) -> float:
+        """How long the thread that computes has been at it without giving way; 0 while it waits. From any thread."""
+
     def interrupt(self) -> None:
         """From any thread: what waits for experts ends with a StaleEpochError, and nothing begins before the next fence."""
+
+
+class Stopwatch:
+    """How long what is going on has been going on; one thread's work, to be read by others."""
+
+    def __init__(self) -> None:
+        self._began_at = 0.0
+
+    def __enter__(self) -> None:
+        self._began_at = time.monotonic()
+
+    def __exit__(self, *_: object) -> None:
+        self._began_at = 0.0
+
+    @property
+    def running_s(self) -> float:
+        """0 while nothing is."""
+        began_at = self._began_at  # which may change meanwhile
+        return time.monotonic() - began_at if began_at else 0.0
 
 
 class OneAtATime:
@@ -39,17 +63,24 @@ class OneAtATime:
 
     def __init__(self, worker: StageWorker, num_threads: int) -> None:
         self._worker, self._num_threads = worker, num_threads
+        self._watch = Stopwatch()
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
         self._worker.check_epoch(batch)
         self._worker.check_turn(batch)  # before anything is taken from the stage before
-        outcome = self._worker.step(batch, receive())
+        incoming = receive()
+        with self._watch:
+            outcome = self._worker.step(batch, incoming)
         deliver(outcome)
         return outcome
 
     def fence(self, epoch: int) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread: here, on the thread that computes
         self._worker.fence(epoch)
+
+    @property
+    def computing_s(self) -> float:
+        return self._watch.running_s
 
     def interrupt(self) -> None:
         """Nothing here waits for experts."""

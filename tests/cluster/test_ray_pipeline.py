@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 import threading
 import time
@@ -220,6 +221,22 @@ def test_requests_of_a_dead_stage_only_wait(folder: Path, link: Link, num_stages
         _check_outputs(outputs)
         own = ray.get([stage.health.remote() for stage in chain.stages])
         assert [stage.bytes_read for stage in own] == [stage.bytes_loaded for stage in own], "each has read its own once"
+
+
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+def test_a_stage_that_stands_still_is_replaced(folder: Path, link: Link) -> None:
+    """Its process lives, so that Ray sees nothing wrong."""
+    with _pipeline(folder, 2, link=link) as (spec, chain):
+        stopped: list[int] = []
+
+        def stop_once(result: StepResult) -> None:
+            if result.step_id == 5 and not stopped:
+                stopped.append(ray.get(chain.stages[1].health.remote()).pid)
+                os.kill(stopped[0], signal.SIGSTOP)
+
+        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=stop_once, step_timeout_s=0.5))
+        _check_outputs(outputs)
+        assert not psutil.pid_exists(stopped[0])
 
 
 # ---- the direct link

@@ -1,6 +1,7 @@
 """The pipeline fails, and requests only wait: every token once and the right one, and who makes it fail is found."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -12,10 +13,12 @@ from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router import router as router_module
 from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import MAX_VERDICTS, Router
 from tramontane.router.scheduler import Scheduler
+from tramontane.router.step_watch import StepWatch
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
@@ -219,6 +222,68 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
             assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
 
     asyncio.run(scenario())
+
+
+class StuckChain(RememberingChain):
+    """The first micro-batches of the first epoch never come back; says what it has been asked, and answers what it is told to."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__(self._stuck_at_first)
+        self.limits: list[float] = []
+        self._reasons, self._freed = reasons, asyncio.Event()
+
+    async def _stuck_at_first(self, batch: MicroBatch) -> None:
+        if batch.epoch == 0 and batch.step_id < 2:
+            await self._freed.wait()
+
+    async def replace_stuck(self, limit_s: float) -> str:
+        self.limits.append(limit_s)
+        reason = self._reasons.pop(0)
+        if not self._reasons:
+            self._freed.set()
+        return reason
+
+
+@pytest.mark.parametrize(("reasons", "num_recoveries"), [(["stage 1 did nothing"], 1), (["", "", ""], 0)])
+def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
+    reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router_module, "WATCH_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        now, chain = [0.0], StuckChain(list(reasons))
+
+        def clock() -> float:
+            now[0] += 0.01
+            return now[0]
+
+        router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), chain, clock=clock, step_timeout_s=1.0)
+        running = asyncio.create_task(router.run())
+        assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
+        assert router.num_recoveries == num_recoveries
+        assert chain.limits == [4.0] * len(reasons), "the first micro-batch has four times as long"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_limit_follows_what_micro_batches_take() -> None:
+    watch = StepWatch(30.0)
+    watch.submitted(100.0)
+    assert watch.overdue_s(219.0) == -1.0
+    watch.submitted(105.0)
+    watch.came_back(110.0, num_in_flight=1)  # after 10 s
+    assert watch.limit_s == 40.0
+    assert watch.overdue_s(151.0) == 1.0, "since the first one came back"
+    watch.restart(151.0)
+    assert watch.overdue_s(190.0) == -1.0
+    watch.came_back(152.0, num_in_flight=0)
+    assert watch.overdue_s(1e9) == -math.inf, "nothing is waited for"
+    for _ in range(100):
+        watch.submitted(0.0)
+        watch.came_back(1.0, num_in_flight=0)
+    assert watch.limit_s == 30.0, "slow ones are forgotten in time"
 
 
 def test_the_most_advanced_are_computed_again_first() -> None:
