@@ -83,25 +83,23 @@ class RouterReplica:
         return await self._channels.generate(self._router, ingress, number, specs)
 
     async def is_ready(self) -> tuple[bool, str]:
-        """Whether the next step can run; and which replica says so. However many ask, the stages are asked once."""
+        """Whether this router makes progress; and which replica says so. However many ask, the stages are asked once."""
         if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._is_obeyed())
+            self._asking = asyncio.create_task(self._makes_progress())
         return await asyncio.shield(self._asking), self._name
 
-    async def _is_obeyed(self) -> bool:
-        """Whether every stage answers and obeys this router."""
+    async def _makes_progress(self) -> bool:
+        """Where nothing runs nothing would tell that a stage has died: the stages are asked, and fenced anew."""
         router = self._router
-        epoch = router.scheduler.epoch  # when the stages have answered there may be another one, also of another router
-        if not router.is_running:
-            return False
-        try:
-            stages = await self._chain.health()
-        except PipelineError:
-            return False
-        obeyed = all(stage.epoch == epoch for stage in stages)
-        if not obeyed and router.is_running and router.scheduler.epoch == epoch:
-            router.recover(PipelineError("a stage has lost its sequences"))
-        return obeyed
+        if router.is_running and router.scheduler.is_idle:
+            epoch = router.scheduler.epoch
+            try:
+                obeyed = all(stage.epoch == epoch for stage in await self._chain.health())
+            except PipelineError:
+                obeyed = False
+            if not obeyed and router.is_running and router.scheduler.epoch == epoch:  # no other one by now
+                router.recover(PipelineError("a stage has lost its sequences"))
+        return router.makes_progress
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         """Of all layers, or None while a stage cannot tell; and which replica says so. Without experts there are no layers."""
@@ -130,11 +128,14 @@ class RouterReplica:
             return 0, str(error)
 
     async def check_health(self) -> None:
-        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or it does not start any more."""
+        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or nothing happens any more."""
         assert self._driving is not None
-        gave_up = isinstance(self._router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
-        if self._driving.done() or (gave_up and not self._router.is_running):
-            raise PipelineError(f"this router drives no pipeline any more: {self._router.failure}")
+        router = self._router
+        gave_up = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
+        if self._driving.done() or (gave_up and not router.is_running):
+            raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
+        if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
+            raise PipelineError("this router has had something to do for long, and nothing was done")
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
         """What is held at this moment, and by whom. Without ``stages`` they need not answer."""

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 30.0
 WATCH_EVERY_S = 0.2
+STALLED_LIMITS = 2.0  # times what a micro-batch may take
 MAX_VERDICTS = 3  # against one request after the other; then it is the pipeline that is broken
 
 
@@ -53,6 +54,7 @@ class Router:
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
         self.failure: PipelineError | None = None
         self.num_recoveries = 0
+        self._progress_at = clock()  # when something was last done, or there was last nothing to do
         self._num_verdicts = 0  # against requests, since the last token of any
         self._is_fenced = self._has_begun = False
         self._loss: PipelineError | None = None  # that somebody else has seen
@@ -86,6 +88,8 @@ class Router:
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
             raise OverloadedError(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
         request = LiveRequest(sequences, sink, self._clock())
+        if self.scheduler.is_idle and self._is_fenced:
+            self._progress_at = self._clock()
         for sequence in sequences:
             self.scheduler.add(sequence)
             self._requests[sequence.seq_id] = request
@@ -110,6 +114,14 @@ class Router:
         return self._has_begun and self.failure is None
 
     @property
+    def makes_progress(self) -> bool:
+        """Whether it drives a pipeline, and something was done of late, or there was nothing to do."""
+        now = self._clock()
+        if self._is_fenced and self.scheduler.is_idle:
+            self._progress_at = now
+        return self.has_begun and now - self._progress_at < STALLED_LIMITS * self._watch.limit_s
+
+    @property
     def num_requests(self) -> int:
         return len(set(map(id, self._requests.values())))
 
@@ -126,6 +138,7 @@ class Router:
             while True:
                 self.scheduler.restart(await self.chain.fence())
                 self._is_fenced = self._has_begun = True
+                self._progress_at = self._clock()
                 try:
                     await self._drive()
                 except LeaseError:
@@ -172,6 +185,7 @@ class Router:
         """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
         logger.warning("the pipeline failed, and goes on with what was running: %s", error)
         self._is_fenced, self._loss = False, None
+        self._progress_at = self._clock()
         self.num_recoveries += 1
         if self._in_flight and (seq_id := self.scheduler.note_failure(self._in_flight[0][0])) is not None:
             self._num_verdicts += 1
@@ -214,7 +228,8 @@ class Router:
             batch, future = self._in_flight[0]  # where it has failed it stays, as the one to look at
             result = future.result()
             self._in_flight.popleft()
-            self._watch.came_back(self._clock(), len(self._in_flight))
+            self._progress_at = self._clock()
+            self._watch.came_back(self._progress_at, len(self._in_flight))
             self._deliver(batch, result)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:

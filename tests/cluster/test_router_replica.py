@@ -21,10 +21,11 @@ class StubRouter:
     is_running: bool = True
     failure: PipelineError | None = None
     loss: PipelineError | None = None
+    makes_progress: bool = True
 
     @property
     def scheduler(self) -> Any:  # noqa: ANN401
-        return SimpleNamespace(epoch=self.epoch)
+        return SimpleNamespace(epoch=self.epoch, is_idle=True)
 
     def recover(self, error: PipelineError) -> None:
         self.loss = error
@@ -90,8 +91,24 @@ def test_a_stage_that_obeys_nobody_is_found_by_asking() -> None:
         chain.answers.set()
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._chain = chain
-        assert await replica.is_ready() == (False, "replica")
+        assert await replica.is_ready() == (True, "replica"), "until that takes too long"
         assert "lost its sequences" in str(router.loss)
+
+    asyncio.run(scenario())
+
+
+def test_health_is_progress() -> None:
+    async def scenario() -> None:
+        router, chain = StubRouter(7, makes_progress=False), Chain(7)
+        chain.answers.set()
+        replica = _replica(router, asyncio.get_running_loop().create_future())
+        replica._chain = chain
+        assert await replica.is_ready() == (False, "replica")
+        with pytest.raises(PipelineError, match="nothing was done"):
+            await replica.check_health()
+        router.is_running = False
+        await replica.check_health()  # stages are loading again
+        assert await replica.is_ready() == (False, "replica")
 
     asyncio.run(scenario())
 

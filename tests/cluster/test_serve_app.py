@@ -729,9 +729,9 @@ def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: b
 # ---- a router that dies
 
 
-def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights() -> None:
+def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_go_on() -> None:
     (before,) = wait_until_idle()
-    os.kill(before["pid"], signal.SIGKILL)
+    _check_undisturbed_by(lambda: os.kill(before["pid"], signal.SIGKILL))
     while True:
         try:
             (after,) = router_stats()
@@ -749,6 +749,57 @@ def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights() -> None:
     sizes = [health["bytes_read"] for health in after["stages"]]
     assert sum(sizes) == (DEMO_MODEL / "model.safetensors").stat().st_size - _header_bytes()
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_stage_that_dies_or_stands_still_only_wait(how: signal.Signals) -> None:
+    (before,) = wait_until_idle()
+    _check_undisturbed_by(lambda: os.kill(before["stages"][1]["pid"], how))
+    (after,) = wait_until_idle()
+    assert (after["pid"], after["stages"][0]["pid"]) == (before["pid"], before["stages"][0]["pid"])
+    assert after["stages"][1]["pid"] != before["stages"][1]["pid"]
+
+
+def _check_undisturbed_by(fault: Callable[[], None]) -> None:
+    """While streams and plain requests are on their way; each gets what it gets without."""
+    bodies = [
+        {
+            "prompt": f"Scene {n}.",
+            "max_tokens": 150,
+            "seed": n,
+            "temperature": n % 2,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        for n in range(12)
+    ]
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any], began: asyncio.Semaphore) -> list[int]:
+        if body["seed"] % 3 == 0:
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            return list(answer["choices"][0]["token_ids"])
+        got: list[int] = []
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    got += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                    began.release()
+        return got
+
+    async def all_of_them(fault: Callable[[], None] | None) -> list[list[int]]:
+        began = asyncio.Semaphore(0)
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            asked = [asyncio.create_task(one(client, body, began)) for body in bodies]
+            if fault is not None:
+                for _ in range(40):  # pieces of streams
+                    await began.acquire()
+                assert not any(task.done() for task in asked)
+                fault()
+            return await asyncio.gather(*asked)
+
+    calm = asyncio.run(all_of_them(None))
+    assert [len(tokens) for tokens in calm] == [150] * 12
+    assert asyncio.run(all_of_them(fault)) == calm
 
 
 def _header_bytes() -> int:

@@ -268,6 +268,40 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     asyncio.run(scenario())
 
 
+def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
+    """A long prompt in many pieces, each of which takes most of its time; then one piece that never comes back."""
+    now, gate = [0.0], asyncio.Event()
+
+    async def slowly(_batch: MicroBatch) -> None:
+        now[0] += 3.0
+        await asyncio.sleep(0)
+        if now[0] > 30.0:
+            await gate.wait()
+
+    async def scenario() -> None:
+        limits = Limits(8, 8, 256, 1000)
+        router = Router(
+            Scheduler(CACHE, limits, EvenPolicy(1, 8)), RememberingChain(slowly), clock=lambda: now[0], step_timeout_s=4.0
+        )
+        assert not router.makes_progress, "nothing has begun"
+        running = asyncio.create_task(router.run())
+        asked = asyncio.create_task(_tokens(router, (1,) * 200, 2))
+        while now[0] <= 30.0:
+            await asyncio.sleep(0)
+            assert router.makes_progress or not router.has_begun
+        now[0] += 2 * router._watch.limit_s
+        assert not router.makes_progress
+        gate.set()
+        assert await asked == answer((1,) * 200, 2)
+        now[0] += 1e6
+        assert router.makes_progress, "there is nothing to do"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not router.makes_progress
+
+    asyncio.run(scenario())
+
+
 def test_a_limit_follows_what_micro_batches_take() -> None:
     watch = StepWatch(30.0)
     watch.submitted(100.0)
