@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive chaos bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -68,6 +68,9 @@ bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are acce
 
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
 	$(BIN)/python tests/bench/batch.py --kills 20
+
+chaos: $(STAMP)  ## 200 faults while streams run: what was lost, told twice or different, and how long streams paused
+	$(BIN)/python tests/bench/chaos.py
 
 bench-interactive: $(STAMP)  ## how long interactive requests wait while a batch job has all the places
 	$(BIN)/python tests/bench/interactive.py

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -37,6 +38,16 @@ SERVE_SETTINGS = {
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
 }
+RAY_SETTINGS = MappingProxyType(  # of a cluster: the head tells all other nodes
+    {
+        "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
+        "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
+        "health_check_initial_delay_ms": 1000,  # a dead node is seen within three or four seconds
+        "health_check_period_ms": 1000,
+        "health_check_timeout_ms": 1000,
+        "health_check_failure_threshold": 3,
+    }
+)
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 
 
@@ -145,10 +156,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
                 logging_level=logging.ERROR,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _node_ip_address="127.0.0.1",
-                _system_config={
-                    "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
-                    "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
-                },
+                _system_config=dict(RAY_SETTINGS),
             )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error

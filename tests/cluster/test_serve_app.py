@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from pathlib import Path

@@ -1,0 +1,184 @@
+"""Faults on purpose, one after the other, while streams run: what was lost, told twice or different, and how long streams paused.
+
+    python tests/bench/chaos.py [--faults 200] [--seed 0] [--kinds "kill a stage,stop a stage"] [--clients 24] [--json]
+
+The demo model in float32 on two stages with its experts inside, or on two actors with ``--experts``, in a cluster of this
+machine; with ``--nodes`` each stage is on a raylet of its own, which can be killed too. Every request is run once without faults
+first; under faults each must get the very same tokens. A fault comes when at least ``WANTED`` streams have unfinished tokens, and
+the next one only when all of them have told another token.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import httpx
+import ray
+from chaos_faults import Faults
+from chaos_load import Load, bodies, undisturbed
+from ray.cluster_utils import Cluster
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from serving import URL, ingress_stats, leftovers, router_stats, served
+
+from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, RAY_SETTINGS, own_ray
+
+WANTED = 16  # streams with unfinished tokens, at each fault
+REQUESTS = 40
+POLL_S = 0.02
+PATIENCE_S = 180.0  # until streams go on after a fault; then the run has failed
+STEP_TIMEOUT_S = 2.0  # micro-batches of the demo model take milliseconds
+SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "step_timeout": STEP_TIMEOUT_S}
+console = Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def _house(args: argparse.Namespace) -> Iterator[Cluster | None]:
+    experts = {"expert_actors": 2} if args.experts else {}
+    if not args.nodes:
+        with own_ray(num_cpus=8), served(**SETTINGS, **experts):
+            yield None
+        return
+    head = {"num_cpus": 0, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for _ in range(4 if args.experts else 3):  # one more than is needed
+        cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        with served(**SETTINGS, **experts):
+            yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a function without arguments
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(what)
+        await asyncio.sleep(POLL_S)
+
+
+async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
+    """The longest pause of each stream that was on its way, by kind of fault."""
+    pauses: defaultdict[str, list[float]] = defaultdict(list)
+    turns = _turns(args, kinds)
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("faults", total=len(turns))
+        for number, kind in enumerate(turns):
+            await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run after {number} faults")
+            load.watch()
+            struck_at = time.monotonic()
+            await asyncio.to_thread(faults.kinds[kind])
+            watched = set(load.pauses)
+            await _until(lambda: _go_on(load, watched, struck_at), f"streams do not go on after {kind}")  # noqa: B023
+            now = time.monotonic()
+            pauses[kind] += [load.pauses[client] for client in watched]
+            progress.update(
+                bar, advance=1, description=f"{kind}: {max(load.pauses.values()):.1f} s, {now - struck_at:.1f} s in all"
+            )
+            if load.failed or load.different:
+                console.print(f"fault {number}, {kind}: {[*load.failed, *load.different][-1]}")
+    return dict(pauses)
+
+
+def _go_on(load: Load, watched: set[int], struck_at: float) -> bool:
+    """Each has told something since, or has ended."""
+    return all(load.last_piece_at.get(client, struck_at + 1e9) > struck_at for client in watched)
+
+
+def _state() -> dict[str, Any]:
+    """Of what must be at the end as it was at the beginning."""
+    return {
+        "actors and groups": sorted(leftovers()),
+        "pages held": [stats["pages_held"] for stats in router_stats()],
+        "sequences": [stats["sequences"] + stats["waiting"] for stats in router_stats()],
+        "door's requests": ingress_stats()["requests"],
+    }
+
+
+async def _chaos(cluster: Cluster | None, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    requests = bodies(REQUESTS, rng)
+    console.print(f"{REQUESTS} requests without faults ...")
+    expected = await undisturbed(URL, requests, args.clients)
+    before = await asyncio.to_thread(_state)
+    load = Load(URL, requests, expected)
+    faults = Faults(rng, OBJECT_STORE_BYTES, cluster)
+    possible = [kind for kind in faults.kinds if (args.experts or "expert" not in kind) and (cluster or "raylet" not in kind)]
+    kinds = args.kinds.split(",") if args.kinds else possible
+    running = asyncio.create_task(load.run(args.clients))
+    began = time.monotonic()
+    try:
+        pauses = await _inflicted(load, faults, kinds, args)
+    finally:
+        load.is_over = True
+        await running
+    await _until(lambda: httpx.get(f"{URL}/health").status_code == httpx.codes.OK, "the server is not well again")
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "requests": load.num_done + len(load.failed),
+        "failed": load.failed,
+        "different": load.different,
+        "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
+        "faults": {
+            kind: {
+                "count": Counter(_turns(args, kinds))[kind],
+                "streams": len(of_kind),
+                "median_pause_s": round(statistics.median(of_kind), 2),
+                "worst_pause_s": round(max(of_kind), 2),
+            }
+            for kind, of_kind in pauses.items()
+        },
+    }
+
+
+def _turns(args: argparse.Namespace, kinds: list[str]) -> list[str]:
+    """Every kind equally often, in random order."""
+    rng = random.Random(args.seed)
+    return [kind for _ in range(-(-args.faults // len(kinds))) for kind in rng.sample(kinds, len(kinds))][: args.faults]
+
+
+def _show(ledger: dict[str, Any]) -> None:
+    table = Table("fault", "times", "streams on their way", "median pause", "worst", title="chaos")
+    for kind, row in ledger["faults"].items():
+        table.add_row(kind, *map(str, row.values()))
+    console.print(table)
+    for title in ("failed", "different"):
+        console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
+    console.print(f"left behind: {ledger['left'] or 'nothing'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default="")
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--experts", action="store_true")
+    parser.add_argument("--nodes", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with _house(args) as cluster:
+        ledger = asyncio.run(_chaos(cluster, args))
+    _show(ledger)
+    if args.json:
+        print(json.dumps(ledger, indent=1))
+    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"]))
+
+
+if __name__ == "__main__":
+    main()

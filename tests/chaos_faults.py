@@ -1,0 +1,69 @@
+"""What can go wrong, done on purpose."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+
+POLL_S = 0.05
+FILLED_S = 3.0
+OF_STORE = 1.5  # so many times its size: what does not fit is spilled
+TITLES = {
+    "stage": "ray::StageActor",
+    "expert": "ray::ExpertActor",
+    "router": "ray::ServeReplica:tramontane:Router",
+    "supervisor": "ray::Supervisor",
+    "door": "ray::ServeReplica:tramontane:Ingress",
+}
+
+
+class Faults:
+    """On one machine, where a cluster may have several nodes. Each method returns once it was done."""
+
+    def __init__(self, rng: random.Random, store_bytes: int, cluster: Cluster | None = None) -> None:
+        self._rng, self._store_bytes, self._cluster = rng, store_bytes, cluster
+        self.kinds: dict[str, Callable[[], None]] = {
+            "kill a stage": lambda: self._signal("stage", signal.SIGKILL),
+            "stop a stage": lambda: self._signal("stage", signal.SIGSTOP),
+            "kill an expert": lambda: self._signal("expert", signal.SIGKILL),
+            "kill the router": lambda: self._signal("router", signal.SIGKILL),
+            "kill the supervisor": lambda: self._signal("supervisor", signal.SIGKILL),
+            "kill the door": lambda: self._signal("door", signal.SIGKILL),
+            "fill the object store": self._fill,
+            "kill a raylet": self._kill_raylet,
+        }
+
+    def _signal(self, victim: str, number: signal.Signals) -> None:
+        while True:  # it may be starting again just now
+            found = [each for each in psutil.process_iter() if _title(each).startswith(TITLES[victim])]
+            with suppress(psutil.NoSuchProcess, IndexError):
+                os.kill(self._rng.choice(found).pid, number)
+                return
+            time.sleep(POLL_S)
+
+    def _fill(self) -> None:
+        refs = [ray.put(np.zeros(2**24, np.uint8)) for _ in range(int(OF_STORE * self._store_bytes) >> 24)]
+        time.sleep(FILLED_S)
+        del refs
+
+    def _kill_raylet(self) -> None:
+        """With all that runs on it; another node comes in its place at once."""
+        assert self._cluster is not None
+        node = self._rng.choice([each for each in self._cluster.list_all_nodes() if each is not self._cluster.head_node])
+        node.kill_raylet()
+        self._cluster.worker_nodes.discard(node)
+        self._cluster.add_node(num_cpus=1, object_store_memory=self._store_bytes)
+
+
+def _title(process: psutil.Process) -> str:
+    """An actor at work shows its method, too (``ray::StageActor.step``)."""
+    with suppress(psutil.Error):
+        return " ".join(process.cmdline()).strip()
+    return ""
