@@ -35,8 +35,6 @@ class ExpertHealth(WorkerHealth):
 class ExpertActor(WorkerActor["ExpertWorker"]):
     """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
 
-    most_deaths = 3  # requests wait for it, and whatever killed it may have happened to come while it loaded
-
     def __init__(
         self, experts: ExpertActors, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
     ) -> None:

@@ -20,7 +20,7 @@ from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
-from tramontane.cluster.stuck import WorkerProcesses, replace_stuck
+from tramontane.cluster.stuck import replace_stuck
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
@@ -48,7 +48,6 @@ class Supervisor:
         self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
         self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
         self._is_ending = False
-        self._processes = WorkerProcesses()
         self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), _lease_in_stages(spec))
         self._launcher_seen_at = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
@@ -82,13 +81,12 @@ class Supervisor:
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
         fence_stages(stages, epoch, holder, self.spec.link)
-        self._processes.note(_existing_workers(self.spec))
         return epoch
 
     @ray.method(concurrency_group="rescue")
     def replace_stuck(self, limit_s: float) -> str:
         """See ``stuck``; also while a fence waits for what is stuck."""
-        return replace_stuck(_existing_workers(self.spec), self._processes, limit_s)
+        return replace_stuck(_existing_workers(self.spec), limit_s)
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:

@@ -47,7 +47,7 @@ class WorkerActor(Generic[W]):
     calls workers never needs it.
     """
 
-    most_deaths = 1  # while it loads; then there is most likely too little memory, and it is not loaded again
+    most_deaths = 3  # while it loads, in a row; then there is most likely too little memory, and it is not loaded again
 
     def __init__(self, label: str, weight_bytes: int, weights: Weights, device: str, fingerprint: Fingerprint) -> None:
         self.label = label
