@@ -4,15 +4,18 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.http_errors import failed
+from tramontane.cluster.relayed_response import NEWS, event_of
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.begun_answer import ChoiceNews
 
 Changes = AsyncGenerator[list[dict[str, Any]], None]
 
@@ -22,6 +25,10 @@ class Growing(Protocol):
 
     def stream(self, source: TokenSource) -> Changes:
         """What has changed in its choices, each time something is ready."""
+        ...
+
+    def take_news(self) -> list[ChoiceNews]:
+        """What another door would have to know to go on after the last changes."""
         ...
 
     @property
@@ -34,6 +41,14 @@ class Growing(Protocol):
     def last_chunk(self) -> dict[str, Any]:
         """An event about the usage."""
         ...
+
+
+class Piece(NamedTuple):
+    """Of a stream: whole events, and what they tell of the choices."""
+
+    data: bytes
+    news: list[ChoiceNews]
+    is_last: bool = False
 
 
 class Pacer:
@@ -58,18 +73,26 @@ class Pacer:
 class EventStream(StreamingResponse):
     """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
 
-    Without this they would wait for Python's garbage collector, and hold their places until then.
+    Without this they would wait for Python's garbage collector, and hold their places until then. The last event and the end
+    travel in one message, so that a door cannot die between the two.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None], changes: Changes) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        self._sources = (events, changes)
+    def __init__(self, events: AsyncGenerator[Piece, None], changes: Changes) -> None:
+        super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.events, self._changes = events, changes
+        self._is_relayed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, changes = self._sources
-        async with aclosing(changes), aclosing(events):
+        self._is_relayed = ANSWER in scope
+        async with aclosing(self._changes), aclosing(self.events):
             with suppress(ClientDisconnect):
                 await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self.events:
+            message = {"type": "http.response.body", "body": piece.data, "more_body": not piece.is_last}
+            await send(message | {NEWS: piece.news} if self._is_relayed else message)
 
 
 async def paced_events(
@@ -81,7 +104,7 @@ async def paced_events(
     *,
     includes_usage: bool,
     opening: dict[str, Any] | None = None,
-) -> AsyncGenerator[bytes, None]:
+) -> AsyncGenerator[Piece, None]:
     """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes, ``opening`` goes before."""
     clock = asyncio.get_running_loop().time
     pacer.num_streams += 1
@@ -89,15 +112,16 @@ async def paced_events(
         async with aclosing(changes):
             ready = (b"" if opening is None else _event(opening)) + _event(answer.chunk(first))
             while not answer.is_finished:
-                yield ready
+                yield Piece(ready, answer.take_news())
                 await pacer.turn(clock())
                 ready = _event(answer.chunk(await anext(changes)))
-        yield ready + (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
+        ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
+        yield Piece(ready, answer.take_news(), is_last=True)
     except TramontaneError as error:
-        yield b"data: " + bytes(failed(error, request_id).body) + b"\n\n"
+        yield Piece(event_of(bytes(failed(error, request_id).body)), [], is_last=True)
     finally:
         pacer.num_streams -= 1
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return event_of(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode())

@@ -19,6 +19,7 @@ from starlette.types import ExceptionHandler
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.door_guard import DoorGuard
+from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
 from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, request_id
@@ -149,7 +150,7 @@ class HttpDoor:
         arrived_at = time.monotonic()
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        completion = await Completion.prepare(self._model, parsed, arrived_at)
+        completion = await Completion.prepare(self._model, parsed, arrived_at, begun=request.scope.get(ANSWER))
         if not parsed.stream:
             return JSONResponse(await completion.run(self._source))
         return await self._stream(request, completion, parsed.includes_usage)
@@ -158,7 +159,7 @@ class HttpDoor:
         arrived_at = time.monotonic()
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at)
+        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, request.scope.get(ANSWER))
         if not parsed.stream:
             return JSONResponse(await chat.run(self._source))
         return await self._stream(request, chat, parsed.includes_usage, chat.opening())

@@ -10,11 +10,11 @@ TRY_EVERY_S = 0.2
 
 
 class Patience:
-    """Of one request. It is renewed with every token."""
+    """Of one request, which a router may have accepted already. It is renewed with every token."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, was_accepted: bool = False) -> None:
         self.renew()
-        self._was_accepted = False
+        self._was_accepted = was_accepted
 
     def renew(self) -> None:
         self._ends_at: float | None = None

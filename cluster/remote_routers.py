@@ -64,9 +64,10 @@ class RemoteRouters:
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
-        if sum(self._unaccepted.values()) + len(specs) > self._max_unaccepted:
+        has_begun = any(spec.output_ids for spec in specs)  # by way of another door
+        if not has_begun and sum(self._unaccepted.values()) + len(specs) > self._max_unaccepted:
             raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
-        so_far, patience = AnswersSoFar(specs), Patience()
+        so_far, patience = AnswersSoFar(specs), Patience(was_accepted=has_begun)
         while not so_far.is_complete:
             try:
                 async with aclosing(self._from_one(so_far.rest())) as batches:

@@ -1,4 +1,4 @@
-"""Keeps what clients would tell or ask Ray Serve, rather than us, from reaching it."""
+"""Around Ray Serve's HTTP proxies: keeps what clients would tell or ask Ray Serve, rather than us, from reaching it."""
 
 import re
 
@@ -6,6 +6,7 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tramontane.cluster.door_relay import DoorRelay
 from tramontane.cluster.serve_ports import keep_grpc_door_on_http_host
 from tramontane.router.openai_schema import error_body
 
@@ -26,7 +27,7 @@ HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart p
 def proxy_middlewares() -> list[Middleware]:
     """Ray Serve's proxies call it by name, before they open their ports: see ``pipeline.SERVE_SETTINGS``."""
     keep_grpc_door_on_http_host()
-    return [Middleware(WithoutOrders)]
+    return [Middleware(DoorRelay), Middleware(WithoutOrders)]  # from the inside out
 
 
 class WithoutOrders:

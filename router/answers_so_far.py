@@ -30,7 +30,7 @@ class AnswersSoFar:
     def add(self, batch: TokenBatch) -> TokenBatch:
         """What the router tells, in the request's own numbers."""
         if len(self._asked) < len(self._specs):
-            batch = _renumbered(batch, self._asked)
+            batch = renumbered(batch, self._asked)
         for number, token_id, finish in batch.events:
             self._output_ids[number].append(token_id)
             if finish is not None:
@@ -38,7 +38,8 @@ class AnswersSoFar:
         return batch
 
 
-def _renumbered(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
+def renumbered(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
+    """Sequence 1 becomes what ``numbers`` has in place 1."""
     return replace(
         batch,
         events=tuple(event._replace(seq_id=numbers[event.seq_id]) for event in batch.events),

@@ -1,7 +1,6 @@
 """``/v1/chat/completions`` without the HTTP: a conversation becomes a prompt, and the completion of that an answer."""
 
 import asyncio
-import uuid
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -10,10 +9,12 @@ from typing import Any
 from tramontane.proto.errors import RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
+from tramontane.router.answer_form import AnswerForm
+from tramontane.router.begun_answer import BegunAnswer, BegunChoice, ChoiceNews
 from tramontane.router.chat import ChatMessage, ChatPrompt, ToolFormat, ToolSpec, texts_of
 from tramontane.router.chat_schema import ChatRequest, chat_messages
 from tramontane.router.choice_text import ChoiceText
-from tramontane.router.completions import AnswerForm, Completion
+from tramontane.router.completions import Completion
 from tramontane.router.constraint_fields import Tool
 from tramontane.router.constraints import grammar_for, used_tools
 from tramontane.router.logprobs import TokenScore, chat_logprobs
@@ -69,6 +70,10 @@ class ChatChoice(ChoiceText):
         has_calls = self._parser is not None and self._parser.num_calls > 0
         return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
 
+    def go_on_after(self, told: BegunChoice) -> None:
+        super().go_on_after(told)
+        self._calls = []
+
     def take_calls(self) -> list[CallDelta]:
         """What has become known of calls since the last time."""
         news, self._calls = self._calls, []
@@ -85,12 +90,19 @@ class ChatChoice(ChoiceText):
 class ChatCompletion:
     """One request on its way. It behaves like the ``Completion`` inside."""
 
-    def __init__(self, completion: Completion, choices: Sequence[ChatChoice]) -> None:
+    def __init__(self, completion: Completion, choices: Sequence[ChatChoice], begun: BegunAnswer) -> None:
         self._completion, self._choices = completion, choices
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._id, self._has_begun = f"chatcmpl-{begun.id}", bool(begun.choices)
 
     @classmethod
-    async def prepare(cls, model: ServedModel, form: ChatPrompt, request: ChatRequest, arrived_at: float) -> "ChatCompletion":
+    async def prepare(
+        cls,
+        model: ServedModel,
+        form: ChatPrompt,
+        request: ChatRequest,
+        arrived_at: float,
+        begun: BegunAnswer | None = None,
+    ) -> "ChatCompletion":
         """Render, tokenize and bound. Raises RequestError for what could never run."""
         if request.n > model.max_sequences:
             raise ParameterError(f"n is {request.n}; one request may have at most {model.max_sequences} sequences", "n")
@@ -107,7 +119,8 @@ class ChatCompletion:
         choices = [ChatChoice(model.tokenizer, request, form.tool_format) for _ in range(request.n)]
         answer = AnswerForm(choices, chat_logprobs, _joined_logprobs, grammar)
         inner = _as_completion(request, ids, room)
-        return cls(await Completion.prepare(model, inner, arrived_at, answer), choices)
+        begun = begun or BegunAnswer()
+        return cls(await Completion.prepare(model, inner, arrived_at, answer, begun), choices, begun)
 
     async def run(self, source: TokenSource) -> dict[str, Any]:
         """The whole answer at once."""
@@ -125,8 +138,14 @@ class ChatCompletion:
     def is_finished(self) -> bool:
         return self._completion.is_finished
 
-    def opening(self) -> dict[str, Any]:
-        """The event before all others: who speaks."""
+    def take_news(self) -> list[ChoiceNews]:
+        """As of a ``Completion``."""
+        return self._completion.take_news()
+
+    def opening(self) -> dict[str, Any] | None:
+        """The event before all others, which says who speaks; None where it has been told."""
+        if self._has_begun:
+            return None
         delta = {"role": "assistant", "content": ""}
         return self.chunk(
             [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(len(self._choices))]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tramontane.proto.errors import UnfollowableError
 from tramontane.proto.request import FinishReason, TokenEvent
+from tramontane.router.begun_answer import BegunChoice
 from tramontane.router.logprobs import ChosenToken, TokenScore
 from tramontane.router.tokenizer import Tokenizer
 
@@ -90,6 +91,17 @@ class ChoiceText:
         if stopped and self._untold:
             self._untold = self._begun_in_shown()
         return shown
+
+    def go_on_after(self, told: BegunChoice) -> None:
+        """As if its tokens had been pushed, and what they gave been taken, here."""
+        for token_id in told.token_ids:
+            self.push(TokenEvent(0, token_id))
+        self.finish, self._untold = told.finish, list(told.unscored)
+
+    @property
+    def unscored(self) -> list[ChosenToken]:
+        """Tokens with scores that may not be told yet."""
+        return list(self._untold)
 
     def take_chosen(self) -> list[ChosenToken]:
         """Of the tokens with scores those that may be told and have not been; offsets count from the beginning of the text."""

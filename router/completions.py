@@ -2,44 +2,30 @@
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
+from tramontane.router.answer_form import AnswerForm
+from tramontane.router.answers_so_far import renumbered
+from tramontane.router.begun_answer import BegunAnswer, ChoiceNews
 from tramontane.router.choice_text import ChoiceText
 from tramontane.router.constraints import grammar_for
 from tramontane.router.expert_history import by_layer
-from tramontane.router.logprobs import (
-    ChosenToken,
-    TokenScore,
-    chosen_prompt,
-    completion_logprobs,
-    joined_logprobs,
-    prompt_logprobs,
-    scores_of,
-)
+from tramontane.router.logprobs import TokenScore, chosen_prompt, prompt_logprobs, scores_of
 from tramontane.router.model_checks import check_prompts, check_request
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.served_model import ServedModel, encoded
-from tramontane.router.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """In what the answers of endpoints differ. ``choices``: one for each sequence; ``grammar``: of every answer."""
-
-    choices: Sequence[ChoiceText]
-    logprobs: Callable[[Tokenizer | None, Sequence[ChosenToken], int], dict[str, Any]] = completion_logprobs
-    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = joined_logprobs
-    grammar: str = ""
 
 
 class Completion:
-    """One request on its way: its sequences, and the texts that grow."""
+    """One request on its way: its sequences, and the texts that grow.
+
+    What ``begun`` has told already is not told again.
+    """
 
     def __init__(
         self,
@@ -48,24 +34,34 @@ class Completion:
         prompt_ids: list[tuple[int, ...]],
         arrived_at: float,
         form: AnswerForm,
+        begun: BegunAnswer,
     ) -> None:
         self._request = request
         self._model = model
         self._prompt_ids = prompt_ids
-        self._form, self._choices = form, form.choices
+        self._form, self._choices, self._begun = form, form.choices, begun
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": f"cmpl-{begun.id}",
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": begun.created,
             "model": model.name,
         }
         self._arrived_at = arrived_at
         self._times: RequestTimes | None = None
         self._num_echoed: dict[int, int] = {}  # characters, by choice
+        self._news: dict[int, list[int]] = {}  # tokens of the last changes, by choice
+        for index, told in begun.choices.items():
+            self._choices[index].go_on_after(told)
+            self._num_echoed[index] = len(self._prompt_text(index // request.n)) if request.echo else 0
 
     @classmethod
     async def prepare(
-        cls, model: ServedModel, request: CompletionRequest, arrived_at: float, form: AnswerForm | None = None
+        cls,
+        model: ServedModel,
+        request: CompletionRequest,
+        arrived_at: float,
+        form: AnswerForm | None = None,
+        begun: BegunAnswer | None = None,
     ) -> "Completion":
         """Tokenize and bound. Raises RequestError for what could never run. Without a ``form`` answers are completions."""
         check_request(model, request)
@@ -74,7 +70,7 @@ class Completion:
         if form is None:
             texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
             form = AnswerForm(texts, grammar=await _grammar(model, request))
-        return cls(model, request, prompt_ids, arrived_at, form)
+        return cls(model, request, prompt_ids, arrived_at, form, begun or BegunAnswer())
 
     def specs(self) -> list[SequenceSpec]:
         """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
@@ -85,9 +81,13 @@ class Completion:
             logprobs=request.logprobs,
             prompt_logprobs=request.num_prompt_top,
             grammar=self._form.grammar,
+            seed=self._begun.seed if request.seed is None else request.seed,
         )
         choices = [replace(sampling, choice=choice) for choice in range(request.n)]
-        return [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
+        specs = [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
+        for index, told in self._begun.choices.items():
+            specs[index] = replace(specs[index], output_ids=tuple(told.token_ids))
+        return specs
 
     async def run(self, source: TokenSource) -> dict[str, Any]:
         """The whole answer at once."""
@@ -96,20 +96,26 @@ class Completion:
             async for choices in changes:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
-        choices = [_joined(own, self._request, self._form) for own in parts]
+        choices = [self._form.whole(changes, self._request) for changes in parts]
         return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
         """What has changed, choice by choice, each time something is ready; ends with the last choice."""
-        yielded: set[int] = set()
-        async with aclosing(source.generate(self.specs())) as batches:
+        yielded, specs = set(self._begun.choices), self.specs()
+        going = [index for index, choice in enumerate(self._choices) if not choice.finish]
+        async with aclosing(source.generate([specs[index] for index in going])) as batches:
             async for batch in batches:
-                changes = self._take(batch, yielded)
+                changes = self._take(batch if len(going) == len(specs) else renumbered(batch, going), yielded)
                 self._times = batch.times
                 if changes:
                     yield changes
                 if self.is_finished:
                     return
+
+    def take_news(self) -> list[ChoiceNews]:
+        """What another door would have to know to go on after the last changes."""
+        news, self._news = self._news, {}
+        return [(index, ids, (choice := self._choices[index]).finish, choice.unscored) for index, ids in news.items()]
 
     @property
     def is_finished(self) -> bool:
@@ -152,6 +158,7 @@ class Completion:
             score = scores.get((event.seq_id, self._num_prompt(event.seq_id) + choice.num_tokens)) if scores else None
             own_texts.append(choice.push(event, score))
             own_ids.append(event.token_id)
+        self._news = token_ids
         firsts = texts.keys() - yielded
         changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
         if self._request.logprobs is not None or self._request.prompt_logprobs is not None:
@@ -224,16 +231,3 @@ async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
     if model.tokenizer is None:
         raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
     return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=request.num_sequences)
-
-
-def _joined(changes: list[dict[str, Any]], request: CompletionRequest, form: AnswerForm) -> dict[str, Any]:
-    layers = request.return_experts
-    whole = changes[0] | {"text": "".join(change["text"] for change in changes), "finish_reason": changes[-1]["finish_reason"]}
-    if "token_ids" in whole:
-        whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
-    if request.logprobs is not None:
-        whole["logprobs"] = form.joined_logprobs(change["logprobs"] for change in changes)
-    for name in ("prompt_experts", "experts") if layers else ():
-        parts = [change.get(name, {}) for change in changes]
-        whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
-    return whole

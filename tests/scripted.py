@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from tramontane.proto.errors import PipelineError
+from tramontane.proto.request import ExpertChoices, Logprobs
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
@@ -94,3 +96,18 @@ class RememberingChain(ScriptedChain):
             self.num_failed += 1
             raise
         return StepResult(batch.epoch, batch.step_id, sampled, ())
+
+
+class TellingChain(RememberingChain):
+    """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
+
+    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
+        chunks = all_chunks(batch)
+        experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
+        told = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
+        result = await super()._through(batch, sampled)
+        return replace(result, choices=tuple(experts), logprobs=tuple(told))
+
+
+def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:
+    return tuple(-float(position) for position in positions), ((),) * len(positions)

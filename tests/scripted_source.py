@@ -10,6 +10,7 @@ from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.proto.errors import TramontaneError
+from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.mistral_chat import MistralChat
@@ -69,7 +70,7 @@ async def _load() -> MeasuredLoad:
     return MeasuredLoad(((1, 2), (3, 0)), 2)
 
 
-def door_of(source: ScriptedSource, model: ServedModel = MODEL, **settings: object) -> HttpDoor:
+def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpDoor:
     """``settings`` are those that ``HttpDoor`` takes by name."""
     make: Callable[..., HttpDoor] = HttpDoor
     return make(model, source, _ready, _load, MAX_BODY, 10**9, **{"chat": CHAT} | settings)

@@ -16,11 +16,10 @@ from logit_formulas import changed_logits
 from reference import assert_best_experts, reference_logits
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
 from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.event_stream import Pacer
+from tramontane.cluster.event_stream import EventStream, Pacer
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor, MoveExperts
 from tramontane.cluster.local_chain import LocalStageChain
@@ -854,8 +853,8 @@ def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, 
         async with _held(chain, tokenizer) as held:
             caller = Caller(held.house.app, json.dumps(LONG).encode())
             response = await held.house.door.completions(Request(caller._scope, caller._receive))
-            assert isinstance(response, StreamingResponse)
-            body = response.body_iterator
+            assert isinstance(response, EventStream)
+            body = response.events
             async with aclosing(body):
                 for _ in range(num_read):
                     await anext(body)

@@ -4,12 +4,11 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted import RememberingChain, all_chunks, answer
+from scripted import TellingChain, answer
 
 from tramontane.cluster import patience
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -17,16 +16,14 @@ from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
-    ExpertChoices,
     FinishReason,
-    Logprobs,
     RequestTimes,
     SamplingParams,
     SequenceSpec,
     TokenBatch,
     TokenEvent,
 )
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import MicroBatch
 from tramontane.router.admission import Limits
 from tramontane.router.answers_so_far import AnswersSoFar
 from tramontane.router.policy import EvenPolicy
@@ -34,21 +31,6 @@ from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-
-
-class TellingChain(RememberingChain):
-    """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
-
-    async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
-        chunks = all_chunks(batch)
-        experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
-        told = [Logprobs(c.seq_id, c.start + 1, *_of(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
-        result = await super()._through(batch, sampled)
-        return replace(result, choices=tuple(experts), logprobs=tuple(told))
-
-
-def _of(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:
-    return tuple(-float(position) for position in positions), ((),) * len(positions)
 
 
 class Replica:

@@ -1,0 +1,68 @@
+"""One response to a client, made of what several doors say."""
+
+from http import HTTPStatus
+
+from starlette.responses import JSONResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from tramontane.router.begun_answer import BegunAnswer
+from tramontane.router.openai_schema import error_body
+
+NEWS = "tramontane.news"  # in each message of a stream: what it tells of the choices; comes from doors only, and goes no further
+FOR_NOW = (HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)  # the first says Ray Serve where the application is being deployed
+LOST = "the server lost this request, and could not take it up again; send it again"
+
+
+def event_of(data: bytes) -> bytes:
+    """A server-sent event."""
+    return b"data: " + data + b"\n\n"
+
+
+class RelayedResponse:
+    """The client hears of a response once there is something of its body: until then another door may answer instead."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.answer, self.num_news = BegunAnswer(), 0
+        self._start: Message | None = None  # as the present door says it, until the client hears something of it
+        self._has_begun = self._is_another = self._is_refused = False
+        self.has_ended, self.can_go_on = False, True
+
+    def begin_again(self) -> None:
+        """What comes now is another door's."""
+        self._start, self._is_another, self._is_refused = None, True, False
+
+    async def send(self, message: Message) -> None:
+        """For the present door."""
+        if message["type"] == "http.response.start":
+            self._start, status = message, message["status"]
+            self._is_refused = self._is_another and (status in FOR_NOW or status >= HTTPStatus.INTERNAL_SERVER_ERROR)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif not self._is_refused:
+            await self._send_body(message)
+
+    async def _send_body(self, message: Message) -> None:
+        news = message.pop(NEWS, None)
+        self.has_ended = not message.get("more_body", False)
+        if news is not None:
+            self.answer.add(news)
+            self.num_news += 1
+        elif not self.has_ended:
+            self.can_go_on = False  # no stream of ours
+        if self._start is not None and not self._has_begun:
+            await self._send(self._start)
+            self._has_begun = True
+        elif self._start is not None and self._start["status"] != HTTPStatus.OK:  # of an answer that was going well
+            message["body"] = event_of(message.get("body", b""))
+        await self._send(message)
+
+    async def give_up(self, scope: Scope, receive: Receive) -> None:
+        """No door is to be had."""
+        answer = JSONResponse(
+            error_body(LOST, "server_error", code="unavailable"), HTTPStatus.SERVICE_UNAVAILABLE, {"retry-after": "1"}
+        )
+        if self._has_begun:
+            await self._send({"type": "http.response.body", "body": event_of(bytes(answer.body)), "more_body": False})
+        else:
+            await answer(scope, receive, self._send)

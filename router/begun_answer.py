@@ -1,0 +1,45 @@
+"""An answer that outlives the door that tells it: its name, its randomness, and what its client has been told."""
+
+import secrets
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tramontane.proto.request import FinishReason
+from tramontane.router.logprobs import ChosenToken
+
+# What one message tells of a choice: its index, the tokens that the message came from, how it ended, and the tokens among those
+# told so far whose log-probabilities wait for text that is held back. A plain tuple: one is pickled for every message.
+ChoiceNews = tuple[int, list[int], FinishReason | None, list[ChosenToken]]
+
+
+@dataclass(slots=True)
+class BegunChoice:
+    """All the news of a choice, put together."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    unscored: list[ChosenToken] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class BegunAnswer:
+    """``id`` is the part of it that endpoints have in common; ``seed`` counts where the client gave none.
+
+    ``choices`` has those of which a client has been told anything, were it only that they have ended.
+    """
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+    seed: int = field(default_factory=lambda: secrets.randbits(63))
+    choices: dict[int, BegunChoice] = field(default_factory=dict)
+
+    def add(self, news: Iterable[ChoiceNews]) -> None:
+        """Of one message."""
+        for index, token_ids, finish, unscored in news:
+            choice = self.choices.get(index)
+            if choice is None:
+                choice = self.choices[index] = BegunChoice()
+            choice.token_ids += token_ids
+            choice.finish, choice.unscored = finish, unscored

@@ -1,0 +1,369 @@
+"""Doors die while they answer, and nobody sees it: the client's bytes are those of an undisturbed answer. Without Ray."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from mortal_doors import Client, GoingOn, MortalDoors, answered
+from scripted import TellingChain, no_gate
+from scripted_source import ScriptedSource, door_of
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from tokenizer_files import SENTENCEPIECE
+
+from tramontane.cluster import door_relay
+from tramontane.cluster.door_relay import DoorRelay
+from tramontane.cluster.relayed_response import LOST
+from tramontane.proto.errors import OverloadedError, PipelineError, PoisonError, TramontaneError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.router.admission import Limits
+from tramontane.router.mistral_chat import MistralChat
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.router import Router
+from tramontane.router.scheduler import Scheduler
+from tramontane.router.served_model import ServedModel
+from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
+MODEL = ServedModel("tiny", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
+FORMAT = MistralChat.of_sentencepiece(SENTENCEPIECE["v3"])
+CALLS = 5  # [TOOL_CALLS]
+CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]
+USAGE = {"stream_options": {"include_usage": True}}
+HELLO = {"messages": [{"role": "user", "content": "Hello!"}]}
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return TOKENIZER.encode(text)[1:]
+
+
+SAYS = _ids("Bon \u00e9t\u00e9 \U0001f642, monde")  # characters of several tokens
+ENDS = _ids("one tow, two STOP, three")
+CALLING = (*_ids("STO"), CALLS, *_ids(CALLED))
+
+CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
+    "text": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 100, **USAGE, "return_token_ids": True}),
+    "length": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 6, **USAGE}),
+    "stops": (COMPLETIONS, ENDS, {"prompt": "Hello", "max_tokens": 100, "stop": ["STOP", "town"], "logprobs": 1, **USAGE}),
+    "choices": (
+        COMPLETIONS,
+        ENDS,
+        {"prompt": ["Hello", "You"], "n": 2, "max_tokens": 9, "stop": "two", "logprobs": 0, **USAGE},
+    ),
+    "echo": (COMPLETIONS, SAYS, {"prompt": ["Hello", "You"], "n": 2, "max_tokens": 5, "echo": True, "logprobs": 1}),
+    "score": (COMPLETIONS, SAYS, {"prompt": "Hello", "max_tokens": 0, "echo": True, "logprobs": 1, **USAGE}),
+    "chat": (CHAT, SAYS, HELLO | {"n": 2, **USAGE}),
+    "chat, stops": (CHAT, ENDS, HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE}),
+    "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_relay, "PAUSES_S", (0.0, 0.0, 0.0))
+
+
+def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[DoorRelay, MortalDoors]:  # noqa: ANN401
+    doors = MortalDoors(door_of(source, MODEL, chat=FORMAT).app(), lives)
+    return DoorRelay(doors), doors
+
+
+def _without_chance(text: str) -> str:
+    """The answer's name, its age and where its time went, and ids of calls; the first two are the same in all of an answer."""
+    assert len(set(re.findall(r'"id":"(\w+-\w+)"', text))) == len(set(re.findall(r'"created":(\d+)', text))) == 1
+    for pattern in (r'"id":"\w{9}"', r'"id":"\w+-\w+"', r'"created":\d+', r'"timings":\{[^}]*\}'):
+        text = re.sub(pattern, pattern.partition(":")[0], text)
+    return text
+
+
+async def _check(case: str, lives: tuple[int, ...], *, stream: bool) -> int:
+    """Returns how many messages an undisturbed answer has."""
+    path, token_ids, body = CASES[case]
+    body = body | {"stream": True} if stream else {name: body[name] for name in body if name != "stream_options"}
+    immortal, _ = _relayed(GoingOn(token_ids))
+    undisturbed = await answered(immortal, path, body)
+    source = GoingOn(token_ids)
+    relay, doors = _relayed(source, lives)
+    client = await answered(relay, path, body)
+    assert client.is_answered
+    assert client.status == undisturbed.status == 200
+    assert _without_chance(client.text) == _without_chance(undisturbed.text)
+    assert doors.num_asked == 1 + len(lives)
+    assert len(set(source.seeds)) == 1, "drawn once"
+    return len(undisturbed.messages)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_survives_a_door_that_dies_at_any_of_its_messages(case: str) -> None:
+    async def scenario() -> None:
+        for life in range(await _check(case, (), stream=True)):
+            await _check(case, (life,), stream=True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stream_survives_a_door_for_each_of_its_pieces(case: str) -> None:
+    async def scenario() -> None:
+        num_messages = await _check(case, (), stream=True)
+        await _check(case, (2,) * (num_messages - 2), stream=True)
+        await _check(case, (0, 1, 0, *((2, 0, 1) if num_messages > 3 else ())), stream=True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_answer_survives_doors_that_die_before_it_is_there(case: str) -> None:
+    async def scenario() -> None:
+        for lives in ((0,), (1,), (1, 0, 1)):
+            await _check(case, lives, stream=False)
+
+    asyncio.run(scenario())
+
+
+# ---- with a router, which knows what of log-probabilities and experts is known already
+
+TOLD = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_token_ids": True}
+
+
+@asynccontextmanager
+async def _router() -> AsyncIterator[Router]:
+    cache = CachePlan(16, (WindowClass(64, 5, 10),))
+    router = Router(Scheduler(cache, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(no_gate))
+    running = asyncio.create_task(router.run())
+    yield router
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def _told(lives: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Of each choice all that was told of it, put together; text apart, as the tokens make none."""
+    async with _router() as router:
+        model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
+        relay = DoorRelay(MortalDoors(door_of(router, model).app(), lives))
+        body = {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "stream": True, "seed": 1, **TOLD}
+        client = await answered(relay, COMPLETIONS, body)
+        assert client.is_answered
+        assert client.text.endswith("data: [DONE]\n\n")
+        choices: list[dict[str, Any]] = [{} for _ in range(4)]
+        for event in client.text.split("\n\n")[:-2]:
+            for change in json.loads(event.removeprefix("data: "))["choices"]:
+                _add(choices[change["index"]], change)
+        while not router.scheduler.is_idle:
+            await asyncio.sleep(0)
+        router.scheduler.check_integrity()
+        return choices
+
+
+def _add(whole: dict[str, Any], part: dict[str, Any]) -> None:
+    for name, value in part.items():
+        if isinstance(value, dict):
+            _add(whole.setdefault(name, {}), value)
+        elif isinstance(value, list):
+            whole[name] = whole.get(name, []) + value
+        elif name == "finish_reason" and value is not None:
+            whole[name] = value
+
+
+def test_log_probabilities_and_experts_are_told_once_by_however_many_doors() -> None:
+    async def scenario() -> None:
+        undisturbed = await _told(())
+        assert [len(choice["experts"]["3"]) for choice in undisturbed] == [6] * 4
+        for lives in ((2,), (3, 2), (2, 2, 0, 2), (5, 1, 2)):
+            assert await _told(lives) == undisturbed
+
+    asyncio.run(scenario())
+
+
+# ---- what is not a door's death, and doors that are not there
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"), [(OverloadedError("full", 3), 429), (PipelineError("gone"), 503), (PoisonError("no"), 400)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_first_door_answers_stands(failure: TramontaneError, status: int, stream: bool) -> None:
+    async def scenario() -> None:
+        relay, doors = _relayed(ScriptedSource(failure=failure))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert (client.status, client.is_answered, doors.num_asked) == (status, True, 1)
+        relay, doors = _relayed(ScriptedSource(SAYS, failure, fails_at=2))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+        assert client.is_answered
+        assert (client.text.count("data: "), client.text.count('"error"'), doors.num_asked) == (3, 1, 1)
+
+    asyncio.run(scenario())
+
+
+class Failing:
+    """Fails whoever asks from the second time on, ``num_times``; else tokens."""
+
+    def __init__(self, failure: TramontaneError, num_times: int) -> None:
+        self._source, self._failure, self._num_times, self._num_asked = GoingOn(SAYS), failure, num_times, 0
+
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        self._num_asked += 1
+        if 1 < self._num_asked <= 1 + self._num_times:
+            raise self._failure
+        async for batch in self._source.generate(specs):
+            yield batch
+
+
+@pytest.mark.parametrize("failure", [OverloadedError("full", 3), PipelineError("gone")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_door_that_is_to_go_on_is_asked_again_where_it_is_full_or_failing(failure: TramontaneError, stream: bool) -> None:
+    async def scenario() -> None:
+        relay, doors = _relayed(Failing(failure, 2), (3 if stream else 1,))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert (client.status, client.is_answered, doors.num_asked) == (200, True, 4)
+        relay, doors = _relayed(Failing(failure, 9), (3 if stream else 1,))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert client.is_answered
+        assert doors.num_asked == 1 + 3
+        error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
+        assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text) == {"error": error}
+        assert client.status == (200 if stream else 503)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool) -> None:
+    """Ray Serve says that there is no such path."""
+
+    async def scenario() -> None:
+        door = door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app()
+        _, doors = _relayed(GoingOn(SAYS), (2 if stream else 0,))
+
+        async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
+            is_there = doors.num_asked != 1
+            doors.num_asked += not is_there
+            await (doors if is_there else PlainTextResponse("not found", 404))(scope, receive, send)
+
+        body = {"prompt": "Hello", "stream": stream}
+        client = await answered(DoorRelay(no_application), COMPLETIONS, body)
+        undisturbed = await answered(door, COMPLETIONS, body)
+        assert (client.status, client.is_answered, doors.num_asked) == (200, True, 3)
+        assert _without_chance(client.text) == _without_chance(undisturbed.text)
+
+    asyncio.run(scenario())
+
+
+def test_what_another_door_refuses_ends_a_stream() -> None:
+    async def scenario() -> None:
+        relay, doors = _relayed(Failing(PoisonError("no more"), 1), (3,))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+        assert client.is_answered
+        assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"] == "no more"
+        assert doors.num_asked == 2
+
+    asyncio.run(scenario())
+
+
+def test_who_has_left_is_not_answered_by_another_door() -> None:
+    async def scenario() -> None:
+        client, num_asked = Client(b'{"prompt": "Hello"}'), 0
+
+        async def as_ray_serve(_scope: Scope, receive: Receive, _send: Send) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            while (await receive())["type"] != "http.disconnect":
+                client.leaves.set()
+
+        await client.ask(DoorRelay(as_ray_serve), COMPLETIONS)
+        assert (num_asked, client.messages) == (1, [])
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("bound", "first_size", "times_asked"), [("MAX_BODY", 41, [1, 2, 2]), ("MAX_BODIES", 30, [2, 1, 2])])
+def test_bodies_beyond_a_bound_pass_and_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch, bound: str, first_size: int, times_asked: list[int]
+) -> None:
+    """One request, another of 30 bytes while that is worked on, and one later, where there is room for 40 in one or in all."""
+    monkeypatch.setattr(door_relay, bound, 40)
+    read: list[bytes] = []
+    others_are_done = asyncio.Event()
+
+    async def dying_once(scope: Scope, receive: Receive, send: Send) -> None:
+        body = b"".join([part async for part in Request(scope, receive).stream()])
+        read.append(body)
+        if read.count(body) > 1:
+            await JSONResponse({})(scope, receive, send)
+        elif len(read) == 1:
+            await others_are_done.wait()
+
+    async def scenario() -> None:
+        relay = DoorRelay(dying_once)
+        clients = [Client(b"x" * first_size), Client(b"y" * 30), Client(b"z" * 30)]
+        first = asyncio.create_task(clients[0].ask(relay, COMPLETIONS))
+        while not read:
+            await asyncio.sleep(0)
+        await clients[1].ask(relay, COMPLETIONS)
+        others_are_done.set()
+        await first
+        await clients[2].ask(relay, COMPLETIONS)
+        assert [read.count(client.body) for client in clients] == times_asked
+        assert [bool(client.messages) for client in clients] == [times > 1 for times in times_asked]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, "/v1/other"])
+def test_streams_of_others_pass_as_they_are(path: str) -> None:
+    """Of another application, of which nothing is known."""
+    num_asked = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_asked
+        num_asked += 1
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"one"
+            raise ConnectionError
+
+        with suppress(ConnectionError):
+            await StreamingResponse(parts())(scope, receive, send)
+
+    async def scenario() -> None:
+        client = Client(b"{}")
+        await client.ask(DoorRelay(app), path)
+        assert (client.text, client.is_answered_so_far, num_asked) == ("one", True, 1)
+
+    asyncio.run(scenario())
+
+
+def test_without_a_relay_a_door_says_nothing_beside_http() -> None:
+    async def scenario() -> None:
+        door = door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app()
+        assert (await answered(door, CHAT, HELLO | {"stream": True})).is_answered
+
+    asyncio.run(scenario())
+
+
+def test_every_door_is_told_the_same_request_id() -> None:
+    seen: list[bytes] = []
+
+    async def dying(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.extend(value for name, value in scope["headers"] if name == b"x-request-id")
+        if len(seen) > 1:
+            await JSONResponse({})(scope, receive, send)
+
+    async def scenario() -> None:
+        await Client(b"{}").ask(DoorRelay(dying), CHAT)
+        assert seen == [seen[0]] * 2
+        seen.clear()
+        await Client(b"{}").ask(DoorRelay(dying), CHAT, **{"x-request-id": "mine"})
+        assert seen == [b"mine"] * 2
+
+    asyncio.run(scenario())
