@@ -270,6 +270,26 @@ def test_what_another_door_refuses_ends_a_stream() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("num_parts", [0, 1, 2])
+def test_the_next_door_reads_the_whole_body_however_much_of_it_the_first_has_read(num_parts: int) -> None:
+    read: list[bytes] = []
+
+    async def dying(scope: Scope, receive: Receive, send: Send) -> None:
+        if not read:
+            read.append(b"".join([(await receive())["body"] for _ in range(num_parts)]))
+            return
+        read.append(await Request(scope, receive).body())
+        await JSONResponse({})(scope, receive, send)
+
+    async def scenario() -> None:
+        client = Client(b"0123456789")
+        await client.ask(DoorRelay(dying), COMPLETIONS)
+        assert read == [client.body[: 5 * num_parts], client.body]
+        assert client.is_answered
+
+    asyncio.run(scenario())
+
+
 def test_who_has_left_is_not_answered_by_another_door() -> None:
     async def scenario() -> None:
         client, num_asked = Client(b'{"prompt": "Hello"}'), 0

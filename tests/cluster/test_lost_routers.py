@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from scripted import TellingChain, answer
 from tramontane.cluster import patience
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     FinishReason,
@@ -192,6 +193,31 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytes
             with pytest.raises(PipelineError, match="10 routers were lost with this request"):
                 await asked
             assert num_killed == patience.MAX_LOSSES
+
+    asyncio.run(scenario())
+
+
+def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    new = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+    tokens = answer(new.prompt_ids, 5)
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, others):
+            routing.replicas[0]._running.cancel()
+            with pytest.raises(NotRunningError):
+                await _told(others, [new])
+            routers = RemoteRouters(routing, max_unaccepted=0)
+            with pytest.raises(OverloadedError):
+                await _told(routers, [new])
+            asked = asyncio.create_task(_told(routers, [replace(new, output_ids=tuple(tokens[:2]))]))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not asked.done()
+            routing.replicas.append(Replica("r1", random.Random(0)))
+            assert [event.token_id for batch in await asked for event in batch.events] == tokens[2:]
+            routers.close()
 
     asyncio.run(scenario())
 
