@@ -34,24 +34,34 @@ class ApiKeys:
             raise ConfigError(f"--api-key must be printable ASCII without spaces, at most {MAX_KEYS} times")
         self._given = frozenset(map(_digest, given))
         self._file = file
-        self._in_file: frozenset[bytes] = frozenset()
         self._stamp: Stamp | None = None
+        in_file: frozenset[bytes] = frozenset()
         if file is not None:
-            self._stamp, self._in_file = _stamp(file), _digests(file)
+            self._stamp, in_file = _stamp(file), _digests(file)
+        self._known = sorted(self._given | in_file)
 
     @property
     def are_needed(self) -> bool:
         return bool(self._given) or self._file is not None
 
     def allows(self, authorization: str | None) -> bool:
-        """Whether a header ``Authorization: Bearer KEY`` has one of the keys. However it differs, that takes the same time."""
+        return self.owner_of(authorization) is not None
+
+    def owner_of(self, authorization: str | None) -> int | None:
+        """A number for the key that a header ``Authorization: Bearer KEY`` has; None: it has none of them.
+
+        It says nothing about the key: keys are numbered from 1. Where there are not several it is 0, also without any key.
+        However a header differs, that takes the same time.
+        """
         if not self.are_needed:
-            return True
+            return 0
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
-        known = sum(hmac.compare_digest(given, digest) for digest in self._given | self._in_file)
-        return known > 0 and scheme.lower() == "bearer"
+        number = sum(place * hmac.compare_digest(given, digest) for place, digest in enumerate(self._known, 1))
+        if not number or scheme.lower() != "bearer":
+            return None
+        return number if len(self._known) > 1 else 0
 
     def _reload(self) -> None:
         if self._file is None:
@@ -61,7 +71,7 @@ class ApiKeys:
             return
         self._stamp = stamp  # a file that cannot be used is said so once, not by every request
         try:
-            self._in_file = _digests(self._file)
+            self._known = sorted(self._given | _digests(self._file))
         except ConfigError as error:
             logger.warning("%s; the keys that it had before are still good", error)
 

@@ -106,6 +106,9 @@ class BehindInteractive:
     def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         return self._source.generate([_of_batch(spec) for spec in specs])
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        self._source.check_room(num_sequences, owner)
+
 
 def _of_batch(spec: SequenceSpec) -> SequenceSpec:
     """The one place where the priority of batch work is set."""

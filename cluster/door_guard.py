@@ -1,4 +1,4 @@
-"""Before any endpoint: who asks, and what the request is called in answers and logs."""
+"""Before any endpoint: who asks, as a number, and what the request is called in answers and logs."""
 
 import uuid
 
@@ -37,7 +37,9 @@ class DoorGuard:
             await send(message)
 
         answer = send_with_id if self._sends_id else send
-        if _path(scope) == OPEN_TO_ALL or self._keys.allows(_authorization(scope)):
+        owner = 0 if _path(scope) == OPEN_TO_ALL else self._keys.owner_of(_authorization(scope))
+        if owner is not None:
+            scope["state"]["owner"] = owner
             await self._app(scope, receive, answer)
         else:
             refusal = json_error(

@@ -1,5 +1,6 @@
 """HTTP: bytes in, OpenAI's objects out. Plain Starlette, so that it runs and is tested without Ray."""
 
+import asyncio
 import json
 import logging
 import time
@@ -26,6 +27,7 @@ from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, 
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
+from tramontane.router.asked import TIMEOUT, Asked, seconds_given
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion, NoChat
 from tramontane.router.chat_schema import parse_chat
@@ -148,27 +150,40 @@ class HttpDoor:
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
+        deadline = _deadline(request)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        completion = await Completion.prepare(self._model, parsed, arrived_at, begun=request.scope.get(ANSWER))
+        source, begun = Asked(self._source, request.state.owner, deadline), request.scope.get(ANSWER)
+        if not (begun and begun.choices):  # another door has told something of it already
+            source.check_room(parsed.num_sequences)
+        completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
         if not parsed.stream:
-            return JSONResponse(await completion.run(self._source))
-        return await self._stream(request, completion, parsed.includes_usage)
+            return JSONResponse(await completion.run(source))
+        return await self._stream(request, completion, source, parsed.includes_usage)
 
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
+        deadline = _deadline(request)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, request.scope.get(ANSWER))
+        source, begun = Asked(self._source, request.state.owner, deadline), request.scope.get(ANSWER)
+        if not (begun and begun.choices):
+            source.check_room(parsed.n)
+        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
         if not parsed.stream:
-            return JSONResponse(await chat.run(self._source))
-        return await self._stream(request, chat, parsed.includes_usage, chat.opening())
+            return JSONResponse(await chat.run(source))
+        return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
 
     async def _stream(
-        self, request: Request, answer: Growing, includes_usage: bool, opening: dict[str, Any] | None = None
+        self,
+        request: Request,
+        answer: Growing,
+        source: TokenSource,
+        includes_usage: bool,
+        opening: dict[str, Any] | None = None,
     ) -> Response:
         """The first tokens decide between a stream and an error with a status of its own."""
-        changes = answer.stream(self._source)
+        changes = answer.stream(source)
         first = await anext(changes)
         events = paced_events(
             self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
@@ -177,6 +192,11 @@ class HttpDoor:
 
     async def _body(self, request: Request) -> bytes:
         return await body_of(request, self._max_body)
+
+
+def _deadline(request: Request) -> float:
+    """By the event loop's clock. Raises ParameterError."""
+    return asyncio.get_running_loop().time() + seconds_given(request.headers.getlist(TIMEOUT))
 
 
 def _parsed_load(body: bytes) -> ExpertLoad:

@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler
 
 from tramontane.proto.errors import (
+    DeadlineError,
+    DrainingError,
     OverloadedError,
     PipelineError,
     PoisonError,
@@ -28,6 +30,7 @@ from tramontane.router.served_model import UnknownModelError
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+DRAIN_RETRY_S = "5"  # somebody else may serve by then
 
 
 class BodyTooLargeError(RequestError):
@@ -76,6 +79,16 @@ def error_response(error: TramontaneError) -> JSONResponse:
             return json_error(400, str(error), "invalid_request_error", param="prompt")
         case UserError():
             return json_error(400, str(error), "invalid_request_error")
+        case _:
+            return _no_fault_of_the_request(error)
+
+
+def _no_fault_of_the_request(error: TramontaneError) -> JSONResponse:
+    match error:
+        case DeadlineError():
+            return json_error(504, str(error), "server_error", code="deadline_exceeded")
+        case DrainingError():
+            return json_error(503, str(error), "server_error", code="draining", headers={"retry-after": DRAIN_RETRY_S})
         case _:
             headers = {"retry-after": "1"} if isinstance(error, PipelineError) else {}
             return json_error(503, str(error), "server_error", code="unavailable", headers=headers)

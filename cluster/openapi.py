@@ -45,7 +45,7 @@ class Operation:
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
 
 ERRORS_OF_MODEL = (400, 404, 413)
-ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 429, 503)
+ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 429, 503, 504)
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 16}
 LOAD_EXAMPLE = {"tokens_per_expert": [[1, 2], [3, 0]]}
 OPERATIONS: Operations = MappingProxyType(

@@ -6,18 +6,18 @@ import itertools
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
 from tramontane.cluster.patience import Patience
+from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
 from tramontane.proto.errors import (
-    ConfigError,
+    FullError,
     NoStreamError,
     NotRunningError,
     OverloadedError,
@@ -33,13 +33,13 @@ MAX_ATTEMPTS = 10
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
 ACCEPTED_WITHIN_S = 60.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
 LAST_TOKENS_S = 10.0
-READY_TIMEOUT_S = 5.0
 RETRY_AFTER_S = 5
+FULL_FOR_S = 0.25  # that routers are full is believed for so long, unless a request ends before
 
 logger = logging.getLogger(__name__)
 
 
-class RemoteRouters:
+class RemoteRouters(RouterQuestions):
     """The routers behind a Ray Serve handle, as one ``TokenSource``.
 
     ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
@@ -47,13 +47,14 @@ class RemoteRouters:
     """
 
     def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int) -> None:
-        self._handle = handle
+        super().__init__(handle)
         self._max_unaccepted = max_unaccepted
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._unaccepted: dict[int, int] = {}  # sequences, by request
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
         self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
@@ -62,11 +63,20 @@ class RemoteRouters:
     def num_requests(self) -> int:
         return len(self._mailboxes)
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """See ``TokenSource``. What has been said is an answer for those who come soon after; then routers are asked again."""
+        if sum(self._unaccepted.values()) + num_sequences > self._max_unaccepted:
+            raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
+        error, until = self._full.get(owner, (None, 0.0))
+        if error is not None and asyncio.get_running_loop().time() < until:
+            raise FullError(str(error), error.retry_after_s)
+        self._full.pop(owner, None)
+
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
         has_begun = any(spec.output_ids for spec in specs)  # by way of another door
-        if not has_begun and sum(self._unaccepted.values()) + len(specs) > self._max_unaccepted:
-            raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
+        if not has_begun:
+            self.check_room(len(specs), specs[0].owner)
         so_far, patience = AnswersSoFar(specs), Patience(was_accepted=has_begun)
         while not so_far.is_complete:
             try:
@@ -75,6 +85,8 @@ class RemoteRouters:
                         patience.renew()
                         yield so_far.add(batch)
             except (PipelineError, OverloadedError) as error:
+                if isinstance(error, FullError):
+                    self._full[specs[0].owner] = error, asyncio.get_running_loop().time() + FULL_FOR_S
                 await patience.wait(error)
                 logger.warning("a request is given to another router: %s", error)
 
@@ -97,7 +109,8 @@ class RemoteRouters:
             self._timers.pop(number).cancel()
             del self._mailboxes[number]
             self._streams_of.pop(number, None)
-            self._unaccepted.pop(number, None)
+            if self._unaccepted.pop(number, None) is None:
+                self._full.clear()  # it had a place, or stood in the way of others
             if num_unfinished:
                 call.cancel()
 
@@ -106,46 +119,6 @@ class RemoteRouters:
         if number in self._timers:
             self._timers[number].cancel()
         self._timers[number] = asyncio.get_running_loop().call_later(seconds, self._mailboxes[number].put, error)
-
-    async def is_ready(self) -> bool:
-        """Whether any router can make tokens now."""
-        with suppress(Exception):  # whatever keeps a router from answering
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("is_ready")) as answers:
-                async for is_ready in answers:
-                    if is_ready:
-                        return True
-        return False
-
-    async def expert_load(self) -> MeasuredLoad:
-        """Of all pipelines that can tell theirs in time."""
-        loads: list[ExpertLoad] = []
-        with suppress(Exception):  # the others have told theirs
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("expert_load")) as answers:
-                loads += [load async for load in answers if load is not None]
-        return MeasuredLoad.summed(loads)
-
-    async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
-        """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.
-
-        Raises ConfigError where one refuses, PipelineError where one fails; those before it have done it.
-        """
-        num_moved = num_pipelines = 0
-        async with aclosing(self._each("move_experts", load)) as answers:
-            async for moved, refusal in answers:
-                if refusal:
-                    raise ConfigError(refusal)
-                num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
-        return num_moved, num_pipelines
-
-    async def _each(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """What every router answers, one after the other. It answers with its name as well."""
-        asked: set[str] = set()
-        while True:
-            answer, replica = await _cancellable(self._method(method, any_but(asked)).remote(*arguments))
-            if replica in asked:  # there is no other
-                return
-            asked.add(replica)
-            yield answer
 
     def close(self) -> None:
         for task in self._tasks:
@@ -171,7 +144,7 @@ class RemoteRouters:
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
             method = self._method("generate", wish, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await _cancellable(method.remote(self._name, number, specs))
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_refusal(outcome)
@@ -183,7 +156,8 @@ class RemoteRouters:
                     refused[replica] = refusal
                     wish = any_but(refused)
                 case NotRunningError() | OverloadedError():  # there is no other; one that is only full says when to come back
-                    return next((each for each in refused.values() if isinstance(each, OverloadedError)), refusal)
+                    overloaded = [each for each in refused.values() if isinstance(each, OverloadedError)]
+                    return min(overloaded, key=lambda each: isinstance(each, FullError), default=refusal)
                 case _:
                     return refusal
         return refusal
@@ -227,21 +201,8 @@ class RemoteRouters:
         if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
             mailbox.put(what)
 
-    def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
-        """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""
-        return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=by_reference)
-
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work, context=contextvars.Context())  # of no request, which Ray Serve would cancel with it
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types do not say that
-    """Ray Serve does not pass on by itself that whoever waits for a response has been cancelled."""
-    try:
-        return await response
-    except asyncio.CancelledError:
-        response.cancel()
-        raise

@@ -12,6 +12,8 @@
     |   +-- WrongKeyError    a door was shown no key, or one that it does not know
     |   +-- NotHereError     a method that the server does not have
     +-- OverloadedError      too much is waiting already; says when to come back
+    |   +-- FullError          not even the smallest request could wait
+    +-- DrainingError        the server finishes what runs, and takes nothing new
     +-- DeadlineError        the time that a client gave is over
     +-- ConnectionLostError  a client cannot reach its server
     +-- PipelineError        a pipeline failed while it was working
@@ -64,6 +66,14 @@ class OverloadedError(TramontaneError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class FullError(OverloadedError):
+    """However small a request of the same client is, it would be refused too."""
+
+
+class DrainingError(TramontaneError):
+    """The server is about to stop: it finishes what it has begun, and takes nothing new."""
 
 
 class PipelineError(TramontaneError):

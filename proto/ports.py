@@ -22,6 +22,13 @@ class TokenSource(Protocol):
         """
         ...
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """Whether a request of so many sequences would certainly be refused now, as far as is known without asking anybody.
+
+        For doors, before they tokenize. Raises OverloadedError or DrainingError.
+        """
+        ...
+
 
 class StageChain(Protocol):
     """The stages of one pipeline, in order."""

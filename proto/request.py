@@ -107,13 +107,15 @@ class SequenceSpec:
     """One sequence of a request: a request has one per prompt and choice.
 
     ``priority`` 0 is interactive, 1 batch work; the higher, the less urgent. ``output_ids``: tokens of the answer that a
-    router which has been lost since has told already; the next one goes on after them.
+    router which has been lost since has told already; the next one goes on after them. ``owner``: a number in place of the
+    API key with which it came, by which keys share a queue.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     priority: int = 0
     output_ids: tuple[int, ...] = ()
+    owner: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:

@@ -8,6 +8,7 @@ from typing import Any
 import msgpack
 
 from tramontane.proto.errors import (
+    FullError,
     NoStreamError,
     NotRunningError,
     OverloadedError,
@@ -33,6 +34,7 @@ _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 REFUSALS: dict[str, type[TramontaneError]] = {
     "poison": PoisonError,
     "request": RequestError,
+    "full": FullError,
     "overloaded": OverloadedError,
     "no stream": NoStreamError,
     "not running": NotRunningError,
@@ -88,7 +90,8 @@ def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
     """A prompt with several choices travels once, and is one object again on the other side."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), spec.priority, spec.output_ids) for spec in specs]
+    others = attrgetter("priority", "output_ids", "owner")
+    fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
     return _pack((prompts, fields))
 
 
@@ -113,7 +116,8 @@ def encode_refusal(error: TramontaneError, replica: str) -> bytes:
 
 def decode_refusal(data: bytes) -> tuple[TramontaneError, str]:
     kind, message, retry_after_s, replica = _unpack(data)
-    return OverloadedError(message, retry_after_s) if kind == "overloaded" else REFUSALS[kind](message), replica
+    cls = REFUSALS[kind]
+    return cls(message, retry_after_s) if issubclass(cls, OverloadedError) else cls(message), replica
 
 
 def _kind_of(error: TramontaneError) -> str:

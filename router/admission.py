@@ -1,5 +1,6 @@
 """What may be added to a scheduler at all, and what may be added now."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -46,11 +47,20 @@ def check_possible(sequence: Sequence, limits: Limits, ledger: PageLedger) -> No
         )
 
 
+def is_full(priority: int, owner: int, line: Line, limits: Limits) -> bool:
+    """Whether not even the smallest request of this priority and owner could wait, and none would begin at once."""
+    own, others = _by_owner(line.of_priority(priority), owner)
+    no_places = len(own) >= _share(limits.max_queued_seqs, len(others), owner)
+    no_tokens = bool(own) and _num_tokens(own) >= _share(limits.max_queued_tokens, _num_tokens(others), owner)
+    return line.has_any_up_to(priority) and (no_places or no_tokens)
+
+
 def overload(arriving: Collection[Sequence], waiting: Line, admitted: Admitted, limits: Limits) -> str | None:
     """Why these sequences must not be added now, or None.
 
     Only what would wait is counted, and of waiting ones only those of the same priority. With 3 of 64 places free, pages for
     them, and nobody as urgent waiting, 5 arrivals queue 2. Places and pages of less urgent sequences count as free.
+    All arrivals are of one owner. Where there are several, one may fill half of what the others leave of the queue.
     """
     reasons = (
         _overload([s for s in arriving if s.priority == priority], priority, waiting, admitted, limits)
@@ -62,10 +72,30 @@ def overload(arriving: Collection[Sequence], waiting: Line, admitted: Admitted, 
 def _overload(arriving: list[Sequence], priority: int, line: Line, admitted: Admitted, limits: Limits) -> str | None:
     waiting = line.of_priority(priority)
     free = 0 if line.has_any_up_to(priority) else admitted.num_free_for(arriving, priority)
-    num_queued = len(waiting) + max(len(arriving) - free, 0)
-    if limits.max_queued_seqs is not None and num_queued > limits.max_queued_seqs:
-        return f"{len(waiting)} sequences are waiting and at most {limits.max_queued_seqs} may"
-    num_tokens = [len(s.prompt_ids) for s in (*waiting, *arriving[free:])]
-    if limits.max_queued_tokens is not None and len(num_tokens) > 1 and sum(num_tokens) > limits.max_queued_tokens:
-        return f"{sum(num_tokens)} prompt tokens would be waiting and at most {limits.max_queued_tokens} may"
+    queued, owner = arriving[free:], arriving[0].owner
+    own, others = _by_owner(waiting, owner)
+    whose = " with this key" * bool(owner)
+    most = _share(limits.max_queued_seqs, len(others), owner)
+    if len(own) + len(queued) > most:
+        return f"{len(own)} sequences{whose} are waiting and at most {most:.0f} may"
+    num_tokens, most = _num_tokens((*own, *queued)), _share(limits.max_queued_tokens, _num_tokens(others), owner)
+    if len(own) + len(queued) > 1 and num_tokens > most:
+        return f"{num_tokens} prompt tokens{whose} would be waiting and at most {most:.0f} may"
     return None
+
+
+def _by_owner(waiting: list[Sequence], owner: int) -> tuple[list[Sequence], list[Sequence]]:
+    """Its own, and those of others; where there are no owners all are one's own."""
+    return [s for s in waiting if s.owner == owner], [s for s in waiting if s.owner != owner]
+
+
+def _share(bound: int | None, num_of_others: int, owner: int) -> float:
+    """Of a queue of 256 an owner may fill 128, a second one 64 beside them; where there are no owners all 256."""
+    if bound is None:
+        return math.inf
+    left = max(bound - num_of_others, 0)
+    return (left + 1) // 2 if owner else left
+
+
+def _num_tokens(sequences: Collection[Sequence]) -> int:
+    return sum(len(s.prompt_ids) for s in sequences)

@@ -32,6 +32,4 @@ def _promote(sequence: Sequence, waiting: Line, prompts: Prompts, admitted: Admi
         admitted.promote(sequence)
         prompts.sort()
     else:
-        waiting.leave(sequence)
-        sequence.level = 0
-        waiting.join(sequence)
+        waiting.promote(sequence)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
@@ -12,6 +13,7 @@ from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
 from tramontane.proto.ports import TokenSource
 from tramontane.router import grpc_jobs
+from tramontane.router.asked import Asked
 from tramontane.router.completions import Completion
 from tramontane.router.grpc_completions import models_of, parsed_generate, parsed_score, response_of, score_of
 from tramontane.router.grpc_handlers import Malformed
@@ -31,8 +33,8 @@ R = TypeVar("R")
 class Keys(Protocol):
     """Who may come in."""
 
-    def allows(self, authorization: str | None) -> bool:
-        """Whether this is ``Bearer`` and a key that is known."""
+    def owner_of(self, authorization: str | None) -> int | None:
+        """A number for the key that this has; None unless it is ``Bearer`` and a key that is known."""
         ...
 
 
@@ -77,12 +79,13 @@ class GrpcServicer:
     # ---- Inference
 
     async def Generate(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
-        async with aclosing(self._stream(self._generate, request, grpc_context, pb.GenerateResponse())) as responses:
+        generate = partial(self._generate, grpc_context)
+        async with aclosing(self._stream(generate, request, grpc_context, pb.GenerateResponse())) as responses:
             async for response in responses:
                 yield response
 
     async def Score(self, request: Any, grpc_context: Any) -> pb.ScoreResponse:  # noqa: ANN401
-        return await self._answer(self._score, request, grpc_context, pb.ScoreResponse())
+        return await self._answer(partial(self._score, grpc_context), request, grpc_context, pb.ScoreResponse())
 
     async def Models(self, request: Any, grpc_context: Any) -> pb.ModelsResponse:  # noqa: ANN401
         return await self._answer(self._models, request, grpc_context, pb.ModelsResponse())
@@ -149,27 +152,32 @@ class GrpcServicer:
     def _check(self, request: Any, context: Any) -> None:  # noqa: ANN401
         if not self._admits(context.peer()):
             raise WrongKeyError("this server answers only to the machine that it runs on; its --host says so")
-        if self._keys is not None:
-            given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
-            if not self._keys.allows(given):
-                raise WrongKeyError("the API key is missing or wrong; give it as metadata, authorization: Bearer KEY")
+        if self._owner(context) is None:
+            raise WrongKeyError("the API key is missing or wrong; give it as metadata, authorization: Bearer KEY")
         if isinstance(request, Malformed):
             raise RequestError(request.message)
         size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
         if size > self._max_message:
             raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
 
+    def _owner(self, context: Any) -> int | None:  # noqa: ANN401
+        """See ``Keys``."""
+        given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
+        return 0 if self._keys is None else self._keys.owner_of(given)
+
     # ---- what they do; all may raise TramontaneError
 
-    async def _generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
+    async def _generate(self, context: Any, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
         arrived_at = time.monotonic()
         parsed = parsed_generate(request)
         check_model_name(self._model, parsed.model)
+        source = Asked(self._source, self._owner(context) or 0)
+        source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
         clock = asyncio.get_running_loop().time
         self._pace.num_streams += 1
         try:
-            async with aclosing(completion.stream(self._source)) as news:
+            async with aclosing(completion.stream(source)) as news:
                 async for changes in news:
                     response = response_of(changes)
                     if completion.is_finished:
@@ -181,12 +189,14 @@ class GrpcServicer:
         finally:
             self._pace.num_streams -= 1
 
-    async def _score(self, request: pb.ScoreRequest) -> pb.ScoreResponse:
+    async def _score(self, context: Any, request: pb.ScoreRequest) -> pb.ScoreResponse:  # noqa: ANN401
         arrived_at = time.monotonic()
         parsed = parsed_score(request)
         check_model_name(self._model, parsed.model)
+        source = Asked(self._source, self._owner(context) or 0)
+        source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
-        return score_of(await completion.run(self._source))
+        return score_of(await completion.run(source))
 
     async def _models(self, _request: pb.ModelsRequest) -> pb.ModelsResponse:
         return models_of(self._model)

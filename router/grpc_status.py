@@ -14,6 +14,7 @@ from grpc import StatusCode
 from tramontane.proto.errors import (
     ConnectionLostError,
     DeadlineError,
+    DrainingError,
     NotHereError,
     OverloadedError,
     PipelineError,
@@ -63,6 +64,8 @@ CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
     (ParameterError, StatusCode.INVALID_ARGUMENT, "WRONG_PARAMETER"),
     (RequestError, StatusCode.INVALID_ARGUMENT, "WRONG_REQUEST"),
     (UserError, StatusCode.INVALID_ARGUMENT, "NOT_POSSIBLE"),
+    (DeadlineError, StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
+    (DrainingError, StatusCode.UNAVAILABLE, "DRAINING"),
     (PipelineError, StatusCode.UNAVAILABLE, "UNAVAILABLE"),
 )
 
@@ -79,7 +82,7 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, ParameterError) and error.parameter is not None:
         info.metadata["parameter"] = error.parameter
     delay = error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
-    return _refusal(code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError) else None)
+    return _refusal(code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError | DrainingError) else None)
 
 
 def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> Refusal:

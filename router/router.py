@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from tramontane.proto.errors import LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
+from tramontane.proto.errors import FullError, LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import (
     NUM_PRIORITIES,
@@ -72,6 +72,11 @@ class Router:
         finally:
             self.abort(request)
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """See ``TokenSource``."""
+        if self.scheduler.is_full(0, owner):
+            raise FullError("too much is waiting", self._retry_after_s(0))
+
     def submit(self, specs: Sequence[SequenceSpec], sink: Sink) -> LiveRequest:
         """Queue a request, all of it or nothing. ``sink`` hears of its tokens, or of its failure.
 
@@ -86,7 +91,8 @@ class Router:
         if (reason := self.scheduler.overload(sequences)) is not None:
             if self.scheduler.is_idle:  # it will never be otherwise
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
-            raise OverloadedError(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
+            kind = FullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError
+            raise kind(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
         request = LiveRequest(sequences, sink, self._clock())
         if self.scheduler.is_idle and self._is_fenced:
             self._progress_at = self._clock()
@@ -126,8 +132,11 @@ class Router:
         return len(set(map(id, self._requests.values())))
 
     def _retry_after_s(self, priority: int) -> int:
-        """As long as the request like it that started last has waited, in whole seconds."""
-        return max(1, math.ceil(self._last_queue_s[priority]))
+        """As long as the request like it that started last has waited, or one that has not for longer, in whole seconds."""
+        now = self._clock()
+        waiting = (r for r in self._requests.values() if r.priority == priority and r.started_at == math.inf)
+        longest = max((now - request.arrived_at for request in waiting), default=0.0)
+        return max(1, math.ceil(max(longest, self._last_queue_s[priority])))
 
     async def run(self) -> None:
         """Submit and collect until cancelled, or until the pipeline is lost for good.
@@ -206,7 +215,7 @@ class Router:
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
         seq_id, output_ids = next(self._seq_ids), list(spec.output_ids)
-        return LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, output_ids=output_ids)
+        return LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, output_ids=output_ids)
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:

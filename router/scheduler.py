@@ -7,7 +7,7 @@ from itertools import repeat
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.admission import Limits, check_possible, overload
+from tramontane.router.admission import Limits, check_possible, is_full, overload
 from tramontane.router.admitted import Admitted
 from tramontane.router.ageing import note_left_behind
 from tramontane.router.decoding import Decoding
@@ -27,8 +27,9 @@ class Scheduler:
     """Chunked prefill and decode in one micro-batch, several micro-batches in flight.
 
     How much of either is the policy's to say. A decode token waits for its predecessor; a prompt's next chunk need not.
-    Sequences are admitted, and their prompts computed, the most urgent first, of equals whoever came first. A sequence
-    may have to give its pages back; then it waits, and is computed again: prompt and answer so far, as one prompt.
+    Sequences are admitted the most urgent first, of equals whoever's turn it is (``turns.py``), and their prompts computed in
+    the order of arrival. A sequence may have to give its pages back; then it waits, and is computed again: prompt and answer
+    so far, as one prompt.
 
     * Where no place or too few pages are free for a sequence, less urgent ones give theirs back.
     * Where pages run out, which happens only in layers without a window, the least urgent that came last does.
@@ -65,6 +66,10 @@ class Scheduler:
     def overload(self, arriving: Collection[Sequence]) -> str | None:
         """Why these sequences must not be added now, or None."""
         return overload(arriving, self._waiting, self._admitted, self.limits)
+
+    def is_full(self, priority: int, owner: int) -> bool:
+        """Whether even the smallest sequence of these must not be added now."""
+        return is_full(priority, owner, self._waiting, self.limits)
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
@@ -183,12 +188,12 @@ class Scheduler:
             self._admit_alone(self._suspects.first)
             return
         while (sequence := self._waiting.first) is not None and self._has_room(sequence):
-            self._waiting.leave(sequence)
+            self._waiting.begin(sequence)
             self._prompts.add(sequence)
 
     def _admit_alone(self, suspect: Sequence) -> None:
         if suspect.status is SequenceStatus.WAITING and not self._admitted and self._admitted.take(suspect):
-            self._waiting.leave(suspect)
+            self._waiting.begin(suspect)
             self._prompts.add(suspect)
 
     def _has_room(self, sequence: Sequence) -> bool:

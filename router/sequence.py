@@ -20,6 +20,7 @@ class Sequence:
     sampling: SamplingParams
     max_len: int  # positions at the most: prompt and output, within the context
     priority: int = 0  # 0 is the most urgent
+    owner: int = 0  # whose it is: among equals owners take turns
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled
@@ -31,6 +32,7 @@ class Sequence:
     num_covered: int = 0  # positions for which its pages suffice
     num_promised: int = 0  # positions for which those that it is promised do
     level: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often
+    has_had_turn: bool = False  # it was given a place before, or is the next to get one
     num_failures: int = 0  # of micro-batches that had the same of its positions, without a token since
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0

@@ -80,12 +80,15 @@ class ListedJobs:
 
 
 class OneKey:
-    def allows(self, authorization: str | None) -> bool:
-        return authorization == "Bearer right"
+    def owner_of(self, authorization: str | None) -> int | None:
+        return 0 if authorization == "Bearer right" else None
 
 
 class NoTokens:
     """A TokenSource that is never asked."""
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        pass
 
     def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         raise AssertionError(specs)

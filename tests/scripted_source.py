@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.cluster.expert_load import MeasuredLoad
 from tramontane.cluster.http_door import HttpDoor
-from tramontane.proto.errors import TramontaneError
+from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.chat import ChatPrompt
@@ -36,7 +36,12 @@ class ScriptedSource:
         self, token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:], failure: TramontaneError | None = None, fails_at: int = 0
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
+        self.is_known_full = False  # then a failure for overload is known before anything is asked
         self.asked: list[Sequence[SequenceSpec]] = []
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        if isinstance(self.failure, OverloadedError) and self.is_known_full:
+            raise self.failure
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self.asked.append(specs)

@@ -19,7 +19,7 @@ from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError
+from tramontane.proto.errors import FullError, OverloadedError, PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch
@@ -234,6 +234,62 @@ def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
             _fill(replicas[0])
             _fill(replicas[1])
             assert await _ask(routers, num_sequences=4) == 20
+
+    asyncio.run(scenario())
+
+
+def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they said holds for the same owner's requests, until one of our own ends or it is old."""
+    monkeypatch.setattr(remote_routers, "FULL_FOR_S", 3600.0)
+
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def gate(_batch: MicroBatch) -> None:
+            await release.wait()
+
+        replica = Replica("a", gate)
+        async with _house([replica], running="a") as routers:
+            ours = [asyncio.create_task(_ask(routers, num_sequences=n)) for n in (8, 3)]
+            while replica.router.num_requests < 2:
+                await asyncio.sleep(0)
+            with pytest.raises(OverloadedError) as large:
+                await _ask(routers, num_sequences=2)
+            assert not isinstance(large.value, FullError), "one sequence could still wait"
+            routers.check_room(1)
+            ours.append(asyncio.create_task(_ask(routers)))
+            while replica.router.num_requests < 3:
+                await asyncio.sleep(0)
+            with pytest.raises(FullError):
+                await _ask(routers)
+            num_asked = replica.asked["generate"]
+            for _ in range(3):
+                with pytest.raises(FullError):
+                    routers.check_room(1)
+                with pytest.raises(FullError):
+                    await _ask(routers)
+            assert replica.asked["generate"] == num_asked
+            routers.check_room(1, owner=5)
+            release.set()
+            await asyncio.gather(*ours)
+            routers.check_room(1)
+            assert await _ask(routers) == 5
+
+    asyncio.run(scenario())
+
+
+def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_routers, "FULL_FOR_S", 0.0)
+
+    async def scenario() -> None:
+        replica = Replica("a", _stuck)
+        async with _house([replica], running="a") as routers:
+            _fill(replica)
+            for number in range(1, 4):
+                with pytest.raises(FullError):
+                    await _ask(routers)
+                routers.check_room(1)
+                assert replica.asked["generate"] >= number
 
     asyncio.run(scenario())
 

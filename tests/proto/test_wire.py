@@ -109,7 +109,7 @@ def _comparable(delivery: tuple[int, TokenBatch | TramontaneError]) -> tuple[int
 @settings(derandomize=True, deadline=None)
 @given(pages, sampling, st.integers(0, 9))
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
-    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling))
+    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling, owner=7))
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
 
