@@ -15,6 +15,7 @@ from tramontane.cluster.batch_command import batch
 from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
 from tramontane.cluster.display import Display
+from tramontane.cluster.drain_command import drain
 from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.experts_command import experts
 from tramontane.cluster.hidden_keys import hide_keys
@@ -107,6 +108,12 @@ def serve(
     max_queued_tokens: Annotated[
         int | None, option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
     ] = None,
+    drain_timeout: Annotated[
+        float | None, option("--drain-timeout", help="Seconds to finish what runs, once it is to stop. Default 30.")
+    ] = None,
+    slow_reader_timeout: Annotated[
+        float | None, option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60.")
+    ] = None,
     move_experts: Annotated[
         bool | None, option("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
     ] = None,
@@ -149,6 +156,7 @@ def serve(
 
 app.command()(chat)
 app.command()(bench)
+app.command()(drain)
 app.add_typer(batch)
 app.command()(plan)
 app.command()(experts)

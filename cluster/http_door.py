@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
@@ -23,9 +24,9 @@ from tramontane.cluster.door_guard import DoorGuard
 from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, request_id
+from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, error_response, json_error, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import ConfigError, DrainingError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
 from tramontane.router.chat import ChatPrompt
@@ -47,7 +48,7 @@ class HttpDoor:
     ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
     how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``more_routes`` are other
     doors' endpoints, behind the same keys, and ``more_operations`` what the page of all endpoints says of them.
-    ``sends_request_id``: see ``DoorGuard``.
+    ``sends_request_id``: see ``DoorGuard``. ``slow_reader_s``: see ``EventStream``.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class HttpDoor:
         more_routes: Sequence[Route] = (),
         more_operations: Operations | None = None,
         sends_request_id: bool = True,
+        slow_reader_s: float = math.inf,
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
         self._expert_load, self._move_experts = expert_load, move_experts
@@ -74,7 +76,7 @@ class HttpDoor:
         self._operations = {**OPERATIONS, **(more_operations or {})}
         self._page: dict[str, Any] | None = None
         self._more_routes, self._sends_request_id = more_routes, sends_request_id
-        self._pacer = Pacer(writes_per_s)
+        self._pacer, self._slow_reader_s = Pacer(writes_per_s), slow_reader_s
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
@@ -118,8 +120,11 @@ class HttpDoor:
         return JSONResponse(self._page)
 
     async def health(self, _request: Request) -> Response:
-        if await self._is_ready():
-            return JSONResponse({"status": "ready"})
+        try:
+            if await self._is_ready():
+                return JSONResponse({"status": "ready"})
+        except DrainingError as error:
+            return error_response(error)
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
     async def experts(self, request: Request) -> Response:
@@ -188,7 +193,7 @@ class HttpDoor:
         events = paced_events(
             self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
         )
-        return EventStream(events, changes)
+        return EventStream(events, changes, self._slow_reader_s, request_id(request))
 
     async def _body(self, request: Request) -> bytes:
         return await body_of(request, self._max_body)

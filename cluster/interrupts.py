@@ -1,11 +1,12 @@
 """What Ctrl-C, SIGTERM and a closed terminal end."""
 
 import asyncio
+import queue
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 Result = TypeVar("Result")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +46,29 @@ class Interrupts:
             self.stop()
         else:
             self._part.cancel()
+
+
+class CountedSignals:
+    """Ctrl-C, SIGTERM and a closed terminal break nothing off while this is entered: they are counted."""
+
+    def __init__(self) -> None:
+        self._heard: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a handler may use, whatever it interrupts
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, lambda heard, _: self._heard.put(heard)) for number in ENDING}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def another(self, within_s: float | None = None) -> bool:
+        """Waits for the next one; whether it came in time."""
+        try:
+            self._heard.get(timeout=within_s)
+        except queue.Empty:
+            return False
+        return True
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
 from tramontane.proto.errors import (
+    DrainingError,
     FullError,
     NoStreamError,
     NotRunningError,
@@ -34,6 +35,7 @@ MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serv
 ACCEPTED_WITHIN_S = 60.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
 LAST_TOKENS_S = 10.0
 RETRY_AFTER_S = 5
+DRAINING = "the server is draining: it finishes what it has begun and takes nothing new; ask another one, or come back later"
 FULL_FOR_S = 0.25  # that routers are full is believed for so long, unless a request ends before
 
 logger = logging.getLogger(__name__)
@@ -54,6 +56,7 @@ class RemoteRouters(RouterQuestions):
         self._mailboxes: dict[int, Mailbox] = {}
         self._unaccepted: dict[int, int] = {}  # sequences, by request
         self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._is_draining = False
         self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
         self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
@@ -64,7 +67,9 @@ class RemoteRouters(RouterQuestions):
         return len(self._mailboxes)
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        """See ``TokenSource``. What has been said is an answer for those who come soon after; then routers are asked again."""
+        """See ``TokenSource``. What routers have said is an answer for those who come soon after, too."""
+        if self._is_draining:
+            raise DrainingError(DRAINING)
         if sum(self._unaccepted.values()) + num_sequences > self._max_unaccepted:
             raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
         error, until = self._full.get(owner, (None, 0.0))
@@ -119,6 +124,22 @@ class RemoteRouters(RouterQuestions):
         if number in self._timers:
             self._timers[number].cancel()
         self._timers[number] = asyncio.get_running_loop().call_later(seconds, self._mailboxes[number].put, error)
+
+    async def is_ready(self) -> bool:
+        """Whether any router can make tokens now. Raises DrainingError where none is to be asked for."""
+        if self._is_draining:
+            raise DrainingError(DRAINING)
+        return await super().is_ready()
+
+    def drain(self) -> int:
+        """Take no more requests; returns how many have not ended."""
+        self._is_draining = True
+        return self.num_requests
+
+    def end_all(self) -> None:
+        """What has not ended ends with the reason."""
+        for mailbox in self._mailboxes.values():
+            mailbox.put(DrainingError("the server has stopped before this request ended; send it again"))
 
     def close(self) -> None:
         for task in self._tasks:

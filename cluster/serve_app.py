@@ -26,6 +26,7 @@ from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.served_model import chat_format, served_model
+from tramontane.cluster.slow_readers import note_queues_of_answers
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import ConfigError
 from tramontane.router.grpc_servicer import GrpcServicer
@@ -53,7 +54,8 @@ def build(args: dict[str, Any]) -> Application:
         )
     if others := sorted(OF_THE_COMMAND & args.keys()):
         raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
-    return application(EngineConfig.build(None, args), patience_s=DRAIN_S)
+    config = EngineConfig.build(None, args)
+    return application(config, patience_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
 
 
 def grpc_options(port: int) -> gRPCOptions:
@@ -130,6 +132,7 @@ class IngressReplica(GrpcServicer):
     ) -> None:
         log_beside_ray_serve()
         keep_internal_port_on_node_address()
+        note_queues_of_answers()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
@@ -159,6 +162,7 @@ class IngressReplica(GrpcServicer):
             more_routes=BatchDoor(self._batches).routes(),
             more_operations=BATCH_OPERATIONS,
             sends_request_id=False,  # Ray Serve's proxies do
+            slow_reader_s=config.slow_reader_timeout,
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -167,6 +171,14 @@ class IngressReplica(GrpcServicer):
     async def __del__(self) -> None:
         self._routers.close()
         self._batches.close()
+
+    async def drain(self) -> int:
+        """Take nothing new; returns how many requests have not ended."""
+        return self._routers.drain()
+
+    async def end_all(self) -> None:
+        """What runs ends with an error that says why."""
+        self._routers.end_all()
 
     async def stats(self) -> dict[str, Any]:
         """What is held at this moment."""

@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tramontane.cluster.door_relay import DoorRelay
 from tramontane.cluster.serve_ports import keep_grpc_door_on_http_host
+from tramontane.cluster.slow_readers import DropSlowReaders
 from tramontane.router.openai_schema import error_body
 
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
@@ -27,7 +28,7 @@ HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart p
 def proxy_middlewares() -> list[Middleware]:
     """Ray Serve's proxies call it by name, before they open their ports: see ``pipeline.SERVE_SETTINGS``."""
     keep_grpc_door_on_http_host()
-    return [Middleware(DoorRelay), Middleware(WithoutOrders)]  # from the inside out
+    return [Middleware(DoorRelay), Middleware(WithoutOrders), Middleware(DropSlowReaders)]  # from the inside out
 
 
 class WithoutOrders:

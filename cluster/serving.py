@@ -21,7 +21,9 @@ from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.background import repeated
 from tramontane.cluster.batch_checks import check_jobs
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.draining import stop
 from tramontane.cluster.hardware import Hardware, this_machine
+from tramontane.cluster.interrupts import CountedSignals
 from tramontane.cluster.launch import checked_model, pipeline_spec
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline import end_pipeline, joined_ray, own_ray
@@ -41,6 +43,7 @@ Report = Callable[[str], None]
 
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
+DRAIN_S = 30.0
 OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``router_replica.any_pipeline``
 
 
@@ -68,7 +71,7 @@ class Served:
 
 
 def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[Served], None]) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP; then remove everything that was started."""
+    """Serve until SIGINT, SIGTERM or SIGHUP; then finish what runs, and remove everything that was started."""
     if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
         raise ConfigError(
             f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
@@ -88,7 +91,9 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
         _wait_until_healthy(url)
         grpc = f"{bracketed(config.host)}:{config.grpc_port}" if has_grpc else None
         announce(Served(url, grpc, config, _num_stages(config), time.time() - born))
-        _wait_for_a_signal()
+        with CountedSignals() as signals:
+            signals.another()
+            stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.another)
 
 
 @contextmanager
@@ -197,12 +202,6 @@ def _wait_until_healthy(url: str) -> None:
                 return
         time.sleep(READY_POLL_S)
     raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
-
-
-def _wait_for_a_signal() -> None:
-    with suppress(KeyboardInterrupt):
-        while True:
-            signal.pause()
 
 
 def _keep_alive() -> None:

@@ -124,6 +124,33 @@ def test_it_listens_on_loopback_only_and_a_signal_ends_it(tmp_path: Path) -> Non
     assert _started_with(tmp_path) == []
 
 
+def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> None:
+    """One stream ends within the time that it gets; the other one hears why it does not."""
+    body = {"prompt": "ROMEO:", "temperature": 0, "ignore_eos": True, "stream": True}
+    port = free_port()
+    with _server(_environment(tmp_path), "--port", str(port), "--drain-timeout", "600") as (process, ready):
+        completions = f"{ready['url']}/v1/completions"
+        with (
+            httpx.stream("POST", completions, json=body | {"max_tokens": 200}, timeout=120) as short,
+            httpx.stream("POST", completions, json=body | {"max_tokens": 2000}, timeout=120) as long,
+        ):
+            short_lines, long_lines = short.iter_lines(), long.iter_lines()
+            assert next(short_lines).startswith("data: {")
+            assert next(long_lines).startswith("data: {")
+            process.send_signal(signal.SIGTERM)
+            while (health := httpx.get(f"{ready['url']}/health")).status_code == 200:
+                time.sleep(0.01)
+            assert health.json()["error"]["code"] == "draining"
+            refused = httpx.post(completions, json={"prompt": "x"})
+            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
+            assert [line for line in short_lines if line][-1] == "data: [DONE]"
+            process.send_signal(signal.SIGTERM)
+            assert "has stopped before this request ended" in [line for line in long_lines if line][-1]
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert "ending 1 request" in process.stderr.read()
+
+
 def test_killed_outright_it_leaves_no_process(tmp_path: Path) -> None:
     with _server(_environment(tmp_path), "--port", str(free_port()), "--stages", "1") as (process, _):
         process.kill()

@@ -96,7 +96,7 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(given: bytes, kept: bo
     async def app(scope: dict[str, list[tuple[bytes, bytes]]], _receive: object, _send: object) -> None:
         seen.append(scope["headers"])
 
-    _, middleware = proxy_middlewares()
+    _, middleware, _ = proxy_middlewares()
     scope = {"type": "http", "headers": [(b"host", b"door"), (b"x-request-id", given)]}
     asyncio.run(middleware.cls(app)(scope, None, None))  # type: ignore[arg-type]
     assert ((b"x-request-id", given) in seen[0]) is kept
@@ -109,7 +109,7 @@ def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, 
         return JSONResponse({})
 
     async def scenario() -> None:
-        _, middleware = proxy_middlewares()
+        _, middleware, _ = proxy_middlewares()
         app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
         transport = httpx.ASGITransport(app, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:

@@ -418,6 +418,8 @@ DEFAULTS = {
     "replicas": 1,
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
+    "drain_timeout": None,
+    "slow_reader_timeout": 60.0,
     "move_experts": False,
     "api_key": (),
     "api_key_file": None,
@@ -440,6 +442,8 @@ OF_SERVE = {
     "replicas",
     "max_queued_requests",
     "max_queued_tokens",
+    "drain_timeout",
+    "slow_reader_timeout",
     "move_experts",
 }
 OF_SERVE |= {"api_key", "api_key_file"}

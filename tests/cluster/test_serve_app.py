@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, contextmanager
@@ -72,7 +73,13 @@ from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
-SETTINGS: dict[str, Any] = {"dtype": "float32", "stages": 2, "max_num_seqs": 32, "threads_per_stage": 1}
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "stages": 2,
+    "max_num_seqs": 32,
+    "threads_per_stage": 1,
+    "slow_reader_timeout": 3.0,
+}
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
 WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split())  # noqa: SIM905
 
@@ -532,6 +539,39 @@ def test_when_too_many_wait_the_next_is_told_when_to_come_back() -> None:
 
     asyncio.run(run())
     wait_until_idle()
+
+
+@contextmanager
+def _unread(body: bytes) -> Iterator[socket.socket]:
+    """A connection with small buffers, on which a request was sent and nothing is read."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", PORT))
+        connection.sendall(post_of(body, length_of(body)))
+        yield connection
+
+
+def _received_before_it_was_cut(connection: socket.socket) -> int:
+    received = 0
+    try:
+        while part := connection.recv(2**16):
+            received += len(part)
+    except ConnectionResetError:
+        return received
+    raise AssertionError("it ended as others do")
+
+
+def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None:
+    """Of some 40 MB that it has asked for; the socket's buffers take a few."""
+    asked = {"prompt": "O", "n": 16, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with _unread(json.dumps(asked).encode()) as connection:
+        while ingress_stats()["requests"] == 0:
+            time.sleep(0.05)
+        while (stats := ingress_stats())["requests"]:
+            time.sleep(0.2)
+        assert wait_until_idle()[0]["preempted"] == 0
+        assert _received_before_it_was_cut(connection) < 2**24
+    assert stats["pid"] == ingress_stats()["pid"]
 
 
 # ---- whatever comes

@@ -1,0 +1,43 @@
+"""``tramontane drain``."""
+
+import time
+from typing import Annotated
+
+import typer
+
+from tramontane.cluster.display import Display
+from tramontane.cluster.options import option
+from tramontane.proto.errors import ConfigError, PipelineError
+
+DRAIN_S = 600.0
+
+
+def drain(
+    address: Annotated[str, option("--address", help="The Ray cluster that serves: auto or host:port.")] = "auto",
+    timeout: Annotated[float, option("--drain-timeout", help="Seconds to wait for what runs. Default 600.")] = DRAIN_S,
+) -> None:
+    """Have the application on a running cluster finish what it has begun, and take nothing new."""
+    if not 0 <= timeout < float("inf"):
+        raise ConfigError(f"--drain-timeout is {timeout}; it must be a number of seconds, 0 or more")
+    from ray import serve  # which other commands do not need
+
+    from tramontane.cluster import draining
+    from tramontane.cluster.pipeline import joined_ray
+    from tramontane.cluster.serve_app import APPLICATION
+
+    display = Display(live=False)
+    try:
+        with joined_ray(address, measured=False):
+            if APPLICATION not in serve.status().applications:
+                raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
+            num_left = draining.drain(timeout, display.report, _slept)
+    finally:
+        display.stop()
+    if num_left:
+        raise PipelineError(f"{num_left} requests still run after {timeout:g} s; nothing new is taken")
+    typer.echo("drained: nothing runs, and nothing new is taken")
+
+
+def _slept(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False

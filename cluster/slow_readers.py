@@ -1,0 +1,93 @@
+"""Clients that do not read what they asked for: their streams stand still, and after a while they are dropped.
+
+Ray Serve passes an application's answer on through a queue without a bound, so that writing never waits; what is in it is
+looked at here. Behind it everything waits for whoever reads: gRPC between replica and proxy, and the proxy's HTTP server.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+
+import ray.serve._private.replica
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+LIMIT = "x-slow-reader-timeout"  # from a door to its proxy, seconds; clients do not see it
+MOST_UNREAD = 16  # writes of a stream
+LOOK_EVERY_S = 0.05
+
+_answers: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
+
+
+class SlowReaderError(Exception):
+    """A client has not read for too long."""
+
+
+def note_queues_of_answers() -> None:
+    """Call in a replica's constructor: the queue through which Ray Serve passes an answer on is known to what makes it."""
+    module: Any = ray.serve._private.replica
+
+    class NotedQueue(module.MessageQueue):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            _answers.set(self)
+
+    module.MessageQueue = NotedQueue
+
+
+def num_unread() -> int:
+    """Messages of this request's answer that nobody has fetched; 0 where Ray Serve is not between."""
+    queue = _answers.get(None)
+    return len(queue._message_queue) if queue is not None else 0
+
+
+def patient(send: Send, limit_s: float, unread: Callable[[], int] = num_unread) -> Send:
+    """Writes, and waits while much is unread. Raises SlowReaderError where that takes longer than the limit."""
+
+    async def send_and_wait(message: Message) -> None:
+        try:
+            async with asyncio.timeout(limit_s):
+                await send(message)
+                while unread() > MOST_UNREAD:
+                    await asyncio.sleep(LOOK_EVERY_S)
+        except TimeoutError:
+            raise SlowReaderError from None
+
+    return send_and_wait
+
+
+class DropSlowReaders:
+    """For the proxy, ASGI middleware around all others: a connection that takes nothing for as long as the door says is cut."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit_s: float | None = None
+
+        async def send_or_cut(message: Message) -> None:
+            nonlocal limit_s
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                limit_s = float(headers[LIMIT]) if LIMIT in headers else None
+                del headers[LIMIT]
+            try:
+                async with asyncio.timeout(limit_s):
+                    await send(message)
+            except TimeoutError:
+                logger.warning("a connection was cut: its client had not read for %g s", limit_s)
+                _cut(send)
+
+        await self._app(scope, receive, send_or_cut)
+
+
+def _cut(send: Send) -> None:
+    """At once, with what is unsent. Uvicorn has no way to say that; its application then hears that the client has left."""
+    transport = getattr(getattr(send, "__self__", None), "transport", None)
+    if transport is None:
+        raise SlowReaderError("a client does not read")
+    transport.abort()

@@ -1,0 +1,215 @@
+"""What a server does with ten times the requests that it can answer.
+
+    python tests/bench/overload.py [--seconds 60] [--times 10] [--json]
+
+``tramontane serve`` with the demo model on two stages, 8 places and 16 in the queue. One stream alone; then as many clients
+as there are places, each asking again when it is answered, which is the capacity; then that many times as many requests a
+second as were answered, from clients that do not wait for each other. Everything shares this machine's cores.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+ENTRY = "from tramontane.cluster.entry import main; main()"
+TITLES = {
+    "proxy": "ray::ProxyActor",
+    "ingress": "ray::ServeReplica:tramontane:Ingress",
+    "router": "ray::ServeReplica:tramontane:Router",
+}
+PLACES, QUEUED, MAX_TOKENS = 8, 16, 32
+BODY = {"prompt": "ROMEO: speak, my lord, what news from Rome?", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
+MOST_REFUSAL_S, MOST_ITL, MOST_GROWTH = 0.05, 1.5, 1.1
+console = Console(stderr=True, highlight=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``seconds``: to its end; ``itl``: between tokens, which may travel together, so on average."""
+
+    status: int
+    seconds: float
+    itl: float
+    retry_after: int
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Times in milliseconds, memory in MiB: early in the overload, at the end and the most."""
+
+    capacity_per_s: float
+    asked: int
+    answered: int
+    refused: int
+    other: int
+    refusal_median: float
+    refusal_p99: float
+    refusal_worst: float
+    retry_after: tuple[int, int]
+    itl_alone: float
+    itl_full: float
+    itl_overload: float
+    memory: dict[str, tuple[float, float, float]]
+
+
+async def ask(port: int) -> Answer:
+    data = json.dumps(BODY).encode()
+    began = time.perf_counter()
+    times: list[float] = []
+    status, retry_after = 0, 0
+    with suppress(OSError):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n"
+        writer.write(head.encode() + data)
+        while line := await reader.readline():
+            if line.startswith(b"HTTP/"):
+                status = int(line.split()[1])
+            elif line.lower().startswith(b"retry-after:"):
+                retry_after = int(line.split(b":")[1])
+            elif line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+        writer.close()
+    itl = (times[-1] - times[0]) / (MAX_TOKENS - 1) if times else 0.0
+    return Answer(status, time.perf_counter() - began, itl, retry_after)
+
+
+async def again_and_again(port: int, clients: int, seconds: float) -> list[Answer]:
+    until = time.perf_counter() + seconds
+    answers: list[Answer] = []
+
+    async def client() -> None:
+        while time.perf_counter() < until:
+            answers.append(await ask(port))
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return answers
+
+
+async def at_rate(port: int, per_s: float, seconds: float) -> list[Answer]:
+    """A request every so often, whatever became of those before."""
+    began = time.perf_counter()
+    asking: list[asyncio.Task[Answer]] = []
+    while (now := time.perf_counter() - began) < seconds:
+        asking += [asyncio.create_task(ask(port)) for _ in range(int(now * per_s) + 1 - len(asking))]
+        await asyncio.sleep(max(0.0, began + len(asking) / per_s - time.perf_counter()))
+    return list(await asyncio.gather(*asking))
+
+
+def rss(server: psutil.Process) -> dict[str, float]:
+    found = {}
+    for process in server.children(recursive=True):
+        with suppress(psutil.Error):
+            title = " ".join(process.cmdline())
+            found |= {name: process.memory_info().rss / 2**20 for name, start in TITLES.items() if title.startswith(start)}
+    return found
+
+
+async def watched(server: psutil.Process, samples: list[dict[str, float]]) -> None:
+    while True:
+        samples.append(await asyncio.to_thread(rss, server))
+        await asyncio.sleep(1)
+
+
+def itl_of(answers: Sequence[Answer]) -> float:
+    return statistics.median(a.itl for a in answers if a.status == 200) * 1000
+
+
+async def measure(port: int, server: psutil.Process, seconds: float, times: float) -> Figures:
+    await again_and_again(port, PLACES, 5)  # so that its policy knows its pipeline
+    alone = await again_and_again(port, 1, seconds / 4)
+    console.print("as many clients as places ...", style="dim")
+    full = await again_and_again(port, PLACES, seconds / 4)
+    capacity = len(full) / (seconds / 4)
+    console.print(f"{times:g} times {capacity:.1f} requests a second, for {seconds:g} s ...", style="dim")
+    samples: list[dict[str, float]] = []
+    watching = asyncio.create_task(watched(server, samples))
+    answers = await at_rate(port, times * capacity, seconds)
+    watching.cancel()
+    refused = [a for a in answers if a.status == 429]
+    waits = sorted(a.seconds * 1000 for a in refused)
+    early = samples[min(5, len(samples) - 1)]
+    return Figures(
+        capacity,
+        len(answers),
+        sum(a.status == 200 for a in answers),
+        len(refused),
+        sum(a.status not in (200, 429) for a in answers),
+        statistics.median(waits),
+        waits[int(0.99 * len(waits))],
+        waits[-1],
+        (min(a.retry_after for a in refused), max(a.retry_after for a in refused)),
+        itl_of(alone),
+        itl_of(full),
+        itl_of(answers),
+        {name: (early[name], samples[-1][name], max(sample[name] for sample in samples)) for name in TITLES},
+    )
+
+
+def run(port: int, seconds: float, times: float) -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
+        bounds = ("--max-num-seqs", str(PLACES), "--max-queued-requests", str(QUEUED))
+        more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--port", str(port), "--grpc-port", "0")
+        command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs]
+        console.print("starting the server ...", style="dim")
+        server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+        try:
+            assert server.stdout is not None
+            if not server.stdout.readline():
+                raise SystemExit("the server did not start")
+            return asyncio.run(measure(port, psutil.Process(server.pid), seconds, times))
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def table_of(figures: Figures) -> Table:
+    table = Table("what", "measured", "target")
+    table.add_row("answered a second at capacity", f"{figures.capacity_per_s:.1f}", "")
+    counts = f"{figures.asked}, {figures.answered}, {figures.refused}, {figures.other}"
+    table.add_row("asked, answered, refused, other", counts, "other: 0")
+    refusals = f"{figures.refusal_median:.0f}, {figures.refusal_p99:.0f}, {figures.refusal_worst:.0f} ms"
+    table.add_row("a refusal: median, 99 of 100, worst", refusals, f"median {MOST_REFUSAL_S * 1000:.0f} ms")
+    table.add_row("Retry-After", "{} to {} s".format(*figures.retry_after), "")
+    itls = f"{figures.itl_alone:.0f}, {figures.itl_full:.0f}, {figures.itl_overload:.0f} ms"
+    table.add_row("between tokens: alone, at capacity, overloaded", itls, "")
+    table.add_row("overloaded / alone", f"{figures.itl_overload / figures.itl_alone:.2f}", f"{MOST_ITL}")
+    table.add_row("overloaded / at capacity", f"{figures.itl_overload / figures.itl_full:.2f}", "")
+    for name, (early, late, most) in figures.memory.items():
+        table.add_row(
+            f"memory of {name}: after 5 s, at the end, most", f"{early:.0f}, {late:.0f}, {most:.0f} MiB", f"{MOST_GROWTH} x"
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--port", type=int, default=8774)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = run(options.port, options.seconds, options.times)
+    if options.json:
+        print(json.dumps(asdict(figures)))
+        return
+    Console(highlight=False, width=120).print(table_of(figures))
+    flat = all(late <= MOST_GROWTH * early for early, late, _ in figures.memory.values())
+    calm = figures.itl_overload <= MOST_ITL * figures.itl_alone
+    sys.exit(0 if flat and calm and not figures.other and figures.refusal_median <= 1000 * MOST_REFUSAL_S else 1)
+
+
+if __name__ == "__main__":
+    main()
