@@ -24,9 +24,9 @@ from tramontane.cluster.door_guard import DoorGuard
 from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, error_response, json_error, request_id
+from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
-from tramontane.proto.errors import ConfigError, DrainingError
+from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
 from tramontane.router.chat import ChatPrompt
@@ -120,11 +120,8 @@ class HttpDoor:
         return JSONResponse(self._page)
 
     async def health(self, _request: Request) -> Response:
-        try:
-            if await self._is_ready():
-                return JSONResponse({"status": "ready"})
-        except DrainingError as error:
-            return error_response(error)
+        if await self._is_ready():
+            return JSONResponse({"status": "ready"})
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
     async def experts(self, request: Request) -> Response:

@@ -95,9 +95,9 @@ def _no_fault_of_the_request(error: TramontaneError) -> JSONResponse:
 
 
 def failed(error: TramontaneError, request_id: str) -> JSONResponse:
-    """As ``error_response``; what is not the client's fault goes into the log."""
+    """As ``error_response``; what is not the client's fault goes into the log, unless the server is meant to refuse it."""
     response = error_response(error)
-    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
         logger.warning("request %s failed: %s", request_id, error)
     return response
 

@@ -61,7 +61,7 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/health"])
-def test_a_draining_server_says_so(path: str) -> None:
+def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         handle: Any = Handle([Replica("a", no_gate)])
         routers = RemoteRouters(handle, max_unaccepted=10)
@@ -75,6 +75,7 @@ def test_a_draining_server_says_so(path: str) -> None:
         routers.close()
 
     asyncio.run(scenario())
+    assert not caplog.records, "whoever asks again and again does not fill the log"
 
 
 @pytest.mark.parametrize("fails_at", [0, 2])
