@@ -562,8 +562,8 @@ def _received_before_it_was_cut(connection: socket.socket) -> int:
 
 
 def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None:
-    """Of some 40 MB that it has asked for; the socket's buffers take a few."""
-    asked = {"prompt": "O", "n": 16, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    """Of some 30 MB that it has asked for; the socket's buffers take a few."""
+    asked = {"prompt": "O", "n": 12, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
     with _unread(json.dumps(asked).encode()) as connection:
         while ingress_stats()["requests"] == 0:
             time.sleep(0.05)
