@@ -79,7 +79,7 @@ class EventStream(StreamingResponse):
     """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
 
     Without this they would wait for Python's garbage collector, and hold their places until then. So they are when the client
-    does not read for ``slow_reader_s``. The last event and the end travel in one message, so that a door cannot die between the two.
+    does not read for ``slow_reader_s``. The last event and the end travel in one message: a door cannot die between the two.
     """
 
     def __init__(
