@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -42,7 +42,11 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 class _Run:
     claim: Claim
     task: asyncio.Task[None] | None = None
-    is_cancelled: bool = False
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.cancelled.is_set()
 
 
 class BatchRunner:
@@ -97,19 +101,22 @@ class BatchRunner:
         if self._runs:
             await self._look_after_own()
         if (room := MAX_JOBS - len(self._runs)) > 0:
-            for claim in await self._lease_thread.run(self._claims.claim, room):
-                run = self._runs[claim.number] = _Run(claim, is_cancelled=claim.is_cancelled)
+            for claim in await self._lease_thread.run(self._claims.claim, room, tuple(self._runs)):
+                run = self._runs[claim.number] = _Run(claim)
+                if claim.is_cancelled:
+                    run.cancelled.set()
                 run.task = asyncio.create_task(self._run_job(run))
 
     async def _look_after_own(self) -> None:
         now = self._claims.clock()
         renew = now - self._renewed_at > self._claims.lease_s / 3
-        held = await self._lease_thread.run(self._claims.held, renew)
+        held = await self._lease_thread.run(self._claims.held, tuple(self._runs), renew)
         if renew:
             self._renewed_at = now
         for number, run in list(self._runs.items()):
             epoch, state = held.get(number, (None, None))
-            run.is_cancelled = state == JobState.CANCELLING
+            if state == JobState.CANCELLING:
+                run.cancelled.set()
             if epoch != run.claim.epoch and run.task is not None:
                 run.task.cancel()  # another runner has it, or it has just ended
 
@@ -139,6 +146,8 @@ class BatchRunner:
         while page := await self._patiently(partial(self._claims.next_lines, run.claim, after, PAGE)):
             for line in page:
                 await begun.acquire()
+                if run.is_cancelled:  # by now; it need not wait for a slot
+                    return
                 await self._slots.acquire()
                 slot = Slot(self._slots)
                 if run.is_cancelled:
@@ -173,7 +182,7 @@ class BatchRunner:
                     return Outcome(line.place, True, 503, error_text(why, "server_error", "unavailable"))
             if run.is_cancelled:
                 break
-            await slot.sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S), self._sleep)
+            await slot.sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S), self._sleep, run.cancelled)
             tries = min(tries + 1, 10)
         return None
 

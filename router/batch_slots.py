@@ -11,9 +11,18 @@ class Slot:
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots, self._is_held = slots, True
 
-    async def sleep(self, seconds: float, sleep: Sleep) -> None:
-        """Others have it meanwhile; afterwards it is waited for."""
+    async def sleep(self, seconds: float, sleep: Sleep, unless: asyncio.Event) -> None:
+        """Others have it meanwhile; afterwards it is waited for. ``unless`` ends that at once, and the slot is not had then."""
         self.give_back()
+        waiting = [asyncio.ensure_future(each) for each in (self._again(seconds, sleep), unless.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _again(self, seconds: float, sleep: Sleep) -> None:
         await sleep(seconds)
         await self._slots.acquire()
         self._is_held = True

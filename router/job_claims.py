@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -63,11 +63,14 @@ class JobClaims:
         """Whether there can be anything to claim."""
         return self._database.exists
 
-    def claim(self, limit: int) -> Sequence[Claim]:
-        """The oldest jobs that nobody works on, or whose runner has fallen silent."""
+    def claim(self, limit: int, running: Collection[int] = ()) -> Sequence[Claim]:
+        """The oldest jobs that nobody works on, or whose runner has fallen silent.
+
+        None of ``running``, which this runner works on. Others that it holds may be what an earlier claim took whose answer was
+        lost, or what it could not release: once their lease has lapsed they are as free as anybody's.
+        """
         now = self.clock()
-        mine = jobs.c.owner == self.owner
-        is_free = or_(jobs.c.owner.is_(None), (jobs.c.leased_until < now) & ~mine)
+        is_free = or_(jobs.c.owner.is_(None), jobs.c.leased_until < now) & jobs.c.number.not_in(running)
         where = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES) & is_free
         wanted = select(jobs).where(where).order_by(jobs.c.number).limit(limit)
         with self._database.reading() as connection:  # mostly there is nothing, and nothing to write
@@ -92,9 +95,9 @@ class JobClaims:
             for row in rows
         ]
 
-    def held(self, renew: bool) -> dict[int, tuple[int, JobState]]:
-        """Epoch and state of the jobs that are still this runner's; with ``renew`` for another lease's time."""
-        mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue)
+    def held(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+        """Epoch and state of those ``running`` that are still this runner's; with ``renew`` for another lease's time."""
+        mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue) & jobs.c.number.in_(running)
         if renew:
             with self._database.writing() as connection:
                 connection.execute(update(jobs).where(mine).values(leased_until=self.clock() + self.lease_s))

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -452,8 +452,8 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> N
         claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
         held = claims.held
 
-        def renewed(renew: bool) -> dict[int, tuple[int, JobState]]:
-            found = held(renew)
+        def renewed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+            found = held(running, renew)
             if len(found) > 2 * THREADS:
                 loop.call_soon_threadsafe(has_renewed.set)
             return found

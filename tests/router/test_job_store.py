@@ -81,13 +81,13 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
     (old,) = first.claim(5)
     assert second.claim(5) == first.claim(5) == []
     place.clock.now += 0.9 * LEASE_S
-    assert first.held(renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
+    assert first.held([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
     place.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
     place.clock.now += 0.2 * LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
-    assert first.held(renew=True) == {}
+    assert first.held([old.number], renew=True) == {}
     for write in (
         lambda: first.finish(old, _done(0)),
         lambda: first.cancel_some(old, -1),
@@ -96,7 +96,7 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
         with pytest.raises(JobLostError):
             write()
     first.release(old)
-    assert second.held(renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
+    assert second.held([new.number], renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
     assert len(second.next_lines(new, -1, 5)) == 3
     second.release(new)
     (again,) = first.claim(5)
