@@ -7,8 +7,9 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tramontane.proto.errors import OverloadedError, TramontaneError
-from tramontane.router.job_files import FileRecord, FileStore, FileTooLargeError, Purpose
-from tramontane.router.job_lines import JobLimits, LineSplitter, RawLine, checked_line
+from tramontane.router.job_files import FileRecord, FileStore, Purpose
+from tramontane.router.job_intake import JobIntake
+from tramontane.router.job_lines import JobLimits
 from tramontane.router.job_rows import StoredJob, StoredResult
 from tramontane.router.job_storage import JobStorage, UrlReader
 from tramontane.router.job_store import JobStore
@@ -17,8 +18,6 @@ from tramontane.router.job_tables import Database
 from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, Job, JobOptions, JobRefusedError, ResultLine
 
-LINES_AT_ONCE, BYTES_AT_ONCE = 1000, 2**20  # of a submission, in one transaction
-ADD_EVERY_S = 10.0  # of a submission that is slow: well before it counts as one that stands still
 RESULTS_AT_ONCE = 500
 POLL_S = 0.5
 THREADS = 8
@@ -94,7 +93,7 @@ class BatchService:
         beginning = asyncio.ensure_future(self._threads.run(self._submissions.begin, options, file_id, request_key))
         try:
             job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
-            await self._take_in(job, pieces)
+            await JobIntake(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
             return await self._threads.run(self._submissions.accept, job)
         except BaseException:  # the client has left, too
             await asyncio.shield(self._discard(beginning))
@@ -114,39 +113,6 @@ class BatchService:
             raise JobRefusedError(
                 f"metadata may have {MAX_METADATA} keys of {MAX_METADATA_KEY} characters, with texts of {MAX_METADATA_VALUE}"
             )
-
-    async def _take_in(self, job: StoredJob, pieces: AsyncIterator[bytes]) -> None:
-        splitter = LineSplitter(self.limits.max_line_bytes)
-        batch: list[RawLine] = []
-        place = num_bytes = batch_bytes = 0
-        added_at = self._clock()
-        async for piece in pieces:
-            num_bytes += len(piece)
-            if num_bytes > self.limits.max_bytes:
-                raise FileTooLargeError(f"the input is larger than {self.limits.max_bytes} bytes; split it")
-            for line in splitter.feed(piece):
-                if line.text is not None and not line.text.strip():
-                    continue
-                batch.append(line)
-                batch_bytes += len(line.text or b"")
-                if len(batch) == LINES_AT_ONCE or batch_bytes > BYTES_AT_ONCE:
-                    await self._add(job, place, batch)
-                    place, added_at = place + len(batch), self._clock()
-                    batch, batch_bytes = [], 0
-            if self._clock() - added_at > ADD_EVERY_S:
-                await self._add(job, place, batch)
-                place, added_at = place + len(batch), self._clock()
-                batch, batch_bytes = [], 0
-        batch += [line for line in splitter.finish() if line.text is None or line.text.strip()]
-        if batch:
-            await self._add(job, place, batch)
-
-    async def _add(self, job: StoredJob, place: int, batch: list[RawLine]) -> None:
-        def add() -> None:
-            checked = [checked_line(line, job.job.options.endpoint, self.limits.max_line_bytes) for line in batch]
-            self._submissions.add_lines(job, place, checked)
-
-        await self._threads.run(add)
 
     async def get(self, job_id: str) -> Job:
         """See ``JobService``."""

@@ -88,12 +88,7 @@ class JobSubmissions:
         return stored_job(row) if row else None
 
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
-        """In the order of input, all that are there in one transaction; none: it only has not stood still.
-
-        Raises JobRefusedError if there are too many.
-        """
-        if first_place + len(new) > self._limits.max_lines:
-            raise JobRefusedError(f"the input has more than {self._limits.max_lines} lines; split it")
+        """In the order of input, all that are there in one transaction; none: it only has not stood still."""
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
         with self._database.writing() as connection:
