@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import BinaryIO
 
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
@@ -61,8 +62,7 @@ class BatchDoor:
 
     async def upload(self, request: Request) -> Response:
         """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
-        if not request.headers.get("content-type", "").lower().startswith("multipart/form-data"):
-            raise JobRefusedError("the body must be multipart/form-data with file and purpose")
+        _check_form_type(request.headers.get("content-type", ""))
         most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
         parser = MultiPartParser(request.headers, parts_of(request, most), max_files=1, max_fields=MAX_FIELDS)
         try:
@@ -131,6 +131,15 @@ class BatchDoor:
 
     def _batch(self, job: StoredJob) -> Response:
         return JSONResponse(batch_object(job, self._keep_s))
+
+
+def _check_form_type(given: str) -> None:
+    """Python knows charsets that make names of what is no text. Raises JobRefusedError."""
+    kind, parameters = parse_options_header(given)
+    if kind.lower() != b"multipart/form-data":
+        raise JobRefusedError("the body must be multipart/form-data with file and purpose")
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise JobRefusedError("the form's charset must be utf-8")
 
 
 def _file_of(form: FormData) -> UploadFile:

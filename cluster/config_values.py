@@ -2,6 +2,7 @@
 
 from pydantic import ByteSize, SecretStr, TypeAdapter, ValidationError
 
+from tramontane.cluster.job_urls import has_password
 from tramontane.proto.errors import ConfigError
 
 SMALLEST_GPU = 2**10  # bytes; 24 without a unit is a slip
@@ -41,8 +42,14 @@ def api_keys(given: object) -> tuple[SecretStr, ...]:
 
 
 def url_prefixes(given: object) -> tuple[str, ...]:
-    """Of ``file:///data/in,s3://bucket/in`` or a file's list."""
-    return tuple(part for part in _parts(given) if part) if given else ()
+    """Of ``file:///data/in,s3://bucket/in`` or a file's list. Raises ConfigError, which does not repeat them."""
+    prefixes = tuple(part for part in _parts(given) if part) if given else ()
+    if any(map(has_password, prefixes)):
+        raise ConfigError(
+            "--jobs-url-prefixes has a password, which clients would have to name too; "
+            "leave it to the environment or the files that the storage's library reads"
+        )
+    return prefixes
 
 
 def _parts(given: object) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from tramontane.proto.errors import OverloadedError, TramontaneError
+from tramontane.proto.errors import OverloadedError, TramontaneError, UnknownJobError
 from tramontane.router.job_files import FileRecord, FileStore, Purpose
 from tramontane.router.job_intake import JobIntake
 from tramontane.router.job_lines import JobLimits
@@ -18,7 +18,7 @@ from tramontane.router.job_tables import Database
 from tramontane.router.job_threads import JobThreads
 from tramontane.router.jobs import Endpoint, Job, JobOptions, JobRefusedError, ResultLine
 
-RESULTS_AT_ONCE = 500
+RESULTS_AT_ONCE, CHARS_AT_ONCE = 500, 2**18  # of one stream, in memory while its reader is slow
 POLL_S = 0.5
 THREADS = 8
 MAX_STREAMS = 512  # of results and of states, each of which asks the database twice a second
@@ -61,30 +61,33 @@ class BatchService:
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        known = await self._known(request_key)
+        known = await self._known(request_key, options, None)
         return (known or await self._submit(lines, options, None, request_key)).job
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        known = await self._known(request_key)
+        known = await self._known(request_key, options, None)
         return (known or await self._submit(self._urls.read(url), options, None, request_key)).job
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         """As ``submit``. Raises UnknownFileError."""
-        if (known := await self._known(request_key)) is not None:
+        if (known := await self._known(request_key, options, file_id)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
         return await self._submit(self._files.open(file), options, file_id, request_key)
 
-    async def _known(self, request_key: str | None) -> StoredJob | None:
-        """The job that the same request has made."""
+    async def _known(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
+        """The job that the same request has made. Of its lines nothing is compared, only where they came from."""
         if request_key is None:
             return None
         if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
             raise JobRefusedError(f"the request's key must have 1 to {MAX_REQUEST_KEY} characters")
-        return await self._threads.run(self._submissions.by_request, request_key)
+        known = await self._threads.run(self._submissions.by_request, request_key)
+        if known is not None and (known.job.options, known.input_file) != (options, file_id):
+            raise JobRefusedError("the request's key is that of a job with another file or other options; give it one of its own")
+        return known
 
     async def _submit(
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None, request_key: str | None
@@ -124,11 +127,11 @@ class BatchService:
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
         """See ``JobService``; at most ``MAX_LIST``."""
-        return [each.job for each in await self.list_stored(limit, after)]
+        return [each.job for each in await self.list_stored(min(limit, MAX_LIST), after)]
 
     async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
         """Raises UnknownJobError."""
-        return await self._threads.run(self._jobs.list, min(limit, MAX_LIST), after)
+        return await self._threads.run(self._jobs.list, limit, after)
 
     async def cancel(self, job_id: str) -> Job:
         """See ``JobService``."""
@@ -157,14 +160,16 @@ class BatchService:
                     yield result.line
 
     async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
-        """As ``results``, within ``streaming``."""
+        """As ``results``, within ``streaming``. A job that is removed meanwhile breaks them off: UnknownJobError."""
         while True:
             job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
-            page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE)
+            page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE, CHARS_AT_ONCE)
             for result in page:
                 yield result
             offset += len(page)
             if not page and job.job.state.has_ended:
+                if offset < job.job.num_lines:
+                    raise UnknownJobError(f"the batch job {job_id} was removed while its results were read")
                 return
             if not page:
                 await asyncio.sleep(self._poll_s)
@@ -199,8 +204,9 @@ class BatchService:
         await self._threads.run(self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Raises UnknownFileError."""
-        return self._files.open(await self.file(file_id))
+        """Raises UnknownFileError, or PipelineError if it cannot be read, before there is anything of it."""
+        pieces = self._files.open(await self.file(file_id))
+        return _with_first(await anext(pieces, b""), pieces)
 
     async def tidy(self) -> None:
         """Remove what processes that died had begun to submit or to write, and what has been kept for long enough."""
@@ -212,3 +218,10 @@ class BatchService:
             before = self._clock() - self.limits.keep_s
             await self._threads.run(self._submissions.discard_ended, before)
             await self._threads.run(self._files.discard_old, before)
+
+
+async def _with_first(first: bytes, rest: AsyncGenerator[bytes, None]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):
+        yield first
+        async for piece in rest:
+            yield piece

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -110,7 +110,7 @@ class FileStore:
         """Of a job that was made of it nothing changes. Raises UnknownFileError."""
         self._forget(self.get(file_id))
 
-    def open(self, record: FileRecord) -> AsyncIterator[bytes]:
+    def open(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
         return self._storage.read(record.path)
 
     def discard_old(self, before: float) -> None:

@@ -51,11 +51,13 @@ def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
     connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=told + len(places)))
 
 
-def read_results(database: Database, job: int, offset: int, limit: int) -> Sequence[StoredResult]:
-    """One at least, if there is one; else within ``RESULTS_AT_ONCE``."""
+def read_results(
+    database: Database, job: int, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE
+) -> Sequence[StoredResult]:
+    """One at least, if there is one; else within ``max_chars``."""
     wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
     found: list[StoredResult] = []
-    room = RESULTS_AT_ONCE
+    room = max_chars
     with database.reading_in_pieces(wanted) as rows:
         for row in rows:
             room -= len(row.result or "")

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -48,7 +48,7 @@ class JobStorage:
                 file.close()
         return num_bytes
 
-    async def read(self, path: str) -> AsyncIterator[bytes]:
+    async def read(self, path: str) -> AsyncGenerator[bytes, None]:
         """Raises JobStoreError."""
         with _storage_errors():  # a file that is gone is one of them
             async for piece in _pieces(self._filesystem, self._whole(path)):

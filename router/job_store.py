@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from tramontane.proto.errors import UnknownJobError
-from tramontane.router.job_rows import HIDDEN, StoredJob, StoredResult, read_results, stored_job
+from tramontane.router.job_rows import HIDDEN, RESULTS_AT_ONCE, StoredJob, StoredResult, read_results, stored_job
 from tramontane.router.job_tables import Database, jobs
 from tramontane.router.jobs import JobState
 
@@ -48,9 +48,9 @@ class JobStore:
             connection.execute(update(jobs).where(where).values(values))
         return self.get(job_id)
 
-    def results(self, job: StoredJob, offset: int, limit: int) -> Sequence[StoredResult]:
+    def results(self, job: StoredJob, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE) -> Sequence[StoredResult]:
         """From this offset on, without a gap: what comes behind a line that is not done is not told yet."""
-        return read_results(self._database, job.number, offset, limit)
+        return read_results(self._database, job.number, offset, limit, max_chars)
 
     def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
         return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)

@@ -74,7 +74,8 @@ class JobService(Protocol):
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """Store the pieces of a JSONL text, cut anywhere; the job is accepted once this returns.
 
-        A submission that comes again with its ``request_key`` is the same job, and its lines are not read.
+        A submission that comes again with its ``request_key`` is the same job, and its lines are not read; with other options it
+        is refused.
 
         Raises RequestError if there are too many lines or none, OverloadedError if there is no room for it.
         """

@@ -277,6 +277,10 @@ def test_no_configuration_shows_the_password_of_its_store() -> None:
         with pytest.raises(ConfigError, match="must be a text") as refused:
             EngineConfig.build(None, wrong)
         shown.append(str(refused.value))
+    for prefixes in (f"file:///in,s3://me:{KEY}@bucket/in", [f"https://host/in?token={KEY}"]):
+        with pytest.raises(ConfigError, match="--jobs-url-prefixes has a password") as refused:
+            EngineConfig.build(None, {"jobs_url_prefixes": prefixes})
+        shown.append(str(refused.value))
     for refuse in (lambda: JobStorage(f"nosuch://me:{KEY}@bucket"), lambda: UrlReader([f"://me:{KEY}@x"])):
         with pytest.raises(ConfigError) as refused:
             refuse()
