@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tramontane.cluster.batch_output import Output
 from tramontane.cluster.server_url import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -76,41 +77,38 @@ class BatchClient:
                 return
             time.sleep(WATCH_EVERY_S)
 
-    def results(self, job_id: str, output: Path) -> int:
+    def results(self, job_id: str, output: Output) -> int:
         """Waits for the job's end. What was lost with a connection, or an earlier command, is not asked for again."""
-        part = output.with_name(f"{output.name}.{job_id}.part")
-        try:
-            num_lines = _whole_lines(part)
-            while True:
-                before = num_lines
-                try:
-                    num_lines += self._append(job_id, part, num_lines)
-                    break
-                except (httpx.HTTPError, _ComeBack) as error:
-                    num_lines = _whole_lines(part)
-                    if num_lines == before:
-                        self.get(job_id)  # waits for the server, or gives up
-                    self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); going on")
-                    time.sleep(FIRST_WAIT_S)
-            total = self.get(job_id)["request_counts"]["total"]
-            if num_lines != total:
-                part.unlink()  # what it holds is not this job's
-                raise PipelineError(f"{num_lines} results came of a job of {total} lines; ask for them again")
-            part.replace(output)
-        except OSError as error:
-            raise ConfigError(f"{output} cannot be written: {error.strerror}") from error
+        num_lines = output.whole_lines()
+        while True:
+            before = num_lines
+            try:
+                num_lines += self._append(job_id, output, num_lines)
+                break
+            except (httpx.HTTPError, _ComeBack) as error:
+                num_lines = output.whole_lines()
+                if num_lines == before:
+                    self.get(job_id)  # waits for the server, or gives up
+                self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); going on")
+                time.sleep(FIRST_WAIT_S)
+        total = self.get(job_id)["request_counts"]["total"]
+        if num_lines != total:
+            output.discard()
+            raise PipelineError(f"{num_lines} results came of a job of {total} lines; ask for them again")
+        output.finish()
         return num_lines
 
-    def _append(self, job_id: str, part: Path, offset: int) -> int:
+    def _append(self, job_id: str, output: Output, offset: int) -> int:
         num_lines = 0
         url = f"/v1/batches/{job_id}/results"
         with self._http.stream("GET", url, params={"offset": offset}) as answer:
+            self._has_answered = True
             if answer.status_code != httpx.codes.OK:
                 answer.read()
                 self._refused(answer)
-            with part.open("ab") as file:
+            with output.appending() as write:
                 for piece in answer.iter_bytes():
-                    file.write(piece)
+                    write(piece)
                     num_lines += piece.count(b"\n")
         return num_lines
 
@@ -125,10 +123,14 @@ class BatchClient:
                 self._refused(answer)
             except (httpx.TransportError, _ComeBack) as error:
                 why = str(error) or type(error).__name__
-                if (
+                is_slip = (
                     isinstance(error, httpx.ConnectError) and not self._has_answered
-                ):  # a slip rather than a server that starts again
-                    raise PipelineError(f"nothing answers at --url {self._http.base_url}: {why}") from error
+                )  # rather than a server that starts again
+                if is_slip:
+                    raise PipelineError(
+                        f"nothing answers at --url {self._http.base_url}: {why}; is tramontane serve running there? "
+                        "If it is elsewhere, give its --url"
+                    ) from error
                 is_at_work = isinstance(error, _ComeBack) and error.is_at_work
                 failing_since = time.monotonic() if failing_since is None or is_at_work else failing_since
                 if time.monotonic() - failing_since > PATIENCE_S:
@@ -165,18 +167,3 @@ def _parsed(answer: httpx.Response) -> Job:
     if not isinstance(parsed, dict):
         raise ConfigError(f"{answer.url} is no Tramontane server: its answer is not a JSON object")
     return parsed
-
-
-def _whole_lines(part: Path) -> int:
-    """How many there are, after what follows the last of them was cut off."""
-    if not part.exists():
-        return 0
-    num_lines = end = position = 0
-    with part.open("rb+") as file:
-        while piece := file.read(2**20):
-            num_lines += piece.count(b"\n")
-            if (last := piece.rfind(b"\n")) >= 0:
-                end = position + last + 1
-            position += len(piece)
-        file.truncate(end)
-    return num_lines

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from tramontane.cluster.batch_output import LineStream, PartFile
 from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.options import option
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -26,6 +28,7 @@ Url = Annotated[str, option("--url", help="A server that tramontane serve starte
 Json = Annotated[bool, option("--json", help="Machine-readable output on standard output.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say it.")]
 HERE = "http://127.0.0.1:8000"
+STANDARD_OUTPUT = "-"
 
 batch = typer.Typer(
     name="batch", help="Batch jobs of a running server: files of requests, worked off whatever happens meanwhile."
@@ -116,16 +119,35 @@ def _watched(client: "BatchClient", job_id: str) -> dict[str, Any]:
 @batch.command()
 def results(
     job_id: JobId,
-    output: Annotated[Path, option("-o", "--output", help="Where to write them.")],
+    output: Annotated[
+        str,
+        option(
+            "-o",
+            "--output",
+            help="A file; until it is whole it is called FILE.ID.part, with which an interrupted command goes on. "
+            "- : standard output.",
+        ),
+    ] = STANDARD_OUTPUT,
     url: Url = HERE,
     key: Key = None,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
     """Every line's answer or error, as the job goes on; ends with the job."""
-    with _client(url, key, key_file) as client:
-        num_lines = client.results(job_id, output)
-    print(json.dumps({"id": job_id, "output": str(output), "lines": num_lines}) if as_json else f"{num_lines} lines in {output}")
+    is_shown = output == STANDARD_OUTPUT
+    try:
+        with _client(url, key, key_file) as client:
+            num_lines = client.results(job_id, LineStream(sys.stdout.buffer) if is_shown else PartFile(Path(output), job_id))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = "standard output" if is_shown else output
+        raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
+    if is_shown:
+        console.print(f"{num_lines} lines", markup=False)
+    else:
+        said = {"id": job_id, "output": output, "lines": num_lines}
+        print(json.dumps(said) if as_json else f"{num_lines} lines in {output}")
 
 
 @batch.command(name="list")
@@ -142,11 +164,12 @@ def list_jobs(
     if as_json:
         print(json.dumps(jobs))
         return
-    columns = [Column(name, no_wrap=True) for name in ("ID", "status", "lines", "answered", "errors")]
+    columns = [Column(name, no_wrap=True) for name in ("ID", "status", "created", "lines", "answered", "errors")]
     table = Table(*columns, box=None, pad_edge=False)
     for job in jobs:
         counts = job["request_counts"]
-        table.add_row(job["id"], job["status"], *(str(counts[name]) for name in ("total", "completed", "failed")))
+        created = datetime.fromtimestamp(job["created_at"]).strftime("%Y-%m-%d %H:%M")
+        table.add_row(job["id"], job["status"], created, *(str(counts[name]) for name in ("total", "completed", "failed")))
     shown = Console(highlight=False, file=sys.stdout)
     shown.width = max(shown.width, MAX_TABLE)  # rather wrapped by the terminal than cut
     shown.print(table)

@@ -19,4 +19,6 @@ def base_url(url: str) -> httpx.URL:
 def check_allowed(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:
     """Raises ConfigError if the server wants another key, or one at all."""
     if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError(f"--url {client.base_url} wants an API key, and not this; give --api-key-file or --api-key")
+        was_sent = "authorization" in answer.request.headers
+        wish = "wants another API key than this" if was_sent else "wants an API key"
+        raise ConfigError(f"--url {client.base_url} {wish}; give --api-key-file or --api-key")

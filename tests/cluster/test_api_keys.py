@@ -336,7 +336,7 @@ def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
         async with client_of(door_of(ScriptedSource(), keys=_keys(KEY)).app()) as client:
             client.headers.update(key_headers(OTHER, None))
-            with pytest.raises(ConfigError, match="http://door wants an API key") as refused:
+            with pytest.raises(ConfigError, match="http://door wants another API key") as refused:
                 check_allowed(client, await client.get("/v1/models"))
             assert OTHER not in str(refused.value)
             client.headers.update(key_headers(KEY, None))

@@ -1,12 +1,14 @@
 """``tramontane batch`` against a real HTTP server in this process, with a connection that is lost again and again."""
 
 import asyncio
+import io
 import json
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tramontane.cluster import batch_client, cli
 from tramontane.cluster.batch_command import watch
 from tramontane.cluster.batch_door import BatchDoor
+from tramontane.cluster.batch_output import LineStream
 from tramontane.cluster.http_errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
 
@@ -159,6 +162,65 @@ def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
         assert tramontane("results", job["id"], "-o", tmp_path / "out", "--url", url).startswith("3 lines")
 
 
+def test_results_come_on_standard_output_line_by_line_over_lost_connections(
+    tmp_path: Path, tramontane: Callable[..., str]
+) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(1200))
+    with _server(place_in(tmp_path), runs=True) as (url, server):
+        job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
+        tramontane("watch", job_id, "--url", url)
+        server.tears += [("/results", 300), ("/results", 0), ("/results", 500)]
+        shown = [json.loads(line) for line in tramontane("results", job_id, "--url", url).splitlines()]
+        assert [line["custom_id"] for line in shown] == [f"r{i}" for i in range(1200)]
+        assert server.tears == []
+        tramontane("results", job_id, "-o", tmp_path / "out", "--url", url)
+        assert tramontane("results", job_id, "-o", "-", "--url", url) == (tmp_path / "out").read_text()
+
+
+def test_a_line_that_was_cut_is_written_once() -> None:
+    stream = io.BytesIO()
+    lines = LineStream(stream)
+    for pieces, num_lines in [((b"one\ntw", b"o\nth", b"r"), 2), ((b"three\n",), 3)]:
+        with lines.appending() as write:
+            for piece in pieces:
+                write(piece)
+        assert lines.whole_lines() == num_lines
+    assert stream.getvalue() == b"one\ntwo\nthree\n"
+
+
+def test_results_outlive_a_server_that_is_gone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing but results has been asked for before."""
+    monkeypatch.setattr(batch_client, "time", SimpleNamespace(sleep=lambda _seconds: None, monotonic=lambda: 0.0))
+    notices: list[str] = []
+    stream = io.BytesIO()
+
+    def half() -> Iterator[bytes]:
+        yield b'"a"\n"b'
+        raise httpx.ReadError("lost")
+
+    answers: Iterator[Any] = iter(
+        [half(), None, None, None, {"status": "in_progress"}, [b'"b"\n'], {"request_counts": {"total": 2}}]
+    )
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        given = next(answers)
+        if given is None:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=given) if isinstance(given, dict) else httpx.Response(200, content=iter(given))
+
+    with batch_client.BatchClient("http://127.0.0.1:1", {}, notices.append) as client:
+        client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1")
+        assert client.results("batch_x", LineStream(stream)) == 2
+    assert stream.getvalue() == b'"a"\n"b"\n'
+    assert any("trying again for up to 10 minutes" in notice for notice in notices)
+
+
+def test_a_url_at_which_nothing_answers_is_told_with_what_to_do(refused: Callable[..., str]) -> None:
+    complaint = refused("batch", "results", "batch_x", "--url", "http://127.0.0.1:1", code=1)
+    assert complaint.startswith("nothing answers at --url http://127.0.0.1:1")
+    assert "is tramontane serve running there?" in complaint
+
+
 def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_left(
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
@@ -180,7 +242,11 @@ def test_a_list_is_not_cut(tmp_path: Path, tramontane: Callable[..., str], monke
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         tramontane("cancel", job_id, "--url", url)
         rows = [row.split() for row in tramontane("list", "--url", url).splitlines()]
-    assert rows == [["ID", "status", "lines", "answered", "errors"], [job_id, "cancelling", "3", "0", "0"]]
+    created = datetime.fromtimestamp(1000).strftime("%Y-%m-%d %H:%M").split()  # as the place's clock has it
+    assert rows == [
+        ["ID", "status", "created", "lines", "answered", "errors"],
+        [job_id, "cancelling", *created, "3", "0", "0"],
+    ]
 
 
 def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
@@ -189,7 +255,9 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
     (tmp_path / "keys").write_text("# ours\nsesame-and-more-of-it\n")
     with _server(place_in(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
         assert json.loads(tramontane("list", "--url", url, "--json", "--api-key-file", tmp_path / "keys")) == []
-        assert "wants an API key" in refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
+        complaint = refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
+        assert "wants another API key than this; give --api-key-file or --api-key" in complaint
+        assert "wants an API key; give --api-key-file or --api-key" in refused("batch", "list", "--url", url)
 
 
 @pytest.mark.parametrize(("statuses", "is_patient"), [([429] * 200 + [200], True), ([503] * 200 + [200], False)])
