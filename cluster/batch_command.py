@@ -17,6 +17,7 @@ from tramontane.cluster.batch_output import LineStream, PartFile
 from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.options import option
 from tramontane.proto.errors import ConfigError, PipelineError
+from tramontane.router.job_problems import LineProblem, none_is_a_request
 
 if TYPE_CHECKING:
     from tramontane.cluster.batch_client import BatchClient
@@ -60,7 +61,8 @@ def submit(
     if as_json:
         print(json.dumps(job))
     if job["status"] == "failed":
-        raise ConfigError(f"{file} cannot be run: {_why_failed(job)}")
+        rest = f"all of them: tramontane batch results {job['id']}"
+        raise ConfigError(f"{file} cannot be run: {_why_failed(job)}; {rest}")
     if not as_json:
         print(job["id"])
 
@@ -191,4 +193,6 @@ def _line(job: dict[str, Any]) -> str:
 
 
 def _why_failed(job: dict[str, Any]) -> str:
-    return "; ".join(problem["message"] for problem in (job["errors"] or {"data": []})["data"])
+    told = (job["errors"] or {"data": []})["data"]
+    problems = [LineProblem(each["line"], each["code"], each["message"]) for each in told]
+    return none_is_a_request(problems, job["request_counts"]["total"])

@@ -10,22 +10,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler
 
-from tramontane.proto.errors import (
-    DeadlineError,
-    DrainingError,
-    OverloadedError,
-    PipelineError,
-    PoisonError,
-    RequestError,
-    TramontaneError,
-    UnfollowableError,
-    UnknownJobError,
-    UserError,
-)
-from tramontane.router.job_files import FileTooLargeError, UnknownFileError
-from tramontane.router.jobs import JobRefusedError
-from tramontane.router.openai_schema import ErrorType, ParameterError, error_body
-from tramontane.router.served_model import UnknownModelError
+from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.router.error_shapes import ErrorShape, shape_of
+from tramontane.router.openai_schema import ErrorType, error_body
 
 logger = logging.getLogger(__name__)
 
@@ -58,40 +45,13 @@ async def parts_of(request: Request, max_body: int) -> AsyncGenerator[bytes, Non
 
 
 def error_response(error: TramontaneError) -> JSONResponse:
-    match error:
-        case OverloadedError():
-            headers = {"retry-after": str(error.retry_after_s)}
-            return json_error(429, str(error), "rate_limit_error", code="rate_limit_exceeded", headers=headers)
-        case UnknownModelError():
-            return json_error(404, str(error), "invalid_request_error", param="model", code="model_not_found")
-        case UnknownJobError() | UnknownFileError():
-            return json_error(404, str(error), "invalid_request_error", code="not_found")
-        case BodyTooLargeError() | FileTooLargeError():
-            return json_error(413, str(error), "invalid_request_error")
-        case UnfollowableError() | PoisonError():
-            code = "poison" if isinstance(error, PoisonError) else "unfollowable"
-            return json_error(400, str(error), "invalid_request_error", code=code)
-        case ParameterError():
-            return json_error(400, str(error), "invalid_request_error", param=error.parameter)
-        case JobRefusedError():
-            return json_error(400, str(error), "invalid_request_error")
-        case RequestError():
-            return json_error(400, str(error), "invalid_request_error", param="prompt")
-        case UserError():
-            return json_error(400, str(error), "invalid_request_error")
-        case _:
-            return _no_fault_of_the_request(error)
-
-
-def _no_fault_of_the_request(error: TramontaneError) -> JSONResponse:
-    match error:
-        case DeadlineError():
-            return json_error(504, str(error), "server_error", code="deadline_exceeded")
-        case DrainingError():
-            return json_error(503, str(error), "server_error", code="draining", headers={"retry-after": DRAIN_RETRY_S})
-        case _:
-            headers = {"retry-after": "1"} if isinstance(error, PipelineError) else {}
-            return json_error(503, str(error), "server_error", code="unavailable", headers=headers)
+    shape = ErrorShape(413, "invalid_request_error") if isinstance(error, BodyTooLargeError) else shape_of(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, DrainingError | PipelineError):
+        headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
+    return JSONResponse(shape.body(str(error)), shape.status, headers)
 
 
 def failed(error: TramontaneError, request_id: str) -> JSONResponse:

@@ -17,6 +17,7 @@ from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineEr
 from tramontane.router.batch_outcomes import OutcomeWriter, Sleep, patiently
 from tramontane.router.batch_results import write_result_files
 from tramontane.router.batch_slots import Slot
+from tramontane.router.error_shapes import ErrorShape, shape_of
 from tramontane.router.job_claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
 from tramontane.router.job_lines import body_of
 from tramontane.router.job_rows import error_text
@@ -36,6 +37,7 @@ PAGE = 256  # lines of a job that are fetched at once
 MAX_JOBS = 64  # that take turns
 MAX_TRIES = 10  # that failed while the line ran
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+UNAVAILABLE = ErrorShape(503, "server_error", code="unavailable")
 
 
 @dataclass(slots=True)
@@ -170,7 +172,8 @@ class BatchRunner:
                 answer = await self._answer(run.claim.endpoint, body_of(line.text))
                 return Outcome(line.place, False, 200, json.dumps(answer))
             except UserError as error:
-                return Outcome(line.place, True, 400, error_text(str(error), "invalid_request_error", None))
+                shape = shape_of(error)  # as a request of its own would have been refused
+                return Outcome(line.place, True, shape.status, error_text(str(error), shape))
             except (OverloadedError, NotRunningError) as error:  # it has not begun
                 wait = getattr(error, "retry_after_s", 0)
             except Exception as error:  # whatever it is, the job goes on
@@ -179,7 +182,7 @@ class BatchRunner:
                 wait, num_failed = 0, num_failed + 1
                 if num_failed == MAX_TRIES:
                     why = str(error) if isinstance(error, PipelineError) else "the server has a defect; its log says more"
-                    return Outcome(line.place, True, 503, error_text(why, "server_error", "unavailable"))
+                    return Outcome(line.place, True, UNAVAILABLE.status, error_text(why, UNAVAILABLE))
             if run.is_cancelled:
                 break
             await slot.sleep(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S), self._sleep, run.cancelled)

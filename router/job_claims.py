@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
+from tramontane.router.error_shapes import ErrorShape
 from tramontane.router.job_files import FileRecord
 from tramontane.router.job_rows import OPEN_STATES, StoredResult, error_text, read_results, tell
 from tramontane.router.job_tables import DONE, FAILED, PENDING, Database, files, jobs, lines
@@ -47,7 +48,9 @@ class Outcome(NamedTuple):
     result: str
 
 
-CANCELLED = error_text("the job was cancelled before this line began", "invalid_request_error", "batch_cancelled")
+CANCELLED = error_text(
+    "the job was cancelled before this line began", ErrorShape(400, "invalid_request_error", code="batch_cancelled")
+)
 
 
 class JobClaims:

@@ -121,7 +121,9 @@ def _custom_id(request: dict[str, Any]) -> str:
 
 def _check_request(request: dict[str, Any], endpoint: Endpoint) -> None:
     if request.get("url", endpoint) != endpoint:
-        raise RequestError(f"url is {request['url']!r:.80}; this job is for {endpoint}")
+        raise RequestError(
+            f"url is {request['url']!r:.80}, but the job's endpoint (--endpoint) is {endpoint}; change one of the two"
+        )
     if request.get("method", "POST") != "POST":
         raise RequestError(f"method is {request['method']!r:.80}; it must be POST")
     if not isinstance(request.get("body"), dict):

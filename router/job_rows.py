@@ -1,12 +1,14 @@
 """What the rows of jobs and lines mean, for all who read and write them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from sqlalchemy import Connection, Row, select, update
 
+from tramontane.router.error_shapes import ErrorShape
+from tramontane.router.job_problems import LineProblem
 from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
 from tramontane.router.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 
@@ -16,6 +18,7 @@ HIDDEN = (SUBMITTING, DISCARDING)
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 ENDED_STATES = [state.value for state in JobState if state.has_ended]
 RESULTS_AT_ONCE = 2**23  # characters
+MAX_PROBLEMS = 20  # that are told with a job; its results tell all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class StoredJob:
     output_file: str | None
     error_file: str | None
     cancelling_at: float | None
+    problems: Sequence[LineProblem] = ()  # of its first lines, if none of them is a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,9 @@ class StoredResult:
     http_status: int | None
 
 
-def error_text(message: str, kind: str, code: str | None) -> str:
+def error_text(message: str, shape: ErrorShape) -> str:
     """OpenAI's error object as JSON."""
-    return json.dumps({"message": message, "type": kind, "param": None, "code": code})
+    return json.dumps(shape.body(message)["error"])
 
 
 def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
@@ -68,9 +72,25 @@ def read_results(
     return found
 
 
-def stored_job(row: Row[Any]) -> StoredJob:
+def stored_jobs(connection: Connection, rows: Sequence[Row[Any]]) -> list[StoredJob]:
+    problems = first_problems(connection, [row.number for row in rows if row.state == JobState.FAILED])
+    return [_stored_job(row, problems.get(row.number, ())) for row in rows]
+
+
+def first_problems(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineProblem]]:
+    """By the numbers of jobs without a good line."""
+    found: dict[int, list[LineProblem]] = {}
+    if failed:
+        wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
+        for row in connection.execute(wanted.order_by(lines.c.job, lines.c.told)):
+            error = json.loads(row.result)
+            found.setdefault(row.job, []).append(LineProblem(row.line, error["code"], error["message"]))
+    return found
+
+
+def _stored_job(row: Row[Any], problems: Sequence[LineProblem]) -> StoredJob:
     options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
     state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
     counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
     job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
-    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at)
+    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at, problems)

@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import select, update
 
 from tramontane.proto.errors import UnknownJobError
-from tramontane.router.job_rows import HIDDEN, RESULTS_AT_ONCE, StoredJob, StoredResult, read_results, stored_job
+from tramontane.router.job_rows import HIDDEN, RESULTS_AT_ONCE, StoredJob, StoredResult, read_results, stored_jobs
 from tramontane.router.job_tables import Database, jobs
 from tramontane.router.jobs import JobState
 
@@ -22,9 +22,9 @@ class JobStore:
         """Raises UnknownJobError."""
         if self._database.exists and "\0" not in job_id:  # which PostgreSQL would not even compare
             with self._database.reading() as connection:
-                row = connection.execute(select(jobs).where(self._named(job_id))).one_or_none()
-            if row is not None:
-                return stored_job(row)
+                found = stored_jobs(connection, connection.execute(select(jobs).where(self._named(job_id))).all())
+            if found:
+                return found[0]
         raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
 
     def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
@@ -36,7 +36,7 @@ class JobStore:
             return []
         with self._database.reading() as connection:
             rows = connection.execute(select(jobs).where(where).order_by(jobs.c.number.desc()).limit(limit)).all()
-        return [stored_job(row) for row in rows]
+            return stored_jobs(connection, rows)
 
     def cancel(self, job_id: str) -> StoredJob:
         """A runner ends it. Raises UnknownJobError."""

@@ -10,7 +10,9 @@ from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import OverloadedError
+from tramontane.router.error_shapes import ErrorShape
 from tramontane.router.job_lines import JobLimits, NewLine
+from tramontane.router.job_problems import none_is_a_request
 from tramontane.router.job_rows import (
     DISCARDING,
     ENDED_STATES,
@@ -19,7 +21,8 @@ from tramontane.router.job_rows import (
     SUBMITTING,
     StoredJob,
     error_text,
-    stored_job,
+    first_problems,
+    stored_jobs,
     tell,
 )
 from tramontane.router.job_tables import FAILED, PENDING, Database, jobs, lines
@@ -29,7 +32,7 @@ ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will 
 TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
 DELETED_AT_ONCE = 10_000  # lines; others write in between
 RETRY_AFTER_S = 30
-PROBLEMS_SHOWN = 3
+BAD_LINE = ErrorShape(400, "invalid_request_error", code="invalid_line")
 
 
 class JobSubmissions:
@@ -67,7 +70,7 @@ class JobSubmissions:
                 if num_open >= self._limits.max_open_jobs:
                     raise OverloadedError(f"{num_open} batch jobs have not ended; submit this one later", RETRY_AFTER_S)
                 connection.execute(insert(jobs).values(row))
-                return stored_job(connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).one())
+                return stored_jobs(connection, connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).all())[0]
         except IntegrityError as error:
             raise OverloadedError("the same request is being submitted already", 1) from error
 
@@ -84,8 +87,8 @@ class JobSubmissions:
             return None
         where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
         with self._database.reading() as connection:
-            row = connection.execute(select(jobs).where(where)).one_or_none()
-        return stored_job(row) if row else None
+            found = stored_jobs(connection, connection.execute(select(jobs).where(where)).all())
+        return found[0] if found else None
 
     def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
         """In the order of input, all that are there in one transaction; none: it only has not stood still."""
@@ -115,10 +118,10 @@ class JobSubmissions:
                 raise JobRefusedError("the input has no lines")
             values: dict[str, Any] = {"state": JobState.QUEUED.value}
             if row.num_bad == row.num_lines:
-                why = _first_problems(connection, job.number, row.num_lines)
+                why = none_is_a_request(first_problems(connection, [job.number])[job.number], row.num_lines)
                 values = {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": why}
             connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
-            return stored_job(connection.execute(this).one())
+            return stored_jobs(connection, connection.execute(this).all())[0]
 
     def discard(self, number: int, touched_before: float | None = None) -> None:
         """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
@@ -177,7 +180,7 @@ def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, An
         "text": line.text,
         "state": FAILED if line.problem else PENDING,
         "told": place if keeps_order else None,
-        "result": error_text(line.problem, "invalid_request_error", "invalid_line") if line.problem else None,
+        "result": error_text(line.problem, BAD_LINE) if line.problem else None,
     }
 
 
@@ -191,7 +194,7 @@ def _mark_repeated(connection: Connection, job: int, first_place: int) -> None:
     new = (lines.c.job == job) & (lines.c.place >= first_place) & (lines.c.state == PENDING)
     repeated = select(lines.c.place, lines.c.line).where(new, exists().where(same, earlier.c.text.is_not(None)))
     for place, line in connection.execute(repeated).all():
-        problem = error_text(f"line {line}: its custom_id is that of an earlier line", "invalid_request_error", "invalid_line")
+        problem = error_text(f"line {line}: its custom_id is that of an earlier line", BAD_LINE)
         this = (lines.c.job == job) & (lines.c.place == place)
         connection.execute(update(lines).where(this).values(state=FAILED, result=problem))
 
@@ -203,12 +206,3 @@ def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None
         tell(connection, job.number, places)
     values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
     connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
-
-
-def _first_problems(connection: Connection, job: int, num_lines: int) -> str:
-    """Of a job without a good line."""
-    first = select(lines.c.result).where(lines.c.job == job).order_by(lines.c.place).limit(PROBLEMS_SHOWN)
-    problems = [json.loads(result)["message"] for result in connection.execute(first).scalars()]
-    more = [f"and {num_lines - len(problems)} more"] if num_lines > len(problems) else []
-    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is no request"
-    return f"{which}: {'; '.join([*problems, *more])}"

@@ -51,12 +51,12 @@ def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
     ended_as = {f"{state}_at": None for state in ("completed", "cancelled", "failed")}
     if job.ended_at is not None:
         ended_as[f"{job.state}_at"] = int(job.ended_at)  # type: ignore[assignment]
-    errors = [{"code": "job_failed", "message": job.error, "line": None, "param": None}] if job.error else None
+    errors = [{"code": each.code, "message": each.message, "line": each.line, "param": None} for each in stored.problems]
     return {
         "id": job.job_id,
         "object": "batch",
         "endpoint": job.options.endpoint,
-        "errors": errors and {"object": "list", "data": errors},
+        "errors": {"object": "list", "data": errors} if errors else None,
         "input_file_id": stored.input_file or "",
         "completion_window": COMPLETION_WINDOW,
         "status": STATUS[job.state],

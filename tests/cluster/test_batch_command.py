@@ -154,8 +154,11 @@ def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
     (tmp_path / "in.jsonl").write_bytes(requests(3).replace(b"completions", b"embeddings"))
     with _server(place_in(tmp_path), runs=False) as (url, _):
         why = "none of the 3 lines is a request: line 1: url is"
-        assert why in refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
+        complaint = refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
+        assert why in complaint
+        assert complaint.count("--endpoint") == 1
         job = json.loads(tramontane("list", "--url", url, "--json"))[0]
+        assert complaint.endswith(f"and 2 more; all of them: tramontane batch results {job['id']}")
         assert why in tramontane("status", job["id"], "--url", url)
         with pytest.raises(PipelineError, match=why):
             watch(job["id"], url)

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from http_fuzz import check_error
-from jobs import LIMITS, Place, place_in, request, requests
+from jobs import LIMITS, Place, pieces, place_in, request, requests
 from postgres import new_database, postgres
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -21,9 +21,13 @@ from starlette.middleware import Middleware
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.door_guard import DoorGuard
-from tramontane.cluster.http_errors import ERROR_HANDLERS
+from tramontane.cluster.http_errors import ERROR_HANDLERS, error_response
+from tramontane.proto.errors import ConfigError, RequestError, TramontaneError, UnfollowableError
 from tramontane.router import batch_service
 from tramontane.router.batch_service import BatchService
+from tramontane.router.jobs import JobOptions
+from tramontane.router.openai_schema import ParameterError
+from tramontane.router.served_model import UnknownModelError
 
 NUL_IN_NAME = b"\r\n".join(
     [
@@ -127,16 +131,49 @@ def test_a_batch_from_upload_to_results(place: Place) -> None:
 
 def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
     async def scenario(house: House) -> None:
-        file = await house.client.files.create(file=("in.jsonl", b"nonsense\n" * 2), purpose="batch")
+        file = await house.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
         batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
         assert batch.failed_at == int(house.place.clock.now)
         assert batch.errors is not None
         assert batch.errors.data is not None
-        assert [error.code for error in batch.errors.data] == ["job_failed"]
-        assert "line 2: it is not JSON" in (batch.errors.data[0].message or "")
+        told = [(error.line, error.code) for error in batch.errors.data]
+        assert told == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], "the first twenty, one by one"
+        assert (batch.errors.data[1].message or "").startswith("line 3: it is not JSON")
+        assert (await house.client.batches.list()).data == [batch]
+        assert await house.client.batches.retrieve(batch.id) == batch
 
     _in_house(place, scenario)
+
+
+REFUSALS: tuple[TramontaneError, ...] = (
+    UnknownModelError("there is no such model"),
+    ParameterError("temprature is not a parameter", "temprature"),
+    UnfollowableError("cannot be followed"),
+    RequestError("too long"),
+    ConfigError("impossible"),
+)
+
+
+def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> None:
+    async def refuse(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        raise REFUSALS[body["prompt"]]
+
+    place = place_in(tmp_path)
+
+    async def scenario(house: House) -> None:
+        job = await house.service.submit(pieces(requests(len(REFUSALS))), JobOptions())
+        async with place.running(place.runner(answer=refuse)):
+            results = await house.http.get(f"/v1/batches/{job.job_id}/results")
+        for line, error in zip(results.text.splitlines(), REFUSALS, strict=True):
+            answer, response = error_response(error), json.loads(line)["response"]
+            assert (response["status_code"], response["body"]) == (answer.status_code, json.loads(answer.body))
+        first = json.loads(results.text.splitlines()[0])["response"]
+        assert (first["status_code"], first["body"]["error"]["param"]) == (404, "model")
+        assert first["body"]["error"]["code"] == "model_not_found"
+
+    _in_house(place, scenario)
+    place.close()
 
 
 def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> None:
