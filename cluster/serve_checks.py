@@ -1,7 +1,9 @@
 """What must be free before the application is started: Ray Serve would try again and again, and say so in its own logs only."""
 
+import errno
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -14,6 +16,7 @@ from tramontane.proto.errors import ConfigError, PlanError
 
 FREE_POLL_S = 0.1
 ROOM_TIMEOUT_S = 5.0
+PORT_TIMEOUT_S = 15.0
 
 
 def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
@@ -30,23 +33,38 @@ def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
             )
 
 
-def check_ports(config: EngineConfig) -> None:
-    """Raises ConfigError unless the addresses can be bound here."""
-    _check_port(config.host, config.port, "--port")
+def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
+    """Raises ConfigError unless the addresses can be bound here. One that is in use is waited for a little: a server that was
+    killed has a cluster that needs some seconds to end."""
     if config.grpc_port == config.port:
         raise ConfigError(f"--grpc-port and --port are both {config.port}; choose another --grpc-port")
+    _check_port(config.host, config.port, "--port", report)
     if config.grpc_port:
-        _check_port(config.host, config.grpc_port, "--grpc-port")
+        _check_port(config.host, config.grpc_port, "--grpc-port", report)
 
 
-def _check_port(host: str, port: int, flag: str) -> None:
+def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    is_told = False
+    while (error := _why_not_bound(host, port)) is not None:
+        in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        if not in_use or time.monotonic() > deadline:
+            raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
+        if not is_told:
+            report(f"waiting for {flag} {port}, which another process still has")
+        is_told = True
+        time.sleep(FREE_POLL_S)
+
+
+def _why_not_bound(host: str, port: int) -> OSError | UnicodeError | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except (OSError, UnicodeError) as error:
-            raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
+            return error
+    return None
 
 
 def check_doors(config: EngineConfig) -> bool:

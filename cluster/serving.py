@@ -101,7 +101,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
     """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
     report("checking the checkpoint")
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
-    check_ports(config)
+    check_ports(config, report)
     report("starting Ray")
     with own_ray(num_cpus=config.replicas * spec.num_bundles * spec.threads_per_stage):
         report("starting Ray Serve")
@@ -133,7 +133,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
             )
         has_grpc = config.grpc_port > 0
         if owns_serve:
-            check_ports(config)
+            check_ports(config, report)
         elif not check_doors(config) and has_grpc:
             has_grpc = False
             report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")

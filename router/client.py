@@ -9,7 +9,7 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, closing, contextmanager
+from contextlib import aclosing, closing
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -24,14 +24,6 @@ from tramontane.router.grpc_jobs import job_from, line_from
 from tramontane.router.jobs import Job, JobOptions, ResultLine
 
 R = TypeVar("R")
-
-
-@contextmanager
-def _own_errors() -> Generator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise answers.error_from(error) from None
 
 
 class Client:
@@ -126,13 +118,13 @@ class Client:
                 time.sleep(self._patience.pause(error, time.monotonic() - heard_at))
 
     def _call(self, method: Callable[..., R], request: object, timeout_s: float | None) -> R:
-        with _own_errors():
+        with answers.own_errors(timeout_s):
             return method(request, timeout=timeout_s, metadata=self._metadata)
 
     def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Generator[Any]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with _own_errors():
+            with answers.own_errors(timeout_s):
                 for response in call:
                     if response.ByteSize():  # one without anything comes before an error
                         yield response
@@ -233,13 +225,13 @@ class AsyncClient:
                 await asyncio.sleep(self._patience.pause(error, time.monotonic() - heard_at))
 
     async def _call(self, method: Callable[..., Awaitable[R]], request: object, timeout_s: float | None) -> R:
-        with _own_errors():
+        with answers.own_errors(timeout_s):
             return await method(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with _own_errors():
+            with answers.own_errors(timeout_s):
                 async for response in call:
                     if response.ByteSize():  # one without anything comes before an error
                         yield response

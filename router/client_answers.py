@@ -3,22 +3,26 @@
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, ConnectionLostError, TramontaneError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineError, TramontaneError
 from tramontane.proto.request import FinishReason
 from tramontane.router.grpc_jobs import options_message
 from tramontane.router.grpc_status import error_of
 from tramontane.router.jobs import JobOptions
 
 Prompt = str | Sequence[int]
+M = TypeVar("M", bound=Message)
 
 APPLICATION = "tramontane"  # Ray Serve's gRPC proxy wants to know whom a call is for where there are several
+PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}  # the prompt has an argument
 UPLOAD_BYTES = 2**18  # of one message
 OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)
 REASONS = {number: FinishReason[name.removeprefix("FINISH_REASON_")] for name, number in pb.FinishReason.items() if number}
@@ -84,25 +88,45 @@ def metadata_of(api_key: str | None, application: str) -> tuple[tuple[str, str],
 def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
     """``stop`` may be one text, ``response_format`` a mapping or its JSON. Raises ConfigError for what cannot be sent."""
     given = {name: value for name, value in parameters.items() if value is not None}
+    if unknown := [name for name in given if name not in PARAMETERS]:
+        raise ConfigError(f"there is no parameter {unknown[0]}; there are {', '.join(sorted(PARAMETERS))}")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
-    try:
-        if not isinstance(given.get("response_format", ""), str):
-            given["response_format"] = json.dumps(given["response_format"])
-        return pb.GenerateRequest(**_prompt(prompt), **given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the parameters are no request: {error}") from error
+    if not isinstance(given.get("response_format", ""), str):
+        given["response_format"] = _json(given["response_format"])
+    request = pb.GenerateRequest(**_prompt(prompt))
+    for name, value in given.items():
+        request.MergeFrom(_field(pb.GenerateRequest, name, value))
+    return request
 
 
 def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb.ScoreRequest:
+    request = pb.ScoreRequest(**_prompt(prompt))
+    request.MergeFrom(_field(pb.ScoreRequest, "logprobs", logprobs))
+    request.MergeFrom(_field(pb.ScoreRequest, "model", model))
+    return request
+
+
+def _field(kind: type[M], name: str, value: Any) -> M:  # noqa: ANN401
+    """A message with this alone, so that its name can be told. What protobuf says is about its own insides."""
     try:
-        return pb.ScoreRequest(**_prompt(prompt), logprobs=logprobs, model=model)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the parameters are no request: {error}") from error
+        return kind(**{name: value})
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{name} is {value!r:.60}, which it cannot be") from None
+
+
+def _json(response_format: Any) -> str:  # noqa: ANN401
+    try:
+        return json.dumps(response_format)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"response_format cannot be written as JSON: {error}") from None
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    try:
+        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
 
 
 def submission(
@@ -117,7 +141,7 @@ def submission(
     try:
         file = io.BytesIO(source) if isinstance(source, bytes) else open(source or "", "rb")  # noqa: SIM115 - read later
     except OSError as error:
-        raise ConfigError(f"{source!r} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{os.fspath(source or '')!s} cannot be read: {error.strerror}") from error
     return _upload(first, file)
 
 
@@ -154,10 +178,17 @@ def models_from(response: pb.ModelsResponse) -> list[ModelInfo]:
     return [ModelInfo(model.id, model.max_model_len, model.vocab_size) for model in response.models]
 
 
-def error_from(error: grpc.RpcError) -> TramontaneError:
-    """Of either kind of client: what the server meant."""
-    told: Any = error
-    return error_of(told.code(), told.details() or "", told.trailing_metadata())
+@contextmanager
+def own_errors(timeout_s: float | None) -> Generator[None]:
+    """What the server meant, in the words of whoever calls a client of either kind."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        told: Any = error
+        meant = error_of(told.code(), told.details() or "", told.trailing_metadata())
+        if isinstance(meant, DeadlineError) and timeout_s is not None:
+            raise DeadlineError(f"the call did not end within timeout_s={timeout_s:g}") from None
+        raise meant from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,7 +153,9 @@ class GrpcServicer:
         if not self._admits(context.peer()):
             raise WrongKeyError("this server answers only to the machine that it runs on; its --host says so")
         if self._owner(context) is None:
-            raise WrongKeyError("the API key is missing or wrong; give it as metadata, authorization: Bearer KEY")
+            raise WrongKeyError(
+                "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
+            )
         if isinstance(request, Malformed):
             raise RequestError(request.message)
         size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none

@@ -59,8 +59,10 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
     """One list, whatever form the client chose: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
-    if not isinstance(value, list) or not value:
-        raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists, and not empty")
+    if not isinstance(value, list):
+        raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("it is an empty list; it must have a text, a token id or a list of those")
     if _are_ids(value):
         return (tuple(value),)
     if len(value) > MAX_PROMPTS:
@@ -69,7 +71,7 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
         return tuple(value)
     if all(isinstance(item, list) and _are_ids(item) for item in value):
         return tuple(tuple(item) for item in value)
-    raise ValueError("a list must hold either texts, or token ids, or lists of token ids, and none may be empty")
+    raise ValueError("a list must hold either texts, or token ids, or lists of token ids, and no list may be empty")
 
 
 def _are_ids(value: list[Any]) -> bool:

@@ -597,7 +597,7 @@ REFUSED_BODIES = {
     b"[1, 2]": "the body must be a JSON object",
     b"{}": "prompt is missing",
     b'{"prompt": {"text": "O"}}': "prompt: it must be a text",
-    b'{"prompt": []}': "and not empty",
+    b'{"prompt": []}': "it is an empty list; it must have",
     b'{"prompt": ["O", 5]}': "a list must hold either",
     b'{"prompt": [1.5]}': "a list must hold either",
     b'{"prompt": [true]}': "a list must hold either",

@@ -241,8 +241,14 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
                 await anext(house.client._stream(house.client._inference.Generate, pb.GenerateRequest(), None))
             with pytest.raises(RequestError, match="at most 255"):
                 await anext(house.client.generate([5] * 256))
-            with pytest.raises(ConfigError, match="the parameters are no request"):
+            with pytest.raises(ConfigError, match="there is no parameter temprature; there are"):
                 await anext(house.client.generate("a", temprature=1))
+            with pytest.raises(ConfigError, match=r"^max_tokens is 'many', which it cannot be$"):
+                await anext(house.client.generate("a", max_tokens="many"))
+            with pytest.raises(ConfigError, match=r"^the prompt must be"):
+                await anext(house.client.generate(["a"]))  # type: ignore[list-item]
+            with pytest.raises(ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"):
+                await house.client.submit_job(Path("not-here.jsonl"))
             house.router.failure = PipelineError("stage 1 died")
             with pytest.raises(PipelineError, match="stage 1 died"):
                 await anext(house.client.generate("a"))
@@ -306,7 +312,7 @@ def test_a_deadline_ends_the_work() -> None:
             asking = asyncio.create_task(_all(house, timeout_s=0.2))
             while not house.router.num_requests:
                 await asyncio.sleep(0)
-            with pytest.raises(DeadlineError):
+            with pytest.raises(DeadlineError, match=r"within timeout_s=0\.2$"):
                 await asking
             while house.router.num_requests:
                 await asyncio.sleep(0)
@@ -323,7 +329,7 @@ def test_without_the_key_nothing_is_done() -> None:
             assert [model.name for model in await house.client.models()] == ["tiny"]
             for key in (None, "wrong", "right "):
                 async with AsyncClient(house.target, key) as stranger:
-                    with pytest.raises(WrongKeyError, match="API key is missing or wrong"):
+                    with pytest.raises(WrongKeyError, match=r"API key is missing or wrong; give api_key="):
                         await anext(stranger.generate("a"))
             async with grpc.aio.insecure_channel(house.target) as channel:
                 codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
