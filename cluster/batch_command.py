@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from tramontane.cluster.batch_output import LineStream, PartFile
 from tramontane.cluster.client_key import Key, KeyFile, key_headers
-from tramontane.cluster.options import option
+from tramontane.cluster.options import flag, option
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.job_problems import LineProblem, none_is_a_request
 
@@ -26,7 +26,7 @@ RATE_OVER_S = 60.0
 MAX_TABLE = 100  # characters that the longest row of a list may need
 
 Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
-Json = Annotated[bool, option("--json", help="Machine-readable output on standard output.")]
+Json = Annotated[bool, flag("--json", help="Machine-readable output on standard output.")]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say it.")]
 HERE = "http://127.0.0.1:8000"
 STANDARD_OUTPUT = "-"
@@ -49,7 +49,7 @@ def _client(url: str, key: str | None, key_file: Path | None) -> "Iterator[Batch
 def submit(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL as OpenAI's batches have it.")],
     endpoint: Annotated[str, option("--endpoint", help="What the lines are requests to.")] = "/v1/completions",
-    any_order: Annotated[bool, option("--any-order", help="Results as they are ready, not in the order of input.")] = False,
+    any_order: Annotated[bool, flag("--any-order", help="Results as they are ready, not in the order of input.")] = False,
     url: Url = HERE,
     key: Key = None,
     key_file: KeyFile = None,

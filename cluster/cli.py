@@ -29,6 +29,7 @@ from tramontane.cluster.options import (
     TopK,
     TopP,
     configured,
+    flag,
     option,
     takes,
 )
@@ -45,7 +46,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.callback(invoke_without_command=True)
 def tramontane(
     context: typer.Context,
-    show_version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    show_version: Annotated[bool, flag("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
     """Serve Mistral-family models as a pipeline of Ray actors."""
     if show_version:
@@ -115,7 +116,7 @@ def serve(
         float | None, option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60.")
     ] = None,
     move_experts: Annotated[
-        bool | None, option("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
+        bool | None, flag("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
     ] = None,
     api_key: Annotated[
         list[str] | None, option("--api-key", help="Clients must have this key, or another of those given.")
@@ -139,7 +140,7 @@ def serve(
         str | None,
         option("--jobs-url-prefixes", help="What batch jobs may be read from: file:///in,s3://bucket. Default: nothing."),
     ] = None,
-    json: Annotated[bool | None, option("--json", help="The line that says it is ready as JSON.")] = None,
+    json: Annotated[bool | None, flag("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
     from tramontane.cluster.serving import run_server  # brings Ray Serve, which generate does not need

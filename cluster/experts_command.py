@@ -10,14 +10,14 @@ from rich.console import Console
 
 from tramontane.cluster.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.expert_load import load_as_data, read_load
-from tramontane.cluster.options import option
+from tramontane.cluster.options import flag, option
 from tramontane.proto.errors import ConfigError
 
 
 def experts(
     url: Annotated[str, option("--url", help="A server that tramontane serve started.")] = "http://127.0.0.1:8000",
-    watch: Annotated[bool, option("--watch", help="Look again every second, until interrupted.")] = False,
-    as_json: Annotated[bool, option("--json", help="Print what --expert-load takes.")] = False,
+    watch: Annotated[bool, flag("--watch", help="Look again every second, until interrupted.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Print what --expert-load takes.")] = False,
     adopt: Annotated[
         Path | None, option("--adopt", help="Have the server spread its experts by this measured load, while it runs.")
     ] = None,

@@ -18,13 +18,18 @@ def option(*names: str, help: str) -> Any:  # noqa: ANN401
     return typer.Option(*names, help=help)
 
 
+def flag(name: str, help: str, is_eager: bool = False) -> Any:  # noqa: ANN401
+    """An option without a value, which typer's help would show with one: ``--json <bool>``."""
+    return typer.Option(name, help=help, is_eager=is_eager, metavar="")
+
+
 Model = Annotated[Path | None, option("--model", help="Checkpoint folder. Default: the built-in demo model.")]
 LoadFormat = Annotated[
     str | None,
     option("--load-format", help="auto: the folder's weights. dummy: random ones; --model may be a geometry, as for plan."),
 ]
 Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")]
-Local = Annotated[bool | None, option("--local", help="Stages as plain objects in this process, no Ray.")]
+Local = Annotated[bool | None, flag("--local", help="Stages as plain objects in this process, no Ray.")]
 Address = Annotated[str | None, option("--address", help="Join a running Ray cluster: auto or host:port.")]
 Dtype = Annotated[str | None, option("--dtype", help="auto, bfloat16, float16 or float32.")]
 Quantize = Annotated[str | None, option("--quantize", help="int8: half the memory for weights. Default: not quantised.")]
@@ -62,7 +67,7 @@ PingPong = Annotated[
 ]
 Seed = Annotated[int | None, option("--seed", help="Seed of sampling, or of random prompts. Default 0.")]
 Config = Annotated[Path | None, option("--config", help="YAML file of these options.")]
-Json = Annotated[bool | None, option("--json", help="Machine-readable output on standard output.")]
+Json = Annotated[bool | None, flag("--json", help="Machine-readable output on standard output.")]
 
 Temperature = Annotated[float, option("--temperature", help="0 is greedy.")]
 TopP = Annotated[float, option("--top-p", help="Keep the likeliest tokens up to this much probability.")]

@@ -13,6 +13,7 @@ from tramontane.cluster.config_values import expert_sizes, for_each_expert_actor
 from tramontane.cluster.expert_load import by_expert, read_load
 from tramontane.cluster.expert_outlook import ExpertOutlook, outlook
 from tramontane.cluster.expert_planner import ExpertRequest
+from tramontane.cluster.options import flag
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
@@ -45,7 +46,7 @@ def plan(
     expert_load: Annotated[
         Path | None, typer.Option("--expert-load", help="What tramontane experts --json measured: experts are spread by it.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = find_model_args(Path(model))

@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.interrupts import stoppable
-from tramontane.cluster.options import option
+from tramontane.cluster.options import flag, option
 from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
 from tramontane.router.comparison import PERCENTILES, Summary, candidates, compared
@@ -51,11 +51,11 @@ def simulate(
         float | None, typer.Option("--itl-target-ms", min=1e-3, help="Our policy's bound on the time between tokens.")
     ] = None,
     noise: Annotated[float, typer.Option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.")] = 0.05,
-    calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure what stages take on two real ones here.")] = False,
+    calibrate: Annotated[bool, flag("--calibrate", help="Measure what stages take on two real ones here.")] = False,
     model: Annotated[Path | None, option("--model", help="With --calibrate: checkpoint folder. Default: the demo model.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and arrivals.")] = 0,
     plot: Annotated[Path | None, option("--plot", help="Write a picture (.png, .svg or .pdf) to this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output on standard output.")] = False,
+    as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Compare scheduling policies: the real scheduler against a modelled pipeline."""
     if model is not None and not calibrate:

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import ray
+import typer
 from tiny import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster import launch, ray_address, serving
+from tramontane.cluster import cli, launch, ray_address, serving
 from tramontane.cluster.hardware import Hardware
 from tramontane.proto.errors import PipelineError
 
@@ -355,3 +356,14 @@ def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(
     (tmp_path / "file").touch()
     complaint = refused("serve", *(flag.format(folder=tmp_path) for flag in flags))
     assert all(word in complaint for word in named), complaint
+
+
+def _options(command: Any) -> list[Any]:  # noqa: ANN401 - a command or a group
+    below = [option for each in getattr(command, "commands", {}).values() for option in _options(each)]
+    return [*command.params, *below]
+
+
+def test_help_shows_no_value_where_there_is_none_to_give() -> None:
+    flags = [option for option in _options(typer.main.get_command(cli.app)) if getattr(option, "is_flag", False)]
+    assert {"json", "as_json", "any_order", "watch", "local", "move_experts", "calibrate"} <= {each.name for each in flags}
+    assert [each.name for each in flags if each.metavar != ""] == []
