@@ -17,6 +17,7 @@ from tramontane.router.choice_text import ChoiceText
 from tramontane.router.completions import Completion
 from tramontane.router.constraint_fields import Tool
 from tramontane.router.constraints import grammar_for, used_tools
+from tramontane.router.grammar_check import beside_others
 from tramontane.router.logprobs import TokenScore, chat_logprobs
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.sampling_fields import SamplingFields
@@ -180,7 +181,7 @@ class ChatCompletion:
 async def _grammar(request: ChatRequest, form: ChatPrompt) -> str:
     if request.response_format is None and not request.tools and request.tool_choice in (None, "none"):
         return ""
-    return await asyncio.to_thread(
+    return await beside_others(
         lambda: grammar_for(
             request.response_format,
             request.tools,

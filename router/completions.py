@@ -1,6 +1,5 @@
 """``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -15,6 +14,7 @@ from tramontane.router.begun_answer import BegunAnswer, ChoiceNews
 from tramontane.router.choice_text import ChoiceText
 from tramontane.router.constraints import grammar_for
 from tramontane.router.expert_history import by_layer
+from tramontane.router.grammar_check import beside_others
 from tramontane.router.logprobs import TokenScore, chosen_prompt, prompt_logprobs, scores_of
 from tramontane.router.model_checks import check_prompts, check_request
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
@@ -230,4 +230,4 @@ async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
         return ""
     if model.tokenizer is None:
         raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
-    return await asyncio.to_thread(grammar_for, request.response_format, num_sequences=request.num_sequences)
+    return await beside_others(lambda: grammar_for(request.response_format, num_sequences=request.num_sequences))

@@ -9,15 +9,13 @@ without: left free, a model that has nothing to say goes on with spaces and line
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-import llguidance
-
 from tramontane.router.chat import ToolFormat
 from tramontane.router.constraint_fields import Function, NamedTool, ResponseFormat, Tool, ToolChoice
+from tramontane.router.grammar_check import complaint
 from tramontane.router.openai_schema import ParameterError
 
 MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
@@ -25,12 +23,10 @@ MAX_SENT_CHARS = 2**20  # that one request may send to the stages: each of its s
 MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
 MAX_MULTIPLE = 10_000  # all different values of ``multipleOf`` multiplied: compiling takes 5 microseconds for each remainder
-MAX_CHECK_S = 0.5  # of computing, for a grammar; the stages, where all sequences wait for it, take as long again
 # Escapes by number are left out: "\u0061" would pass for a property that the schema does not name, and be read as "a".
 SPELLING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
 OPTIONS = "x-guidance"  # where llguidance looks for them in a schema
 TEXT = r"TEXT: /(.|\n)+/"
-LIMITS = llguidance.LLParserLimits(max_grammar_size=200_000, verbose_errors=False)  # the stages have the same ones, and more
 
 
 def grammar_for(
@@ -45,8 +41,8 @@ def grammar_for(
     """The grammar of one request's answers; empty where they are free.
 
     ``tool_format``: the model's, None where it knows no tools. Without ``parallel`` there is one call at the most. Raises
-    ParameterError for what is malformed, too large, or cannot be followed. Takes milliseconds, for a hostile schema a second:
-    call it in a thread (llguidance lets others work meanwhile).
+    ParameterError for what is malformed, too large, or cannot be followed. Call it ``beside_others``: it takes 30 ms for schemas
+    that are not known yet, and a second of a process of its own for hostile ones.
     """
     wanted = _chosen(tools or (), tool_choice)
     must_call = bool(wanted) and tool_choice not in (None, "auto")
@@ -150,7 +146,7 @@ def _multiples(schema: object, where: str) -> set[int]:
     multiples: set[int] = set()
     for _ in range(MAX_DEPTH):
         values = [whole.get("multipleOf") for whole in level if isinstance(whole, dict)]
-        multiples |= {_digits(value) for value in values if isinstance(value, int | float) and math.isfinite(value)}
+        multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
         level = [part for whole in level for part in _parts(whole)]
     if level:
         raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
@@ -158,6 +154,10 @@ def _multiples(schema: object, where: str) -> set[int]:
 
 
 def _digits(number: float) -> int:
+    if isinstance(number, int):
+        return abs(number)  # of any size: some are too large for a float
+    if not math.isfinite(number):
+        return 1  # refused for what it is
     written = Decimal(str(number)).normalize()
     exponent = written.as_tuple().exponent
     assert isinstance(exponent, int)
@@ -181,28 +181,11 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
 
 
 def _check(grammar: str, schemas: Sequence[_Schema]) -> None:
-    """Find whatever a stage would find, but for what its vocabulary has to do with. Says which schema is wrong, and why."""
-    if (complaint := _complaint(grammar)) is None:
+    """Says which schema is wrong, and why."""
+    found = complaint(grammar, tuple(f"start: %json {schema.written}" for schema in schemas))
+    if found is None:
         return
-    for schema in schemas:
-        if (own := _complaint(f"start: %json {schema.written}")) is not None:
-            raise ParameterError(f"{schema.where} cannot be followed: {own}", schema.where)
-    raise ParameterError(f"the schemas cannot be followed together: {complaint}", schemas[0].where)
-
-
-def _complaint(grammar: str) -> str | None:
-    began = time.thread_time()
-    is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
-    if time.thread_time() - began > MAX_CHECK_S:
-        return "it is too complicated"
-    return _in_short(messages[0]) if is_error else None
-
-
-def _in_short(message: str) -> str:
-    """Without the grammar that surrounds the schema, which nobody but us has written.
-
-    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\\n   1 | start: ..." says "Unimplemented keys: [...]".
-    """
-    before, _, _ = message.partition("\n   1 | ")
-    _, _, reason = before.rpartition("JSON schema: ")
-    return f"{' '.join((reason or before).split()):.300}"
+    if found.part or len(schemas) == 1:
+        schema = schemas[max(found.part - 1, 0)]
+        raise ParameterError(f"{schema.where} cannot be followed: {found.reason}", schema.where)
+    raise ParameterError(f"the schemas cannot be followed together: {found.reason}", schemas[0].where)

@@ -45,6 +45,30 @@ SENSIBLE = st.fixed_dictionaries(
 FIELDS = st.dictionaries(st.sampled_from(sorted(CompletionRequest.model_fields)), VALUES, max_size=3)
 
 
+SIZES = st.integers(-2, 9) | st.sampled_from([10**400, -(10**400), 2**63, 1e308, 1e-320, 0.1])
+CONTENTS = (
+    st.sampled_from(["string", "integer", "number", "array", "object", "^a+$", "(", "uuid", "#", "\ud800"]) | SIZES | VALUES
+)
+KEYWORDS = {
+    **dict.fromkeys(("multipleOf", "minimum", "exclusiveMaximum", "minLength", "maxLength", "minItems", "maxProperties"), SIZES),
+    **dict.fromkeys(("type", "const", "pattern", "format", "$ref", "required"), CONTENTS),
+    "enum": st.lists(CONTENTS, max_size=3),
+}
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries({}, optional=KEYWORDS),
+    lambda inner: st.builds(
+        lambda name, parts: {name: parts if name.endswith("Of") else {"a": parts[0]} if name == "properties" else parts[0]},
+        st.sampled_from(["anyOf", "allOf", "oneOf", "items", "properties", "additionalProperties", "not"]),
+        st.lists(inner, min_size=1, max_size=3),
+    ),
+    max_leaves=4,
+)
+
+
+def _with_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
 def _as_body(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields).encode()
 
@@ -60,6 +84,7 @@ BODIES = {
     "bytes": st.binary(max_size=80),
     "damaged requests": _damaged(),
     "sensible requests": SENSIBLE.map(_as_body),
+    "schemas": SCHEMAS.map(lambda schema: _as_body(_with_schema(schema) | {"max_tokens": 2})),
     "any value in any field": st.builds(lambda sensible, any_field: _as_body(sensible | any_field), SENSIBLE, FIELDS),
 }
 

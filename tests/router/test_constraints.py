@@ -1,13 +1,18 @@
 """From OpenAI's words to grammars: what a grammar takes and what not, and what is refused at the door."""
 
 import json
+import resource
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import llguidance
 import pytest
+from llguidance import _lib
 from pydantic import TypeAdapter, ValidationError
 
-from tramontane.router import constraints
+from tramontane.router import constraints, grammar_child
 from tramontane.router.chat import ToolFormat
 from tramontane.router.constraint_fields import ResponseFormat, Tool, ToolChoice
 from tramontane.router.constraints import grammar_for, used_tools
@@ -178,6 +183,11 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
         ({"const": "\ud800"}, "cannot be followed"),
         ({"enum": ["x" * 70_000]}, "they may take 65536"),
         ({"type": "integer", "multipleOf": 10_007}, "multipleOf"),
+        ({"multipleOf": 10**400}, "multipleOf"),
+        ({"multipleOf": -(10**400)}, "multipleOf"),
+        ({"multipleOf": 1e308}, "multipleOf"),
+        ({"multipleOf": float("inf")}, "Infinity"),
+        ({"type": "integer", "maximum": 10**400}, "cannot be followed"),
         ({"type": "integer", "allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}, "multipleOf"),
     ],
 )
@@ -210,10 +220,54 @@ def test_usual_multiples_are_taken() -> None:
     assert grammar_for(_format({"properties": {"multipleOf": {"type": "integer"}}}))
 
 
-def test_a_schema_that_takes_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constraints, "MAX_CHECK_S", 0.0)
-    with pytest.raises(ParameterError, match="too complicated"):
-        grammar_for(_format({"type": "integer"}))
+PATTERNS = [{"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(2, 30)]
+LINKED = {f"d{i}": {"allOf": [pattern, {"$ref": f"#/$defs/d{i + 1}"}]} for i, pattern in enumerate(PATTERNS)} | {"d28": {}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": PATTERNS},
+        {"$defs": LINKED, "$ref": "#/$defs/d0"},
+        {"allOf": [{"type": "array", "items": pattern} for pattern in PATTERNS]},
+        {"allOf": [{"type": "object", "properties": {"a": pattern}} for pattern in PATTERNS]},
+        {"allOf": [{"additionalProperties": pattern} for pattern in PATTERNS]},
+    ],
+)
+def test_a_schema_that_takes_long_is_refused(schema: dict[str, Any]) -> None:
+    """Left alone, each takes minutes and many GiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    with pytest.raises(ParameterError, match="schema cannot be followed: it is too complicated"):
+        grammar_for(_format(schema))
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert after.ru_utime - before.ru_utime < grammar_child.MAX_CPU_S / 2, "another process computes"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "signals"), [("MAX_CPU_S", 60, {signal.SIGABRT, signal.SIGSEGV}), ("MAX_BYTES", 2**40, {signal.SIGPROF})]
+)
+def test_memory_and_computing_are_each_bounded(name: str, value: float, signals: set[signal.Signals]) -> None:
+    """With the other bound out of the way."""
+    code = f"from tramontane.router import grammar_child as child; child.{name} = {value}; child.main({_lib.__file__!r})"
+    whole = 'start: %json {"allOf": ' + json.dumps(PATTERNS) + "}"
+    child = subprocess.run([sys.executable, "-c", code], input=json.dumps([whole]), text=True, capture_output=True, check=False)
+    assert -child.returncode in signals
+    assert not child.stdout
+
+
+def test_one_tool_that_takes_long_is_not_looked_for() -> None:
+    tools = _tools(TIME, {"name": "f", "parameters": {"properties": {"a": {"allOf": PATTERNS}}}})
+    with pytest.raises(ParameterError, match="the schemas cannot be followed together: it is too complicated"):
+        grammar_for(None, tools, "required", LIST)
+
+
+def test_what_was_checked_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {"title": "checked once", "type": "integer"}
+    grammar = grammar_for(_format(schema))
+    monkeypatch.setattr(sys, "executable", "nowhere")
+    assert grammar_for(_format(schema)) == grammar
+    with pytest.raises(FileNotFoundError):
+        grammar_for(_format({"title": "another"}))
 
 
 def test_many_sequences_send_small_schemas_only() -> None:
