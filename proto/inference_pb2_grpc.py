@@ -28,7 +28,7 @@ if _version_not_supported:
 class InferenceStub:
     """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
     ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it.
+    error may have an empty message before it. Fields that the server does not know are refused.
 
     """
 
@@ -58,7 +58,7 @@ class InferenceStub:
 class InferenceServicer:
     """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
     ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it.
+    error may have an empty message before it. Fields that the server does not know are refused.
 
     """
 
@@ -111,7 +111,7 @@ def add_InferenceServicer_to_server(servicer, server):
 class Inference:
     """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
     ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it.
+    error may have an empty message before it. Fields that the server does not know are refused.
 
     """
 

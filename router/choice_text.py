@@ -19,6 +19,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
+        self._overlaps = [_Overlap(stop) for stop in stops]
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """What may be shown now, and whether a stop string has been met. One that ends in a text that may not stop is none.
@@ -32,7 +33,9 @@ class StopMatcher:
         if found:  # the one that is complete first, and of those the longest
             shown, self._held = self._held[: min(found)[1]], ""
             return shown, True
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        for overlap in self._overlaps:
+            overlap.push(text)
+        keep = max((overlap.length for overlap in self._overlaps), default=0)
         shown, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return shown, False
 
@@ -42,9 +45,30 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop``: ("xEN", "END") has 2."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+class _Overlap:
+    """The longest end of a text that begins one stop string, as Knuth, Morris and Pratt find it: for "END" it is 2 after "xEN".
+
+    Some steps per character, however alike text and stop string are, and none beforehand.
+    """
+
+    def __init__(self, stop: str) -> None:
+        self.length = 0
+        self._stop = stop
+        # The same of every beginning of the stop string that the text has reached, itself left out: 1 for the "ENE" of "ENEMY".
+        self._within = [0, 0]
+
+    def push(self, text: str) -> None:
+        for character in text:
+            self.length = self._after(self.length, character)
+            if self.length == len(self._within):
+                self._within.append(self._after(self._within[-1], character))
+            if self.length == len(self._stop):
+                self.length = self._within[self.length]
+
+    def _after(self, length: int, character: str) -> int:
+        while length and self._stop[length] != character:
+            length = self._within[length]
+        return length + (self._stop[length] == character)
 
 
 class ChoiceText:

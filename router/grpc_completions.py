@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from google.protobuf.unknown_fields import UnknownFieldSet
-
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
@@ -27,8 +25,6 @@ def parsed_score(request: pb.ScoreRequest) -> CompletionRequest:
 
 def _parsed(request: pb.GenerateRequest | pb.ScoreRequest, **more: object) -> CompletionRequest:
     """A field that is not set is a parameter that is not given; the rest has the parameter's name."""
-    if len(UnknownFieldSet(request)):
-        raise ParameterError("the request has a field that this server does not know; is its inference.proto older than yours?")
     given: dict[str, Any] = {field.name: value for field, value in request.ListFields() if field.name not in OF_THE_PROMPT}
     which = request.WhichOneof("prompt")
     if which is None:

@@ -8,6 +8,7 @@ import grpc
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
 from grpc_reflection.v1alpha import reflection_pb2
 
 from tramontane.proto import inference_pb2
@@ -54,8 +55,17 @@ def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  #
 def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
     def parse(data: bytes) -> Message | Malformed:
         try:
-            return kind.FromString(data)
+            message = kind.FromString(data)
         except DecodeError:
             return Malformed(f"the message is no {kind.DESCRIPTOR.full_name}")
+        if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _has_unknown(message):
+            return Malformed("the request has a field that this server does not know; is its inference.proto older than yours?")
+        return message
 
     return parse
+
+
+def _has_unknown(message: Message) -> bool:
+    """Itself, or a message in it. An entry of a map with such a field is one of the message that has the map."""
+    inner = (value for field, value in message.ListFields() if field.message_type)
+    return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))

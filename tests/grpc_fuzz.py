@@ -44,7 +44,14 @@ def hostile_messages() -> Iterator[bytes]:
 
 
 async def code_of(channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60) -> StatusCode:
-    """How a call with just this message ends; what it yields before is read."""
+    code, _ = await end_of(channel, method, message, timeout_s)
+    return code
+
+
+async def end_of(
+    channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60
+) -> tuple[StatusCode, str]:
+    """How a call with just this message ends, and what is said of it; what it yields before is read."""
     path, sends_stream, gets_stream = method
     kind = ("stream" if sends_stream else "unary") + "_" + ("stream" if gets_stream else "unary")
     call: Any = getattr(channel, kind)(path)
@@ -59,8 +66,7 @@ async def code_of(channel: grpc.aio.Channel, method: tuple[str, bool, bool], mes
         details = error.details() or ""
         assert "\n" not in details
         assert "Traceback" not in details
-    code: StatusCode = await answer.code()
-    return code
+    return await answer.code(), await answer.details() or ""
 
 
 async def every_code(channel: grpc.aio.Channel) -> dict[StatusCode, int]:

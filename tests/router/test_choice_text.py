@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import SupportsIndex
 
 import pytest
 from hypothesis import example, given, settings
@@ -113,6 +114,25 @@ def test_no_more_is_held_back_than_may_begin_a_stop_string(text: str, at: list[i
         longest = max(n for n in range(len(pushed) + 1) if any(stop.startswith(pushed[len(pushed) - n :]) for stop in stops))
         assert shown + held == pushed
         assert len(held) == longest
+
+
+class _Counted(str):
+    """Counts how often something is read of it."""
+
+    num_reads = 0
+
+    def __getitem__(self, key: SupportsIndex | slice) -> str:
+        self.num_reads += 1
+        return super().__getitem__(key)
+
+
+def test_stop_strings_that_resemble_the_text_cost_no_more_than_others() -> None:
+    alike = [_Counted("a" * length + "b" + "c" * (1023 - length)) for length in (1023, *range(15))]
+    matcher = StopMatcher(alike)
+    for _ in range(2000):
+        assert not matcher.push("a")[1]
+    assert len(matcher.finish()) == 1023
+    assert max(stop.num_reads for stop in alike) < 5 * 2000
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)

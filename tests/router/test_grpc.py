@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc import StatusCode
-from grpc_fuzz import METHODS, REFUSALS, code_of, every_code
+from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from jobs import place_in, requests
 from listed_jobs import NEW, ListedJobs, OneKey, some_lines
@@ -220,11 +220,33 @@ def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
     assert refused.value.parameter == "response_format"
 
 
-def test_a_field_that_is_not_known_is_not_passed_over() -> None:
+NEWER = b"\xa0\x06\x01"  # field 100: 1
+IDS, OPTIONS = pb.TokenIds.FromString(NEWER), pb.JobOptions.FromString(NEWER)
+
+
+IN_OTHERS = {
+    "Generate": pb.GenerateRequest(token_ids=IDS).SerializeToString(),
+    "Score": pb.ScoreRequest(token_ids=IDS).SerializeToString(),
+    "SubmitJob": pb.SubmitJobRequest(options=OPTIONS).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "sent"),
+    [(method, NEWER) for method in METHODS]
+    + [(method, IN_OTHERS[name]) for method in METHODS if (name := method[0].rpartition("/")[2]) in IN_OTHERS],
+    ids=str,
+)
+def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, bool], sent: bytes) -> None:
     """Another server's parameter, or one of a newer version: the answer would not be what was asked for."""
-    newer = pb.GenerateRequest(text="a").SerializeToString() + b"\xa0\x06\x01"  # field 100: 1
-    with pytest.raises(ParameterError, match="does not know"):
-        parsed_generate(pb.GenerateRequest.FromString(newer))
+
+    async def scenario() -> None:
+        async with _house() as house, grpc.aio.insecure_channel(house.target) as channel:
+            code, details = await end_of(channel, method, sent)
+            assert code == StatusCode.INVALID_ARGUMENT
+            assert "has a field that this server does not know" in details
+
+    asyncio.run(scenario())
 
 
 def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
