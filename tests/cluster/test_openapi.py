@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
 from pydantic import BaseModel, SecretStr
 from schemathesis.checks import not_a_server_error
@@ -79,7 +80,7 @@ CHECKS = [
 @schema.parametrize()
 @settings(
     derandomize=True,
-    max_examples=10,
+    max_examples=60,  # beside the coverage phase, which tries the bounds of every field
     deadline=None,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
@@ -106,6 +107,55 @@ RICH: list[tuple[str, dict[str, Any]]] = [
 def test_answers_with_everything_are_as_it_says(path: str, body: dict[str, Any]) -> None:
     case = schema[path]["POST"].Case(body=body, media_type="application/json")
     assert case.call_and_validate(checks=CHECKS).status_code == 200
+
+
+PATTERNS = [{"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(28)]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "hostile",
+    [{"multipleOf": 10**400}, {"allOf": PATTERNS}, {"const": "\ud800"}, {"$ref": "file:///etc/passwd"}, {"enum": ["x" * 70_000]}],
+    ids=lambda hostile: next(iter(hostile)),
+)
+def test_hostile_schemas_are_refused(path: str, hostile: dict[str, Any]) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": hostile}}
+    given = {"prompt": "a"} if path == "/v1/completions" else {"messages": [USER]}
+    case = schema[path]["POST"].Case(body=given | {"response_format": form}, media_type="application/json")
+    assert case.call_and_validate(checks=CHECKS[1:]).status_code in (400, 413)
+
+
+PART = 'Content-Disposition: form-data; name="file"; filename="a"'
+
+
+@pytest.mark.parametrize(
+    ("content_type", "head"),
+    [
+        ("multipart/form-data", PART),
+        ("multipart/form-data; boundary=", PART),
+        ("multipart/form-data; boundary=" + "x" * 5000, PART),
+        ("multipart/form-data; boundary=other", PART),
+        ("multipart/form-data; boundary=x; charset=nothing", PART),
+        ("multipart/form-data; boundary=x", "Content-Disposition: form-data"),
+        ("multipart/form-data; boundary=x", "Content-Disposition: form-data; name*=nothing'en'%ff"),
+        ("multipart/form-data; boundary=x", PART + "\r\nContent-Type: text/plain; charset=nothing"),
+        ("multipart/form-data; boundary=x", PART + "\r\nContent-Transfer-Encoding: base64"),
+        ("multipart/form-data; boundary=x", "\r\n".join(f"X-{i}: {'x' * 100}" for i in range(500))),
+        ("multipart/form-data; boundary=x", "no header"),
+        ("multipart/form-data; boundary=x", "\0: \0"),
+    ],
+)
+def test_hostile_headers_of_an_upload_are_refused(content_type: str, head: str) -> None:
+    """None of them says its purpose, so none is a file."""
+
+    async def scenario() -> httpx.Response:
+        async with client_of(APP) as client:
+            body = f"--x\r\n{head}\r\n\r\na\r\n--x--\r\n"
+            return await client.post("/v1/files", content=body.encode(), headers={"content-type": content_type})
+
+    response = asyncio.run(scenario())
+    assert response.status_code == 400, response.text
+    check_error(response.content)
 
 
 def test_a_file_and_its_job_are_as_it_says() -> None:
