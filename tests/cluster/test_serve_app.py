@@ -667,7 +667,7 @@ def _chunk(part: bytes) -> bytes:
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-NOT_HERE = "there are POST /v1/completions, POST /v1/chat/completions"
+NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is", "does not take"
 FRAMED = {
     "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
     "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
@@ -687,10 +687,10 @@ FRAMED = {
         413,
         "the body is larger than 8388608 bytes",
     ),
-    "by GET": (post_of(ASKED, length_of(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, NOT_HERE),
-    "by DELETE": (post_of(ASKED, length_of(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, NOT_HERE),
-    "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, NOT_HERE),
-    "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, NOT_HERE),
+    "by GET": (post_of(ASKED, length_of(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by DELETE": (post_of(ASKED, length_of(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
     "for nothing": (post_of(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
     "for embeddings": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
     "for a path with dots": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"), 404, NOT_HERE),
