@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 PACKAGE = "fastapi_offline"
@@ -36,7 +36,13 @@ POLICY = f"default-src 'self'; script-src 'self' 'sha256-{HASH}'; style-src 'sel
 def docs_routes() -> list[Route]:
     """The page, and what it is made of."""
     assets = [Route(f"/docs/{name}", _asset, methods=["GET"], include_in_schema=False) for name in ASSETS]
-    return [Route("/docs", _page, methods=["GET"], include_in_schema=False), *assets]
+    pages = [Route("/docs", _page, methods=["GET"], include_in_schema=False)]
+    return [*pages, Route("/docs/", _to_page, methods=["GET"], include_in_schema=False), *assets]
+
+
+async def _to_page(_request: Request) -> Response:
+    """What it loads is named relative to a path without a slash."""
+    return RedirectResponse("../docs")
 
 
 async def _page(_request: Request) -> Response:

@@ -215,7 +215,9 @@ def _not_here(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitab
         assert isinstance(error, HTTPException)
         path = f"{request.url.path!r:.100}"
         if error.status_code != HTTPStatus.METHOD_NOT_ALLOWED:
-            return json_error(error.status_code, f"{path} is not here; GET /openapi.json lists what is", "invalid_request_error")
+            return json_error(
+                error.status_code, f"{path} is not here; GET /openapi.json lists what is, /docs shows it", "invalid_request_error"
+            )
         methods = _methods(routes, request)  # of all routes with this path; the error knows one
         message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
         return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})

@@ -131,7 +131,10 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
         async with client_of(door.app()) as client:
             assert (await client.get("/v1/files")).status_code == 429
             unknown = await client.get("/v1/fields")
-            assert check_error(unknown.content)["message"] == "'/v1/fields' is not here; GET /openapi.json lists what is"
+            assert (
+                check_error(unknown.content)["message"]
+                == "'/v1/fields' is not here; GET /openapi.json lists what is, /docs shows it"
+            )
             wrong = await client.put("/v1/files")
             assert (wrong.status_code, wrong.headers["allow"]) == (405, "GET, HEAD, POST")
             assert check_error(wrong.content)["message"] == "'/v1/files' does not take PUT; it takes GET and POST"

@@ -236,3 +236,5 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
             assert asset.headers["content-type"].startswith(("text/javascript", "text/css"))
             assert len(asset.content) > 100_000
     assert _get("/docs/other.js").status_code == 404
+    slash = _get("/docs/")
+    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://door/docs")
