@@ -6,6 +6,9 @@ looked at here. Behind it everything waits for whoever reads: gRPC between repli
 
 import asyncio
 import logging
+import os
+import socket
+import struct
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
@@ -90,4 +93,7 @@ def _cut(send: Send) -> None:
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if transport is None:
         raise SlowReaderError("a client does not read")
+    if (own := transport.get_extra_info("socket")) is not None:
+        with socket.socket(fileno=os.dup(own.fileno())) as same:  # else the system would go on offering what it has of the stream
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

@@ -144,6 +144,9 @@ class Connection:
         self.gone, self.started = asyncio.Event(), asyncio.Event()
         self.headers: dict[bytes, bytes] = {}
 
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
     def abort(self) -> None:
         self.gone.set()
 
