@@ -667,7 +667,7 @@ def _chunk(part: bytes) -> bytes:
 
 
 CHUNKED = b"Transfer-Encoding: chunked"
-NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is", "does not take"
+NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is, /docs shows it", "does not take"
 FRAMED = {
     "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
     "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
