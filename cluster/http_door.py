@@ -24,7 +24,7 @@ from tramontane.cluster.door_guard import DoorGuard
 from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, request_id
+from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, owner_of, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
@@ -155,7 +155,7 @@ class HttpDoor:
         deadline = _deadline(request)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source, begun = Asked(self._source, request.state.owner, deadline), request.scope.get(ANSWER)
+        source, begun = Asked(self._source, owner_of(request), deadline), request.scope.get(ANSWER)
         if not (begun and begun.choices):  # another door has told something of it already
             source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
@@ -168,7 +168,7 @@ class HttpDoor:
         deadline = _deadline(request)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source, begun = Asked(self._source, request.state.owner, deadline), request.scope.get(ANSWER)
+        source, begun = Asked(self._source, owner_of(request), deadline), request.scope.get(ANSWER)
         if not (begun and begun.choices):
             source.check_room(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)

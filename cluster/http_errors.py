@@ -67,6 +67,11 @@ def request_id(request: Request) -> str:
     return str(getattr(request.state, "request_id", "-"))
 
 
+def owner_of(request: Request) -> int:
+    """A number for the key with which it came, as ``DoorGuard`` says it."""
+    return int(getattr(request.state, "owner", 0))
+
+
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, TramontaneError)
     return failed(error, request_id(request))

@@ -570,6 +570,9 @@ def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None
         while (stats := ingress_stats())["requests"]:
             time.sleep(0.2)
         assert wait_until_idle()[0]["preempted"] == 0
+        port = connection.getsockname()[1]
+        while any(c.laddr.port == PORT and c.raddr and c.raddr.port == port for c in psutil.net_connections("tcp")):
+            time.sleep(0.2)
         assert _received_before_it_was_cut(connection) < 2**24
     assert stats["pid"] == ingress_stats()["pid"]
 
