@@ -111,6 +111,9 @@ class GoingOn:
         self._token_ids = tuple(token_ids)
         self.seeds: list[int] = []
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """There always is."""
+
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self.seeds += [spec.sampling.seed for spec in specs]
         said = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
