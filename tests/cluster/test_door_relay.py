@@ -211,6 +211,9 @@ class Failing:
     def __init__(self, failure: TramontaneError, num_times: int) -> None:
         self._source, self._failure, self._num_times, self._num_asked = GoingOn(SAYS), failure, num_times, 0
 
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """There always is."""
+
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self._num_asked += 1
         if 1 < self._num_asked <= 1 + self._num_times:
