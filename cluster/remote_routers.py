@@ -70,7 +70,8 @@ class RemoteRouters(RouterQuestions):
         """See ``TokenSource``. What routers have said is an answer for those who come soon after, too."""
         if self._is_draining:
             raise DrainingError(DRAINING)
-        if sum(self._unaccepted.values()) + num_sequences > self._max_unaccepted:
+        on_their_way = sum(self._unaccepted.values())
+        if num_sequences <= self._max_unaccepted < on_their_way + num_sequences:  # what is larger is refused for good, by others
             raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
         error, until = self._full.get(owner, (None, 0.0))
         if error is not None and asyncio.get_running_loop().time() < until:
