@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
+RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
 RETRY_S = 0.5
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
 
@@ -70,10 +71,11 @@ class RayStageChain:
                 await asyncio.sleep(RETRY_S)
 
     async def replace_stuck(self, limit_s: float) -> str:
-        """See ``stuck``. A supervisor that is starting again is asked the next time."""
+        """See ``stuck``. A supervisor that is starting again, or whose answer is lost, is asked the next time."""
         try:
-            reason: str = await self._supervisor.replace_stuck.options(concurrency_group="rescue").remote(limit_s)
-        except RayError as error:
+            async with asyncio.timeout(RESCUE_TIMEOUT_S):
+                reason: str = await self._supervisor.replace_stuck.options(concurrency_group="rescue").remote(limit_s)
+        except (RayError, TimeoutError) as error:
             logger.warning("nobody could look for what is stuck: %s", last_line(error))
             return ""
         return reason

@@ -168,11 +168,14 @@ class Router:
     async def _drive(self) -> None:
         """Raises PipelineError where a step fails, or the stages are said to have been lost."""
         watching = asyncio.create_task(self._look_for_stuck())
+        watching.add_done_callback(lambda _: self._wake.set())
         try:
             while True:
                 self._submit()
                 await self._wake.wait()
                 self._wake.clear()
+                if watching.done():
+                    watching.result()  # a defect must not end the watch unheard
                 if self._loss is not None:
                     raise self._loss
                 self._collect()

@@ -1,6 +1,7 @@
 """The pipeline fails, and requests only wait: every token once and the right one, and who makes it fail is found."""
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import AsyncIterator
@@ -264,6 +265,25 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
         assert chain.limits == [4.0] * len(reasons), "the first micro-batch has four times as long"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "WATCH_EVERY_S", 0.0)
+
+    class Defective(StuckChain):
+        async def replace_stuck(self, limit_s: float) -> str:
+            raise ZeroDivisionError
+
+    async def scenario() -> None:
+        times = itertools.count()
+        scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+        router = Router(scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0)
+        running = asyncio.create_task(router.run())
+        with pytest.raises(PipelineError, match="ZeroDivisionError"):
+            await _tokens(router, (1, 2), 9)
+        await running
 
     asyncio.run(scenario())
 
