@@ -39,7 +39,7 @@ SHOWN_BY_RAY = "api_key"  # a Serve config is on Ray's dashboard, and told by se
 OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json"}  # keys that say nothing to an application
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
-ROUTER_CHECK_S = 1.0  # Ray Serve finds with it that a router is dead, and begins another
+CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
 
 
@@ -88,7 +88,7 @@ def application(
         max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
-        health_check_period_s=ROUTER_CHECK_S,
+        health_check_period_s=CHECK_EVERY_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
@@ -98,6 +98,7 @@ def application(
         name="Batch",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=CHECK_EVERY_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
@@ -107,6 +108,7 @@ def application(
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=CHECK_EVERY_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,

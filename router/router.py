@@ -5,7 +5,6 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import FullError, LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
@@ -17,16 +16,16 @@ from tramontane.proto.request import (
     TokenEvent,
 )
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.in_flight import InFlight
 from tramontane.router.live_request import LiveRequest, Sink
 from tramontane.router.mailbox import Mailbox
+from tramontane.router.progress import Progress
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
-from tramontane.router.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 30.0
-WATCH_EVERY_S = 0.2
 STALLED_LIMITS = 2.0  # times what a micro-batch may take
 MAX_VERDICTS = 3  # against one request after the other; then it is the pipeline that is broken
 
@@ -47,16 +46,13 @@ class Router:
         self._observe = observe
         self._clock = clock
         self._requests: dict[int, LiveRequest] = {}  # by seq_id, for every sequence that has not finished
-        self._in_flight: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
-        self._watch = StepWatch(step_timeout_s)
         self._wake = asyncio.Event()
+        self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set)
         self._seq_ids = itertools.count()
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
         self.failure: PipelineError | None = None
-        self.num_recoveries = 0
-        self._progress_at = clock()  # when something was last done, or there was last nothing to do
+        self.progress = Progress(clock)
         self._num_verdicts = 0  # against requests, since the last token of any
-        self._is_fenced = self._has_begun = False
         self._loss: PipelineError | None = None  # that somebody else has seen
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
@@ -94,8 +90,8 @@ class Router:
             kind = FullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError
             raise kind(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
         request = LiveRequest(sequences, sink, self._clock())
-        if self.scheduler.is_idle and self._is_fenced:
-            self._progress_at = self._clock()
+        if self.scheduler.is_idle and self.progress.is_fenced:
+            self.progress.note()
         for sequence in sequences:
             self.scheduler.add(sequence)
             self._requests[sequence.seq_id] = request
@@ -112,20 +108,24 @@ class Router:
     @property
     def is_running(self) -> bool:
         """Whether a request that came now would be worked on at once."""
-        return self._is_fenced and self.failure is None
+        return self.progress.is_fenced and self.failure is None
 
     @property
     def has_begun(self) -> bool:
         """Whether it drives a pipeline, be it one that is just being fenced anew."""
-        return self._has_begun and self.failure is None
+        return self.progress.has_begun and self.failure is None
 
     @property
     def makes_progress(self) -> bool:
         """Whether it drives a pipeline, and something was done of late, or there was nothing to do."""
-        now = self._clock()
-        if self._is_fenced and self.scheduler.is_idle:
-            self._progress_at = now
-        return self.has_begun and now - self._progress_at < STALLED_LIMITS * self._watch.limit_s
+        if self.progress.is_fenced and self.scheduler.is_idle:
+            self.progress.note()
+        return self.has_begun and self.progress.was_made_within(STALLED_LIMITS * self.step_limit_s)
+
+    @property
+    def step_limit_s(self) -> float:
+        """See ``InFlight``."""
+        return self._in_flight.step_limit_s
 
     @property
     def num_requests(self) -> int:
@@ -146,8 +146,7 @@ class Router:
         try:
             while True:
                 self.scheduler.restart(await self.chain.fence())
-                self._is_fenced = self._has_begun = True
-                self._progress_at = self._clock()
+                self.progress.fenced()
                 try:
                     await self._drive()
                 except LeaseError:
@@ -160,14 +159,14 @@ class Router:
             logger.exception("the router failed")
             self._fail(PipelineError(f"the router failed: {error!r}"))
         finally:
-            self._is_fenced = False
+            self.progress.is_fenced = False
             if self.failure is None:
                 self._fail(PipelineError("the router has stopped"))
-            self._drop_in_flight()
+            self._in_flight.drop()
 
     async def _drive(self) -> None:
         """Raises PipelineError where a step fails, or the stages are said to have been lost."""
-        watching = asyncio.create_task(self._look_for_stuck())
+        watching = asyncio.create_task(self._in_flight.until_stuck())
         watching.add_done_callback(lambda _: self._wake.set())
         try:
             while True:
@@ -175,45 +174,26 @@ class Router:
                 await self._wake.wait()
                 self._wake.clear()
                 if watching.done():
-                    watching.result()  # a defect must not end the watch unheard
+                    raise watching.result()  # or its defect, which must not end the watch unheard
                 if self._loss is not None:
                     raise self._loss
                 self._collect()
         finally:
             watching.cancel()
 
-    async def _look_for_stuck(self) -> None:
-        """Beside the loop, which would need a timer for every step."""
-        while True:
-            await asyncio.sleep(WATCH_EVERY_S)
-            if self._watch.overdue_s(self._clock()) <= 0:
-                continue
-            if reason := await self.chain.replace_stuck(self._watch.limit_s):
-                self.recover(PipelineError(reason))
-                return
-            self._watch.restart(self._clock())
-
     def _give_up_step(self, error: PipelineError) -> None:
         """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
         logger.warning("the pipeline failed, and goes on with what was running: %s", error)
-        self._is_fenced, self._loss = False, None
-        self._progress_at = self._clock()
-        self.num_recoveries += 1
-        if self._in_flight and (seq_id := self.scheduler.note_failure(self._in_flight[0][0])) is not None:
+        self.progress.failed(str(error))
+        self._loss = None
+        if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.note_failure(batch)) is not None:
             self._num_verdicts += 1
             if self._num_verdicts >= MAX_VERDICTS:
                 raise PipelineError(f"the pipeline fails whatever it is given: {error}") from error
             request = self._requests[seq_id]
             self.abort(request)
             request.sink(PoisonError(f"this request has made the pipeline fail twice, and is not tried again: {error}"))
-        self._drop_in_flight()
-
-    def _drop_in_flight(self) -> None:
-        for _, future in self._in_flight:
-            if not future.cancel() and not future.cancelled():
-                future.exception()  # looked at, or asyncio would log it
-        self._in_flight.clear()
-        self._watch.forget()
+        self._in_flight.drop()
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
@@ -223,10 +203,7 @@ class Router:
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:
             self._note_starts(batch)
-            future = asyncio.ensure_future(self.chain.submit(batch))
-            future.add_done_callback(lambda _: self._wake.set())
-            self._in_flight.append((batch, future))
-            self._watch.submitted(self._clock())
+            self._in_flight.submit(batch)
 
     def _note_starts(self, batch: MicroBatch) -> None:
         for chunk in batch.chunks:
@@ -235,14 +212,9 @@ class Router:
                 self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 
     def _collect(self) -> None:
-        """Results come in the order of submission."""
-        while self._in_flight and self._in_flight[0][1].done():
-            batch, future = self._in_flight[0]  # where it has failed it stays, as the one to look at
-            result = future.result()
-            self._in_flight.popleft()
-            self._progress_at = self._clock()
-            self._watch.came_back(self._progress_at, len(self._in_flight))
-            self._deliver(batch, result)
+        while (done := self._in_flight.take()) is not None:
+            self.progress.note()
+            self._deliver(*done)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
         if self._observe is not None:
@@ -255,6 +227,7 @@ class Router:
             ready.setdefault(take(event.seq_id), []).append(event)
         if ready:
             self._num_verdicts = 0
+            self.progress.told_tokens()
         now = self._clock()
         for request, events in ready.items():
             request.deliver(events, now)

@@ -42,7 +42,8 @@ class Faults:
 
     def _signal(self, victim: str, number: signal.Signals) -> None:
         while True:  # it may be starting again just now
-            found = [each for each in psutil.process_iter() if _title(each).startswith(TITLES[victim])]
+            ours = psutil.Process().children(recursive=True)  # a machine may have other clusters
+            found = [each for each in ours if _title(each).startswith(TITLES[victim])]
             with suppress(psutil.NoSuchProcess, IndexError):
                 os.kill(self._rng.choice(found).pid, number)
                 return

@@ -28,6 +28,7 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
     """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
     serve.start(
+        proxy_location="HeadOnly",  # which no test takes away: a client's connection dies with its proxy
         http_options=HTTPOptions(host="127.0.0.1", port=PORT),
         grpc_options=grpc_options(GRPC_PORT),
         logging_config={"log_level": "WARNING"},

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import random
 import statistics
 import sys
@@ -19,6 +20,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from rich.progress import Progress
 from rich.table import Table
 from serving import URL, ingress_stats, leftovers, router_stats, served
 
-from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, RAY_SETTINGS, own_ray
+from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, RAY_SETTINGS, SERVE_SETTINGS, own_ray
 
 WANTED = 16  # streams with unfinished tokens, at each fault
 REQUESTS = 40
@@ -54,8 +56,9 @@ def _house(args: argparse.Namespace) -> Iterator[Cluster | None]:
         with own_ray(num_cpus=8), served(**SETTINGS, **experts):
             yield None
         return
+    os.environ.update(SERVE_SETTINGS)
     head = {"num_cpus": 0, "include_dashboard": False, "_system_config": dict(RAY_SETTINGS)}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
+    cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)  # which only a main thread could arrange
     for _ in range(4 if args.experts else 3):  # one more than is needed
         cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
     ray.init(address=cluster.address, log_to_driver=False)
@@ -75,9 +78,16 @@ async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a functio
         await asyncio.sleep(POLL_S)
 
 
-async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, list[float]]:
-    """The longest pause of each stream that was on its way, by kind of fault."""
-    pauses: defaultdict[str, list[float]] = defaultdict(list)
+@dataclass
+class Told:
+    """Of one kind of fault."""
+
+    pauses: list[float] = field(default_factory=list)  # the longest of each stream that was on its way
+    seen_after: list[float] = field(default_factory=list)  # until the router knew, where it had to know
+
+
+async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, Told]:
+    told: defaultdict[str, Told] = defaultdict(Told)
     turns, rng = _turns(args, kinds), random.Random(args.seed + 1)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("faults", total=len(turns))
@@ -91,13 +101,21 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
             watched = set(load.pauses)
             await _until(lambda: _go_on(load, watched, struck_at), f"streams do not go on after {kind}")  # noqa: B023
             now = time.monotonic()
-            pauses[kind] += [load.pauses[client] for client in watched]
-            progress.update(
-                bar, advance=1, description=f"{kind}: {max(load.pauses.values()):.1f} s, {now - struck_at:.1f} s in all"
-            )
+            told[kind].pauses += [load.pauses[client] for client in watched]
+            told[kind].seen_after += await asyncio.to_thread(_seen_after, struck_at)
+            line = f"{kind}: {max(load.pauses.values()):.1f} s, {now - struck_at:.1f} s in all"
+            progress.update(bar, completed=number + 1, description=line)
+            if not console.is_terminal:
+                console.print(f"{number + 1}/{len(turns)} {line}")
             if load.failed or load.different:
                 console.print(f"fault {number}, {kind}: {[*load.failed, *load.different][-1]}")
-    return dict(pauses)
+    return dict(told)
+
+
+def _seen_after(struck_at: float) -> list[float]:
+    """By routers, on this machine: processes have one monotonic clock here."""
+    seen = [stats["last_recovery"]["seen_at"] for stats in router_stats(stages=False) if stats["last_recovery"]]
+    return [round(at - struck_at, 3) for at in seen if at > struck_at]
 
 
 def _go_on(load: Load, watched: set[int], struck_at: float) -> bool:
@@ -128,7 +146,7 @@ async def _chaos(cluster: Cluster | None, args: argparse.Namespace) -> dict[str,
     running = asyncio.create_task(load.run(args.clients))
     began = time.monotonic()
     try:
-        pauses = await _inflicted(load, faults, kinds, args)
+        told = await _inflicted(load, faults, kinds, args)
     finally:
         load.is_over = True
         await running
@@ -139,15 +157,18 @@ async def _chaos(cluster: Cluster | None, args: argparse.Namespace) -> dict[str,
         "failed": load.failed,
         "different": load.different,
         "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
-        "faults": {
-            kind: {
-                "count": Counter(_turns(args, kinds))[kind],
-                "streams": len(of_kind),
-                "median_pause_s": round(statistics.median(of_kind), 2),
-                "worst_pause_s": round(max(of_kind), 2),
-            }
-            for kind, of_kind in pauses.items()
-        },
+        "faults": {kind: {"count": Counter(_turns(args, kinds))[kind], **_figures(told[kind])} for kind in kinds if kind in told},
+    }
+
+
+def _figures(told: Told) -> dict[str, Any]:
+    """Empty texts where nothing had to be seen."""
+    return {
+        "streams": len(told.pauses),
+        "median_pause_s": round(statistics.median(told.pauses), 2),
+        "worst_pause_s": round(max(told.pauses), 2),
+        "median_seen_s": round(statistics.median(told.seen_after), 2) if told.seen_after else "",
+        "worst_seen_s": round(max(told.seen_after), 2) if told.seen_after else "",
     }
 
 
@@ -158,7 +179,7 @@ def _turns(args: argparse.Namespace, kinds: list[str]) -> list[str]:
 
 
 def _show(ledger: dict[str, Any]) -> None:
-    table = Table("fault", "times", "streams on their way", "median pause", "worst", title="chaos")
+    table = Table("fault", "times", "streams on their way", "median pause", "worst", "router knew after", "worst", title="chaos")
     for kind, row in ledger["faults"].items():
         table.add_row(kind, *map(str, row.values()))
     console.print(table)

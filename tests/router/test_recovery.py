@@ -14,7 +14,7 @@ from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router import router as router_module
+from tramontane.router import in_flight
 from tramontane.router.admission import Limits
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import MAX_VERDICTS, Router
@@ -64,8 +64,8 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
         async with _running(chain) as router:
             results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
             assert results == [answer(prompt, 60) for prompt in prompts]
-            assert len(chain.epochs) == 1 + router.num_recoveries
-            assert router.num_recoveries > 3
+            assert len(chain.epochs) == 1 + router.progress.num_recoveries
+            assert router.progress.num_recoveries > 3
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
 
@@ -99,7 +99,7 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
             assert "stage 1 died" in str(refused)
             assert results == [answer(prompt, 60) for prompt in prompts[1:]]
             assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
-            assert router.num_recoveries <= MOST_FAILURES_OF_ONE
+            assert router.progress.num_recoveries <= MOST_FAILURES_OF_ONE
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
 
@@ -214,7 +214,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
         async with _running(SlowChain(dies_once)) as router:
             early = asyncio.create_task(_tokens(router, (1, 2), 9))
-            while not router.num_recoveries:
+            while not router.progress.num_recoveries:
                 await asyncio.sleep(0)
             late = asyncio.create_task(_tokens(router, (3,), 9))
             await asyncio.sleep(0)
@@ -249,7 +249,7 @@ class StuckChain(RememberingChain):
 def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router_module, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
 
     async def scenario() -> None:
         now, chain = [0.0], StuckChain(list(reasons))
@@ -261,7 +261,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
         router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), chain, clock=clock, step_timeout_s=1.0)
         running = asyncio.create_task(router.run())
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
-        assert router.num_recoveries == num_recoveries
+        assert router.progress.num_recoveries == num_recoveries
         assert chain.limits == [4.0] * len(reasons), "the first micro-batch has four times as long"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -270,7 +270,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
 
 
 def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
 
     class Defective(StuckChain):
         async def replace_stuck(self, limit_s: float) -> str:
@@ -309,7 +309,7 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         while now[0] <= 30.0:
             await asyncio.sleep(0)
             assert router.makes_progress or not router.has_begun
-        now[0] += 2 * router._watch.limit_s
+        now[0] += 2 * router.step_limit_s
         assert not router.makes_progress
         gate.set()
         assert await asked == answer((1,) * 200, 2)

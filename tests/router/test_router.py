@@ -90,7 +90,7 @@ def test_a_stopped_router_leaves_nobody_waiting() -> None:
     async def scenario() -> None:
         async with _running(ScriptedChain(stuck)) as router:
             waiting = asyncio.create_task(_all(router, (1,), 9))
-            while not router._in_flight:
+            while router._in_flight.oldest is None:
                 await asyncio.sleep(0)
         with pytest.raises(PipelineError, match="has stopped"):
             await waiting

@@ -1,0 +1,50 @@
+"""Whether a router gets on, and what kept it: for health checks, and for those who measure."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """Of one pipeline that failed. All times are the router's clock's."""
+
+    reason: str
+    seen_at: float
+    fenced_at: float | None = None  # from then on what was alive is computed again
+    resumed_at: float | None = None  # with the first token of anybody
+
+
+class Progress:
+    """Of one router. By its clock, which is told to nobody else."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at = clock()  # when something was last done, or there was last nothing to do
+        self.is_fenced = self.has_begun = False
+        self.num_recoveries = 0
+        self.last_recovery: Recovery | None = None
+
+    def note(self) -> None:
+        """Something was done, or there is nothing to do."""
+        self._at = self._clock()
+
+    def fenced(self) -> None:
+        """The stages obey; work can begin."""
+        self.is_fenced = self.has_begun = True
+        self.note()
+        if self.last_recovery is not None and self.last_recovery.fenced_at is None:
+            self.last_recovery = replace(self.last_recovery, fenced_at=self._at)
+
+    def failed(self, reason: str) -> None:
+        """The stages must be fenced anew."""
+        self.is_fenced = False
+        self.note()
+        self.num_recoveries += 1
+        self.last_recovery = Recovery(reason, self._at)
+
+    def told_tokens(self) -> None:
+        if self.last_recovery is not None and self.last_recovery.resumed_at is None:
+            self.last_recovery = replace(self.last_recovery, resumed_at=self._clock())
+
+    def was_made_within(self, limit_s: float) -> bool:
+        return self._clock() - self._at < limit_s
