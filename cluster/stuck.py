@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.worker_actor import WorkerHealth
 
-ANSWER_WITHIN_S = 1.0  # a health check runs beside whatever computes or loads
+ANSWER_WITHIN_S = 0.7  # a health check runs beside whatever computes or loads
 STARTED_WITHIN_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
 KILL_WITHIN_S = 10.0
 

@@ -10,6 +10,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.step_watch import StepWatch
 
 WATCH_EVERY_S = 0.2
+LOOK_AGAIN_S = 1.0  # where somebody was computing or loading still
 
 
 class InFlight:
@@ -62,8 +63,7 @@ class InFlight:
         """Returns once something that stood still had to be replaced. Looks now and then: no timer for each step."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            if self._watch.overdue_s(self._clock()) <= 0:
-                continue
-            if reason := await self._chain.replace_stuck(self._watch.limit_s):
-                return PipelineError(reason)
-            self._watch.restart(self._clock())
+            if self._watch.overdue_s(self._clock()) > 0:
+                if reason := await self._chain.replace_stuck(self._watch.limit_s):
+                    return PipelineError(reason)
+                await asyncio.sleep(LOOK_AGAIN_S)

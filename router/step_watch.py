@@ -38,10 +38,6 @@ class StepWatch:
         self._num_done += 1
         self._waiting_since = now if num_in_flight else None
 
-    def restart(self, now: float) -> None:
-        """What was in flight is given up, or whoever kept it waiting had a reason: time counts from now."""
-        self._waiting_since = now if self._waiting_since is not None else None
-
     def forget(self) -> None:
         """Nothing is in flight any more."""
         self._waiting_since = None

@@ -83,7 +83,7 @@ class Told:
     """Of one kind of fault."""
 
     pauses: list[float] = field(default_factory=list)  # the longest of each stream that was on its way
-    seen_after: list[float] = field(default_factory=list)  # until the router knew, where it had to know
+    seen_after: list[float] = field(default_factory=list)  # until the router knew, where it had to; or from a deadline on
 
 
 async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, Told]:
@@ -94,6 +94,7 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
         for number, kind in enumerate(turns):
             await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run after {number} faults")
             load.watch()
+            limit_s = await asyncio.to_thread(_step_limit_s) if kind.startswith("stop") else 0.0
             struck_at = time.monotonic()
             await asyncio.to_thread(faults.kinds[kind])
             if rng.random() < AT_ONCE:
@@ -102,7 +103,7 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
             await _until(lambda: _go_on(load, watched, struck_at), f"streams do not go on after {kind}")  # noqa: B023
             now = time.monotonic()
             told[kind].pauses += [load.pauses[client] for client in watched]
-            told[kind].seen_after += await asyncio.to_thread(_seen_after, struck_at)
+            told[kind].seen_after += await asyncio.to_thread(_seen_after, struck_at, limit_s)
             line = f"{kind}: {max(load.pauses.values()):.1f} s, {now - struck_at:.1f} s in all"
             progress.update(bar, completed=number + 1, description=line)
             if not console.is_terminal:
@@ -112,10 +113,15 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
     return dict(told)
 
 
-def _seen_after(struck_at: float) -> list[float]:
+def _step_limit_s() -> float:
+    """After which what is stopped is seen."""
+    return max((stats["step_limit_s"] for stats in router_stats(stages=False)), default=0.0)
+
+
+def _seen_after(struck_at: float, limit_s: float) -> list[float]:
     """By routers, on this machine: processes have one monotonic clock here."""
     seen = [stats["last_recovery"]["seen_at"] for stats in router_stats(stages=False) if stats["last_recovery"]]
-    return [round(at - struck_at, 3) for at in seen if at > struck_at]
+    return [round(at - struck_at - limit_s, 3) for at in seen if at > struck_at]
 
 
 def _go_on(load: Load, watched: set[int], struck_at: float) -> bool:

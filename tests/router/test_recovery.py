@@ -239,7 +239,7 @@ class StuckChain(RememberingChain):
 
     async def replace_stuck(self, limit_s: float) -> str:
         self.limits.append(limit_s)
-        reason = self._reasons.pop(0)
+        reason = self._reasons.pop(0) if self._reasons else ""
         if not self._reasons:
             self._freed.set()
         return reason
@@ -250,6 +250,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
 
     async def scenario() -> None:
         now, chain = [0.0], StuckChain(list(reasons))
@@ -262,7 +263,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
         running = asyncio.create_task(router.run())
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
         assert router.progress.num_recoveries == num_recoveries
-        assert chain.limits == [4.0] * len(reasons), "the first micro-batch has four times as long"
+        assert chain.limits[: len(reasons)] == [4.0] * len(reasons), "the first micro-batch has four times as long"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -271,6 +272,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
 
 def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
 
     class Defective(StuckChain):
         async def replace_stuck(self, limit_s: float) -> str:
@@ -330,9 +332,7 @@ def test_a_limit_follows_what_micro_batches_take() -> None:
     watch.came_back(110.0, num_in_flight=1)  # after 10 s
     assert watch.limit_s == 40.0
     assert watch.overdue_s(151.0) == 1.0, "since the first one came back"
-    watch.restart(151.0)
-    assert watch.overdue_s(190.0) == -1.0
-    watch.came_back(152.0, num_in_flight=0)
+    watch.came_back(118.0, num_in_flight=0)
     assert watch.overdue_s(1e9) == -math.inf, "nothing is waited for"
     for _ in range(100):
         watch.submitted(0.0)
