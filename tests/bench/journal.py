@@ -1,0 +1,214 @@
+"""Whether a journal of stage inputs would shorten the pause after a stage has died.
+
+    python tests/bench/journal.py [--stages 8] [--rounds 3] [--json]
+
+Today all stages compute prompts and answers so far again, pipelined. With a journal the stage before the lost one would have
+kept its outputs in host memory, and only the new stage would compute, from them; the others would keep their caches. No such
+thing is in the product: here the computations alone are compared, from the moment at which the new stage has its weights.
+
+* Modelled: the real scheduler and policy (which has learned its costs) replay all live sequences on a modelled pipeline; for
+  the journal prompts cost the lost stage alone. Hidden states take the link in both. All that a journal costs while nothing
+  fails, and all that it takes to bring stages that are ahead back in line, is left out: the journal looks better than it is.
+* Real: four stages of the demo model in this process, one thread each; the inputs of the third are recorded. Threads of four
+  stages share this machine's cores, which flatters the journal, so the pipelined estimate counts: each micro-batch's measured
+  times put together as if every stage had a core of its own.
+
+Where layers have windows, a journal needs only what the windows of a stage's layers reach (``reach``); the replay computes all.
+
+Criterion, written before anything was measured. A journal is worth its code if the pause of the median stream, process start and
+weights included, is at least 1.3 times as long without it:
+
+1. modelled, in the median of the cases of each model, and
+2. on four real stages, by the pipelined estimate, for the demo model as it is and without its window of 64 tokens (no published
+   model has so small a one, most have none).
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from journal_pauses import Costs, RealPauses, measure, reach, start_s
+from rich.console import Console
+from rich.table import Table
+
+from tramontane.cluster.simulate_command import assumed_seconds
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.router.admission import Limits
+from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.policy import Work
+from tramontane.router.scheduler import Scheduler
+from tramontane.router.simulator import Arrival, ModelledPipeline, simulate
+
+WANTED = 1.3
+BUDGET, PAGE_SIZE, NEW_TOKENS = 1024, 16, 32
+HOP_S = 5e-4  # a micro-batch of 1024 tokens of 8 KiB over 25 GB/s, and 0.2 ms
+GPU_START_S, READ_PER_S = 4.0, 3e9  # a process with torch and CUDA; bytes of weights
+LIVE, LENGTHS = (16, 64), (1024, 4096, 16384)
+
+Seconds = Callable[[Work], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``start_s``: of a new process until it has its weights. ``reach``: positions that a stage's caches follow from."""
+
+    name: str
+    seconds: Seconds
+    start_s: float
+    window: int | None
+    reach: int
+    journal_bytes: int  # per token and edge
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Seconds from the new stage's readiness to the next token: of the median stream, and of the last one."""
+
+    model: str
+    live: int
+    tokens: int
+    start_s: float
+    replay_s: float
+    journal_s: float
+    replay_last_s: float
+    journal_last_s: float
+    journal_gib: float  # of one edge
+
+    @property
+    def gain(self) -> float:
+        """Of the median stream."""
+        return (self.start_s + self.replay_s) / (self.start_s + self.journal_s)
+
+    @property
+    def last_gain(self) -> float:
+        return (self.start_s + self.replay_last_s) / (self.start_s + self.journal_last_s)
+
+
+def modelled(num_stages: int, demo: dict[str, Costs], demo_start_s: float) -> Iterator[Case]:
+    for model in _models(num_stages, demo, demo_start_s):
+        for live in LIVE:
+            for tokens in model.lengths:
+                yield _case(model, num_stages, live, tokens)
+
+
+def _models(num_stages: int, demo: dict[str, Costs], demo_start_s: float) -> list[Model]:
+    """The 7B of ``tramontane simulate`` over large GPUs, Mixtral over small ones, and the demo on cores like this machine's."""
+    layers = -(-32 // num_stages)
+    return [
+        Model("7B, large GPUs", assumed_seconds(num_stages), _gpu_start_s(14.5e9 / num_stages), 4096, reach(layers, 4096), 8192),
+        Model(
+            "Mixtral 8x7B, small GPUs", _mixtral(num_stages), _gpu_start_s(93.4e9 / num_stages), None, reach(layers, None), 8192
+        ),
+        *(
+            Model(name, costs.stage_seconds(num_stages), demo_start_s, costs.window, costs.reach(num_stages), 256, LENGTHS[:1])
+            for name, costs in demo.items()
+        ),
+    ]
+
+
+def _gpu_start_s(weight_bytes: float) -> float:
+    return GPU_START_S + weight_bytes / READ_PER_S
+
+
+def _mixtral(num_stages: int) -> Seconds:
+    """On GPUs that do 60 TFLOP/s and read 600 GB/s, over eight stages: 52 us a token (12.6e9 parameters twice), 19 ms for the
+    weights, and of each key 4 * 32 * 128 operations a layer, or 4 KiB for a decode.
+    """
+
+    def seconds(work: Work) -> list[float]:
+        per_token, per_key = 2 * 12.6e9 / 60e12 * (work.prefill_tokens + work.decodes), 32 * 4 * 4096 / 60e12 * work.prefill_keys
+        reading = (93.4e9 + 32 * 4096 * work.decode_keys) / 600e9
+        return [(per_token + per_key + reading) / num_stages] * num_stages
+
+    return seconds
+
+
+def _case(model: Model, num_stages: int, live: int, tokens: int) -> Case:
+    """Lengths from half to one and a half."""
+    rng = random.Random(0)
+    lengths = [round(tokens * rng.uniform(0.5, 1.5)) for _ in range(live)]
+    kept = [min(n, model.reach) for n in lengths]
+    replay = _pauses(model.seconds, num_stages, lengths, model.window)
+    journal = _pauses(_alone(num_stages // 2, model.seconds), num_stages, kept, model.window)
+    medians = statistics.median(replay), statistics.median(journal)
+    gib = sum(kept) * model.journal_bytes / 2**30
+    return Case(model.name, live, tokens, model.start_s, *medians, max(replay), max(journal), gib)
+
+
+def _alone(lost: int, seconds: Seconds) -> Seconds:
+    """Only this stage computes prompts; for decodes all work."""
+
+    def of_all(work: Work) -> list[float]:
+        others = seconds(replace(work, prefill_tokens=0, prefill_keys=0))
+        others = others if work.decodes else [0.0] * len(others)
+        return [whole if stage == lost else own for stage, (whole, own) in enumerate(zip(seconds(work), others, strict=True))]
+
+    return of_all
+
+
+def _pauses(seconds: Seconds, num_stages: int, lengths: Sequence[int], window: int | None) -> list[float]:
+    """Of each sequence until its next token. The first run teaches the policy what stages take."""
+    policy = BalancedPolicy(num_stages, BUDGET)
+    max_len = max(lengths) + NEW_TOKENS + 1
+    ring = ring_pages(window, PAGE_SIZE, max_len)
+    cache = CachePlan(PAGE_SIZE, (WindowClass(window, ring, ring * len(lengths)),))
+    arrivals = [Arrival(0.0, n, NEW_TOKENS) for n in lengths]
+    for run in (arrivals[:16], arrivals):
+        scheduler = Scheduler(cache, Limits(len(lengths), BUDGET, max_len, 1000), policy)
+        trace = simulate(scheduler, ModelledPipeline(seconds, HOP_S), run)
+    return trace.first_token_s()
+
+
+def _show(cases: Sequence[Case], real: Sequence[RealPauses], num_stages: int) -> None:
+    whole = ("median:\nreplay", "journal", "gain", "gain\nbut\nstart", "last:\nreplay", "journal", "gain", "GiB\nan\nedge")
+    table = _table(f"{num_stages} modelled stages; seconds", "model", "live", "tokens", "start", *whole)
+    for c in cases:
+        median = (c.start_s, c.replay_s, c.journal_s, c.gain, c.replay_s / c.journal_s)
+        last = (c.replay_last_s, c.journal_last_s, c.last_gain, c.journal_gib)
+        table.add_row(c.model, str(c.live), str(c.tokens), *(f"{value:.2f}" for value in (*median, *last)))
+    console = Console(width=130, highlight=False)
+    console.print(table)
+    title = f"{len(real[0].busy_s)} real stages of the demo model, {real[0].live} sequences of {real[0].tokens}; seconds"
+    pairs = ("median:\nreplay", "journal", "gain", "on these cores:\nreplay", "journal", "gain")
+    table = _table(title, "model", "start", *pairs, "KiB", "us")
+    for r in real:
+        times = (r.start_s, r.replay_s, r.journal_s, r.gain, r.wall_replay_s, r.wall_journal_s, r.wall_gain)
+        table.add_row(r.model, *(f"{value:.2f}" for value in times), f"{r.journal_bytes / 1024:.0f}", f"{r.write_s * 1e6:.0f}")
+    console.print(table)
+    console.print("KiB: of journal per sequence and edge; us: to write one micro-batch to it; start: least of three")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    started_s = start_s()
+    real, costs = zip(*(measure(windowed, started_s, options.rounds) for windowed in (True, False)), strict=True)
+    cases = list(modelled(options.stages, {r.model: c for r, c in zip(real, costs, strict=True)}, started_s))
+    gains = {name: statistics.median(c.gain for c in cases if c.model == name) for name in dict.fromkeys(c.model for c in cases)}
+    is_worth_it = min(*gains.values(), *(r.gain for r in real)) >= WANTED
+    if options.json:
+        rows = [asdict(each) | {"gain": each.gain} for each in (*cases, *real)]
+        print(json.dumps({"rows": rows, "median_gains": gains, "is_worth_it": is_worth_it}))
+        return
+    _show(cases, real, options.stages)
+    gained = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    print(f"whole pause of the median stream, without a journal over with one, median of the cases: {gained}")
+    print(f"worth building ({WANTED} wanted of each, and of each of the real ones): {'yes' if is_worth_it else 'no'}")
+
+
+if __name__ == "__main__":
+    main()
