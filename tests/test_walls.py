@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "cluster": {"cluster", "workers", "router", "proto"},
 }
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
+EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
 PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
 TOP_LEVEL = {
     *("cluster", "workers", "router", "proto", "tests", "k8s"),
@@ -122,6 +123,8 @@ def _breach(room: str, name: str, typing_only: bool) -> str | None:
     if top == "tramontane":
         other = rest.partition(".")[0]
         return None if other in MAY_IMPORT[room] else f"{room} must not import {name}"
+    if top in EXECUTES_DATA or name.startswith("ray.cloudpickle"):
+        return f"{name} would execute what it reads"
     if room == "proto":
         harmless = top in sys.stdlib_module_names or any(f"{name}.".startswith(f"{lib}.") for lib in PROTO_LIBRARIES)
         return None if harmless or (top == "torch" and typing_only) else f"proto must not import {name}"
@@ -169,6 +172,10 @@ PLANTED = [
     ("router", "import typing\nif typing.TYPE_CHECKING:\n    from torch import Tensor"),
     ("router", "from transformers import AutoTokenizer"),
     ("proto", "from tramontane.workers import sampler"),
+    ("proto", "import pickle"),
+    ("workers", "from pickle import loads"),
+    ("router", "import cloudpickle as data"),
+    ("cluster", "from ray import cloudpickle"),
     ("proto", "import numpy"),
     ("proto", "import torch"),
     ("proto", "import google.cloud.storage"),
