@@ -1,8 +1,8 @@
 """What a server does with ten times the requests that it can answer.
 
-    python tests/bench/overload.py [--seconds 60] [--times 10] [--json]
+    python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--json]
 
-``tramontane serve`` with the demo model on two stages, 8 places and 16 in the queue. One stream alone; then as many clients
+``tramontane serve`` with the demo model on two stages, so many places and 16 in the queue. One stream alone; then as many clients
 as there are places, each asking again when it is answered, which is the capacity; then that many times as many requests a
 second as were answered, from clients that do not wait for each other. Everything shares this machine's cores.
 """
@@ -29,7 +29,7 @@ TITLES = {
     "ingress": "ray::ServeReplica:tramontane:Ingress",
     "router": "ray::ServeReplica:tramontane:Router",
 }
-PLACES, QUEUED, MAX_TOKENS = 8, 16, 32
+QUEUED, MAX_TOKENS = 16, 32
 BODY = {"prompt": "ROMEO: speak, my lord, what news from Rome?", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
 MOST_REFUSAL_S, MOST_ITL, MOST_GROWTH = 0.05, 1.5, 1.1
 console = Console(stderr=True, highlight=False)
@@ -126,11 +126,11 @@ def itl_of(answers: Sequence[Answer]) -> float:
     return statistics.median(a.itl for a in answers if a.status == 200) * 1000
 
 
-async def measure(port: int, server: psutil.Process, seconds: float, times: float) -> Figures:
-    await again_and_again(port, PLACES, 5)  # so that its policy knows its pipeline
+async def measure(port: int, server: psutil.Process, seconds: float, times: float, places: int) -> Figures:
+    await again_and_again(port, places, 5)  # so that its policy knows its pipeline
     alone = await again_and_again(port, 1, seconds / 4)
     console.print("as many clients as places ...", style="dim")
-    full = await again_and_again(port, PLACES, seconds / 4)
+    full = await again_and_again(port, places, seconds / 4)
     capacity = len(full) / (seconds / 4)
     console.print(f"{times:g} times {capacity:.1f} requests a second, for {seconds:g} s ...", style="dim")
     samples: list[dict[str, float]] = []
@@ -157,10 +157,10 @@ async def measure(port: int, server: psutil.Process, seconds: float, times: floa
     )
 
 
-def run(port: int, seconds: float, times: float) -> Figures:
+def run(port: int, seconds: float, times: float, places: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
-        bounds = ("--max-num-seqs", str(PLACES), "--max-queued-requests", str(QUEUED))
+        bounds = ("--max-num-seqs", str(places), "--max-queued-requests", str(QUEUED))
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--port", str(port), "--grpc-port", "0")
         command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs]
         console.print("starting the server ...", style="dim")
@@ -169,7 +169,7 @@ def run(port: int, seconds: float, times: float) -> Figures:
             assert server.stdout is not None
             if not server.stdout.readline():
                 raise SystemExit("the server did not start")
-            return asyncio.run(measure(port, psutil.Process(server.pid), seconds, times))
+            return asyncio.run(measure(port, psutil.Process(server.pid), seconds, times, places))
         finally:
             server.terminate()
             server.wait()
@@ -198,10 +198,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0)
+    parser.add_argument("--places", type=int, default=8)
     parser.add_argument("--port", type=int, default=8774)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = run(options.port, options.seconds, options.times)
+    figures = run(options.port, options.seconds, options.times, options.places)
     if options.json:
         print(json.dumps(asdict(figures)))
         return
