@@ -69,8 +69,8 @@ bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are acce
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
 	$(BIN)/python tests/bench/batch.py --kills 20
 
-chaos: $(STAMP)  ## 200 faults while streams run: what was lost, told twice or different, and how long streams paused
-	$(BIN)/python tests/bench/chaos.py
+chaos: $(STAMP)  ## 200 faults of eight kinds while streams run: what was lost, told twice or different, and how long streams paused
+	$(BIN)/python tests/bench/chaos.py --experts --nodes
 
 bench-interactive: $(STAMP)  ## how long interactive requests wait while a batch job has all the places
 	$(BIN)/python tests/bench/interactive.py
