@@ -21,6 +21,7 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.job_urls import has_password
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
+from tramontane.cluster.off_head import off_head
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.router_replica import RouterReplica
@@ -87,7 +88,7 @@ def application(
         num_replicas=config.replicas,
         max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
@@ -97,7 +98,7 @@ def application(
     batch = serve.deployment(
         name="Batch",
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
@@ -107,7 +108,7 @@ def application(
         name="Ingress",
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,

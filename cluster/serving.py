@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 import httpx
 import psutil
-import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.api_keys import ApiKeys
-from tramontane.cluster.background import repeated
 from tramontane.cluster.batch_checks import check_jobs
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.draining import stop
@@ -32,8 +30,8 @@ from tramontane.cluster.ray_chain import last_line
 from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
 from tramontane.cluster.serve_checks import check_doors, check_ports, check_room
 from tramontane.cluster.serve_ports import LOOPBACK, bracketed
-from tramontane.cluster.supervisor import RENEW_EVERY_S
-from tramontane.cluster.worker_actor import NAMESPACE, actor_names
+from tramontane.cluster.signs_of_life import signs_of_life
+from tramontane.cluster.worker_actor import actor_names
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -142,7 +140,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
                 report("starting Ray Serve")
                 _start_serve(config)
             report(f"loading {spec.workers_of(config.replicas)}")
-            with repeated(RENEW_EVERY_S, _keep_alive):
+            with signs_of_life(_supervisors):
                 with _shown_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc
@@ -202,16 +200,6 @@ def _wait_until_healthy(url: str) -> None:
                 return
         time.sleep(READY_POLL_S)
     raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
-
-
-def _keep_alive() -> None:
-    """A sign of life of this process for its supervisors, which otherwise remove the application."""
-    try:
-        for name in _supervisors():
-            with suppress(ValueError):  # it has just gone, and the others must hear of us all the same
-                ray.get_actor(name, NAMESPACE).keep.options(concurrency_group="lease").remote()
-    except Exception:  # Ray may be slow; without the next sign of life all would go
-        logger.warning("a sign of life could not be sent", exc_info=True)
 
 
 def _remove(owns_serve: bool) -> None:

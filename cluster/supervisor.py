@@ -14,12 +14,14 @@ from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
 from tramontane.cluster.actors import StageHealth, create_stage
+from tramontane.cluster.applications import end_application, head_answers, is_claimable
 from tramontane.cluster.expert_actors import create_experts
 from tramontane.cluster.expert_moving import move_experts
 from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.lease import Lease, LeaseBook
-from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
+from tramontane.cluster.off_head import off_head
+from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, PipelineSpec
 from tramontane.cluster.stuck import replace_stuck
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
@@ -136,17 +138,29 @@ class Supervisor:
         self._book.claim(holder, time.monotonic(), gone)
 
     def _watch(self) -> None:
-        """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone."""
+        """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone.
+
+        Nothing counts that was while the head node was away, as nobody could come then.
+        """
+        counted_from = time.monotonic()
         while True:
             time.sleep(WATCH_EVERY_S)
             with self._lock:
-                silent_s = self._book.idle_s(time.monotonic())
-                launcher_silent_s = time.monotonic() - self._launcher_seen_at
+                now = time.monotonic()
+                silent_s = min(self._book.idle_s(now), now - counted_from)
+                launcher_silent_s = min(now - self._launcher_seen_at, now - counted_from)
             application = self.spec.application
+            is_missed = application is not None and application.launched and launcher_silent_s > ABANDONED_AFTER_S
+            if not is_missed and silent_s <= ABANDONED_AFTER_S:
+                continue
             try:
-                if application and application.launched and launcher_silent_s > ABANDONED_AFTER_S:
-                    _end_application(application)
-                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not _is_claimable(application)):
+                if not head_answers():
+                    counted_from = time.monotonic()
+                    continue
+                if is_missed:
+                    assert application is not None
+                    end_application(application)
+                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not is_claimable(application)):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
@@ -184,6 +198,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "get_if_exists": True,
         "num_cpus": 0,
         "max_restarts": -1,
+        **off_head(),
     }
     # The lease's calls are answered also while workers are loading.
     actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
@@ -242,21 +257,3 @@ def _is_gone(holder: str) -> bool:
     """Whether Ray knows that this actor is dead; a driver's death shows only in its silence."""
     kind, _, name = holder.partition("/")
     return kind == "actor" and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-
-
-def _is_claimable(application: Application | None) -> bool:
-    """Whether a router of a living application may still come for its pipeline."""
-    from ray import serve  # rarely needed, and slow to import
-
-    return application is not None and application.name in serve.status().applications
-
-
-def _end_application(application: Application) -> None:
-    """Ray Serve does the rest by itself, if this actor is removed meanwhile."""
-    from ray import serve
-
-    applications = serve.status().applications
-    if application.owns_serve and applications.keys() <= {application.name}:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-    elif application.name in applications:
-        serve.delete(application.name)

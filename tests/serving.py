@@ -1,11 +1,12 @@
 """A Tramontane server for tests: the real application on a Ray of its own, and what it holds."""
 
 import json
+import random
 import socket
 import struct
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.client import HTTPResponse
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +23,19 @@ from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
 PORT, GRPC_PORT = 8765, 8766
 URL = f"http://127.0.0.1:{PORT}"
 GRPC = f"127.0.0.1:{GRPC_PORT}"
+
+
+def free_port() -> int:
+    """A free port that nothing takes before the server does.
+
+    Ray's own processes listen at ports of 10000 to 19999 and at ones the kernel chooses (32768 and above on Linux): a
+    port the kernel named free would often be theirs by the time Ray Serve asks for it.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @contextmanager

@@ -2,17 +2,15 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ import ray
 from harness import GREEDY, run_in_process
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serving import leftovers, listening
+from serving import free_port, leftovers, listening
 from tiny import tiny_plan
 
 from tramontane.cluster.config import DEMO_MODEL
@@ -37,19 +35,6 @@ from tramontane.workers.stage_worker import StageWorker
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
 COMMAND = [str(Path(sys.executable).parent / "tramontane"), "serve"]
-
-
-def free_port() -> int:
-    """A free port that nothing takes before the server does.
-
-    Ray's own processes listen at ports of 10000 to 19999 and at ones the kernel chooses (32768 and above on Linux): a
-    port the kernel named free would often be theirs by the time Ray Serve asks for it.
-    """
-    while True:
-        port = random.randrange(20000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _environment(home: Path, **more: str) -> dict[str, str]:

@@ -312,7 +312,7 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
     """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them now."""
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor_module, "UNCLAIMED_AFTER_S", 3.0)
-    monkeypatch.setattr(supervisor_module, "_is_claimable", lambda _application: True)
+    monkeypatch.setattr(supervisor_module, "is_claimable", lambda _application: True)
     _start_and_leave(replace(spec, application=Application("some application")), monkeypatch)
     while _actors_of(spec):
         time.sleep(0.05)
