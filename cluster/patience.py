@@ -1,8 +1,17 @@
 """How long a door tries to have a request go on that has lost its router."""
 
 import asyncio
+from collections.abc import Iterable
 
-from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, RouterLostError, TramontaneError
+from tramontane.proto.errors import (
+    FullError,
+    HandedOverError,
+    NotRunningError,
+    OverloadedError,
+    PipelineError,
+    RouterLostError,
+    TramontaneError,
+)
 
 SECONDS = 120.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
 MAX_LOSSES = 10  # of routers that had accepted the request and told no token of it: it may have waited, or be what they die of
@@ -23,17 +32,29 @@ class Patience:
     async def wait(self, error: TramontaneError) -> None:
         """Until it is time to ask again, after this; raises why not to.
 
-        A request that no router has ever accepted may be refused, with what the routers say.
+        A request that no router has ever accepted may be refused, with what the routers say; it waits for a newer version.
         """
         now = asyncio.get_running_loop().time()
         self._ends_at = self._ends_at or now + SECONDS
+        is_refusal = isinstance(error, NotRunningError | OverloadedError) and not isinstance(error, HandedOverError)
         if isinstance(error, RouterLostError):
             self._was_accepted = True
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
                 raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
-        elif isinstance(error, NotRunningError | OverloadedError) and not self._was_accepted:
+        elif is_refusal and not self._was_accepted:
             raise error
         if now > self._ends_at:
             raise PipelineError(f"no router could go on with this request in time: {error}") from error
         await asyncio.sleep(TRY_EVERY_S)
+
+
+def refusal_to_go_by(refusals: Iterable[TramontaneError]) -> TramontaneError:
+    """Of those of several routers: one that is to come, then one that has room soon."""
+
+    def rank(refusal: TramontaneError) -> int:
+        if isinstance(refusal, HandedOverError):
+            return 0
+        return 1 + isinstance(refusal, FullError) if isinstance(refusal, OverloadedError) else 3
+
+    return min(refusals, key=rank)

@@ -6,7 +6,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +17,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
+from tramontane.cluster.holders import driver_as_holder
 from tramontane.cluster.interrupts import held_back
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S, create_supervisor, driver_as_holder, remove_pipeline
+from tramontane.cluster.supervisor import RENEW_EVERY_S, create_supervisor, remove_pipeline
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 PLACEMENT_TIMEOUT_S = 60.0
+ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
@@ -49,6 +51,12 @@ RAY_SETTINGS = MappingProxyType(  # of a cluster: the head tells all other nodes
     }
 )
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
+MakeRoom = Callable[[], Awaitable[bool]]
+
+
+async def no_room() -> bool:
+    """Nobody makes room."""
+    return False
 
 
 @asynccontextmanager
@@ -57,11 +65,12 @@ async def running_pipeline(
     report: Callable[[str], None] = lambda _: None,
     holder: str | None = None,
     show_loading: ShowLoading | None = None,
+    make_room: MakeRoom = no_room,
 ) -> AsyncIterator[RayStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
-    Raises LeaseError, having touched nothing, if another router drives it. Removing is
-    done from here: the supervisor may be restarting, or still be busy with loading.
+    Raises LeaseError, having touched nothing, if another router drives it. ``make_room`` is asked again and again where
+    there is no room. Removing is done from here: the supervisor may be restarting, or still be busy with loading.
     """
     holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
@@ -73,7 +82,7 @@ async def running_pipeline(
     try:
         report(f"loading {spec.workers_of()}")
         with shown_loading(re.escape(spec.name), spec.plan, show_loading):
-            stages = await _start(supervisor, spec)
+            stages = await _start(supervisor, spec, make_room)
         chain = DirectStageChain if spec.link == "direct" else RayStageChain
         yield chain(stages, supervisor, holder)
     finally:
@@ -210,9 +219,12 @@ def end_pipeline(name: str) -> None:
     remove_pipeline(name)
 
 
-async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec) -> list[ActorHandle[Any]]:
+async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: MakeRoom) -> list[ActorHandle[Any]]:
     try:
-        stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(PLACEMENT_TIMEOUT_S)
+        stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(ROOM_TIMEOUT_S)
+        while stages is None and await make_room():
+            stages = await supervisor.start.remote(ROOM_TIMEOUT_S)
+        stages = stages or await supervisor.start.remote(PLACEMENT_TIMEOUT_S)
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {last_line(error)}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from ray import ObjectRef
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.cluster.fencing import FENCE_TIMEOUT_S
@@ -175,7 +175,12 @@ def joined_results(parts: Sequence[StepResult]) -> StepResult:
 
 
 def _is_restarting(error: RayError) -> bool:
-    """Whether the supervisor, or a stage that it asked, does not answer just now, or was born again meanwhile."""
+    """Whether the supervisor, or a stage that it asked, does not answer just now, or was born again meanwhile.
+
+    A supervisor that is dead for good has been removed with its pipeline; a stage's death comes as its error.
+    """
+    if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):
+        return False
     return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError)
 
 

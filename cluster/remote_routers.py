@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import itertools
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Sequence
 from contextlib import aclosing
@@ -12,7 +13,7 @@ from typing import Any, cast
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
-from tramontane.cluster.patience import Patience
+from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
 from tramontane.proto import wire
@@ -46,15 +47,17 @@ class RemoteRouters(RouterQuestions):
 
     ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
     would wait in Ray Serve, which has no bound and no end to its patience.
+    ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
     """
 
-    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int) -> None:
+    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf) -> None:
         super().__init__(handle)
-        self._max_unaccepted = max_unaccepted
+        self._max_unaccepted, self._stays_s = max_unaccepted, stays_s
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._unaccepted: dict[int, int] = {}  # sequences, by request
+        self._num_waiting = 0  # sequences of requests that wait until a router can be asked again
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_draining = False
         self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
@@ -70,7 +73,7 @@ class RemoteRouters(RouterQuestions):
         """See ``TokenSource``. What routers have said is an answer for those who come soon after, too."""
         if self._is_draining:
             raise DrainingError(DRAINING)
-        on_their_way = sum(self._unaccepted.values())
+        on_their_way = sum(self._unaccepted.values()) + self._num_waiting
         if num_sequences <= self._max_unaccepted < on_their_way + num_sequences:  # what is larger is refused for good, by others
             raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
         error, until = self._full.get(owner, (None, 0.0))
@@ -93,7 +96,11 @@ class RemoteRouters(RouterQuestions):
             except (PipelineError, OverloadedError) as error:
                 if isinstance(error, FullError):
                     self._full[specs[0].owner] = error, asyncio.get_running_loop().time() + FULL_FOR_S
-                await patience.wait(error)
+                self._num_waiting += len(specs)
+                try:
+                    await patience.wait(error)
+                finally:
+                    self._num_waiting -= len(specs)
                 logger.warning("a request is given to another router: %s", error)
 
     async def _from_one(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
@@ -178,8 +185,7 @@ class RemoteRouters(RouterQuestions):
                     refused[replica] = refusal
                     wish = any_but(refused)
                 case NotRunningError() | OverloadedError():  # there is no other; one that is only full says when to come back
-                    overloaded = [each for each in refused.values() if isinstance(each, OverloadedError)]
-                    return min(overloaded, key=lambda each: isinstance(each, FullError), default=refusal)
+                    return refusal_to_go_by(refused.values())
                 case _:
                     return refusal
         return refusal
@@ -197,7 +203,7 @@ class RemoteRouters(RouterQuestions):
 
     async def _listen(self, name: str, replica: str) -> None:
         """``name`` is the one under which the stream was opened."""
-        opened = self._streams[name, replica]
+        opened, moving = self._streams[name, replica], self._start(self._move_on((name, replica)))
         call = self._method("subscribe", ONLY + replica, stream=True)
         try:
             async for message in cast("AsyncIterable[bytes]", call.remote(name, replica)):
@@ -212,8 +218,16 @@ class RemoteRouters(RouterQuestions):
             if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
                 self._name = uuid.uuid4().hex
         finally:
+            moving.cancel()
             del self._streams[name, replica]
             opened.set()
+
+    async def _move_on(self, stream: tuple[str, str]) -> None:
+        """A router that is about to be stopped loses what it still has to another one."""
+        await self._leaves(stream[1], self._stays_s)
+        for number, ends in self._streams_of.items():
+            if ends == stream:
+                self._mailboxes[number].put(PipelineError("the router is about to be stopped"))
 
     def _deliver(self, number: int, what: TokenBatch | TramontaneError, stream: tuple[str, str]) -> None:
         mailbox = self._mailboxes.get(number)

@@ -1,6 +1,7 @@
 """What an ingress asks of every router: whether it is well, its load, and to move experts."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.least_loaded import any_but
+from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.proto.errors import ConfigError
 
 READY_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 2.0  # for routers that are to stop, while they have requests
 
 
 class RouterQuestions:
@@ -49,6 +51,24 @@ class RouterQuestions:
                     raise ConfigError(refusal)
                 num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
         return num_moved, num_pipelines
+
+    async def _leaves(self, replica: str, stays_s: float) -> None:
+        """Returns once Ray Serve has given this router nothing for so long, because it is to stop, while there is another one."""
+        left_at = math.inf
+        while asyncio.get_running_loop().time() < left_at + stays_s:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if not await self._has_left(replica):
+                left_at = math.inf
+            elif left_at == math.inf:
+                left_at = asyncio.get_running_loop().time()
+
+    async def _has_left(self, replica: str) -> bool:
+        """Whether another one answers what this one is asked."""
+        with suppress(Exception):  # whatever keeps routers from answering
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                _, answers = await cancellable(self._method("is_ready", ONLY + replica).remote())
+                return bool(answers != replica)
+        return False
 
     async def _each(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
         """What every router answers, one after the other. It answers with its name as well."""

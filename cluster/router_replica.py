@@ -1,35 +1,29 @@
 """The Router deployment: each replica drives one pipeline, adopted or made."""
 
 import asyncio
-import hashlib
-import itertools
 import logging
 import os
-import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
-import ray
 from ray import serve
-from ray.exceptions import RayError
 
-from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
+from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
+from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.deployments import newest_deployment, note_deployment
 from tramontane.cluster.expert_load import ExpertLoad, by_expert
 from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
-from tramontane.cluster.pipeline import running_pipeline
-from tramontane.cluster.pipeline_spec import SUPERVISOR, Application, PipelineSpec
-from tramontane.cluster.ray_chain import RayStageChain, last_line
+from tramontane.cluster.pipeline_spec import Application, PipelineSpec
 from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
-from tramontane.cluster.supervisor import actor_as_holder
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.cluster.worker_actor import NAMESPACE, actor_names, naming_the_node
-from tramontane.proto.errors import LeaseError, PipelineError, UserError
+from tramontane.cluster.worker_actor import naming_the_node
+from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
 from tramontane.router.router import Router
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
 
@@ -40,9 +34,14 @@ MAX_FAILED_STARTS = 3  # in a row; each has tried for some time
 
 
 class RouterReplica:
-    """One pipeline behind Ray Serve. Ray Serve calls ``__del__`` when it stops the replica, not when it is killed."""
+    """One pipeline behind Ray Serve. Ray Serve calls ``__del__`` when it stops the replica, not when it is killed.
 
-    async def __init__(self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool) -> None:  # type: ignore[misc]
+    ``deployed_at``: when the application was built, in nanoseconds. A router of a later one takes the pipeline of an earlier one.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, deployed_at: int
+    ) -> None:
         log_beside_ray_serve()
         keep_internal_port_on_node_address()
         self._config = config
@@ -53,8 +52,10 @@ class RouterReplica:
         self._asking: asyncio.Task[bool] | None = None
         self._driving: asyncio.Task[None] | None = None
         application = Application(serve.get_replica_context().app_name, launched, owns_serve)
+        self._application, self._deployed_at = application.name, deployed_at
+        note_deployment(application.name, deployed_at)  # before anything is taken from those who will look it up
         prefix = pipeline_prefix(application.name, config, fingerprint)
-        pipeline = any_pipeline(prefix, lambda: _new_spec(config, fingerprint, application))
+        pipeline = any_pipeline(prefix, lambda: _new_spec(config, fingerprint, application), deployed_at)
         self._spec, self._chain = await self._exit.enter_async_context(pipeline)
         self._router = self._new_router()
         self._driving = asyncio.create_task(self._drive())
@@ -80,7 +81,13 @@ class RouterReplica:
 
     async def generate(self, ingress: str, number: int, specs: bytes) -> bytes:
         """One request, from its arrival to its end; see ``TokenChannels``."""
+        if not self._router.has_begun and await self._is_superseded():
+            return self._channels.refusal(HandedOverError("the pipeline was given to a newer version, which is not ready yet"))
         return await self._channels.generate(self._router, ingress, number, specs)
+
+    async def _is_superseded(self) -> bool:
+        """Whether routers of a later deployment are on their way, or here."""
+        return await asyncio.to_thread(newest_deployment, self._application) > self._deployed_at
 
     async def is_ready(self) -> tuple[bool, str]:
         """Whether this router makes progress; and which replica says so. However many ask, the stages are asked once."""
@@ -128,11 +135,14 @@ class RouterReplica:
             return 0, str(error)
 
     async def check_health(self) -> None:
-        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or nothing happens any more."""
+        """For Ray Serve: only a new replica helps if another router has taken the pipeline, or nothing happens any more.
+
+        Where a later deployment has taken it this replica stays, and says so to whoever asks, until the next one is ready.
+        """
         assert self._driving is not None
         router = self._router
         gave_up = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
-        if self._driving.done() or (gave_up and not router.is_running):
+        if self._driving.done() or (gave_up and not router.is_running and not await self._is_superseded()):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
         if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
             raise PipelineError("this router has had something to do for long, and nothing was done")
@@ -183,49 +193,3 @@ def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Appli
     return replace(
         pipeline_spec(config, args, joined_cluster(config.gpu_speed is None), "unnamed", fingerprint), application=application
     )
-
-
-@asynccontextmanager
-async def any_pipeline(prefix: str, new_spec: Callable[[], PipelineSpec]) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
-    """Drive a pipeline with this prefix that nobody drives, as it was made, or else a new one.
-
-    The cluster may have changed since a pipeline was made, or have nothing left to plan with, so
-    nothing is planned before it is known that a new one is needed.
-    """
-    while True:
-        existing = [name.removesuffix(SUPERVISOR) for name in actor_names(rf"{re.escape(prefix)}-\d+{SUPERVISOR}")]
-        for name in existing:
-            async with AsyncExitStack() as stack:
-                try:
-                    spec = await _specification(name)
-                    chain = await stack.enter_async_context(running_pipeline(spec, holder=actor_as_holder()))
-                except LeaseError:
-                    continue
-                yield spec, chain
-                return
-        fresh = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in existing)
-        async with AsyncExitStack() as stack:
-            spec = replace(await asyncio.to_thread(new_spec), name=fresh)
-            try:
-                chain = await stack.enter_async_context(running_pipeline(spec, holder=actor_as_holder()))
-            except LeaseError:  # somebody was quicker
-                await asyncio.sleep(RETRY_S)
-                continue
-            yield spec, chain
-            return
-
-
-async def _specification(name: str) -> PipelineSpec:
-    """Raises LeaseError if the supervisor has just gone."""
-    try:
-        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
-        spec: PipelineSpec = await supervisor.specification.options(concurrency_group="lease").remote()
-    except (ValueError, RayError) as error:
-        raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
-    return spec
-
-
-def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
-    """Pipelines are named ``application-version-number``: only those of the same model and settings are adopted."""
-    version = hashlib.sha256(repr((config.model_dump(include=PIPELINE_KEYS), fingerprint)).encode()).hexdigest()[:8]
-    return f"{application}-{version}"

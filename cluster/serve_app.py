@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import psutil
@@ -41,6 +42,8 @@ OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
+HAND_OVER_S = 15.0  # then doors take what a router still has to another one, and it ends by itself
+NEW_FIRST = 100  # percent: of a new version all replicas are started before those of the old one are stopped
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
 
 
@@ -92,7 +95,8 @@ def application(
         health_check_period_s=CHECK_EVERY_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=patience_s,
+        graceful_shutdown_timeout_s=patience_s + HAND_OVER_S,
+        max_surge_percent=NEW_FIRST,
         logging_config=quiet,
     )(RouterReplica)
     batch = serve.deployment(
@@ -112,11 +116,12 @@ def application(
         health_check_period_s=CHECK_EVERY_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
+        max_surge_percent=NEW_FIRST,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
-    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve)
+    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve, time.time_ns())
     jobs = batch.bind(config.without_keys(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, patience_s)
 
 
 class IngressReplica(GrpcServicer):
@@ -132,6 +137,7 @@ class IngressReplica(GrpcServicer):
         router: "DeploymentHandle[Any]",
         _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
         grpc_from_here_only: bool,
+        patience_s: float,
     ) -> None:
         log_beside_ray_serve()
         keep_internal_port_on_node_address()
@@ -139,7 +145,7 @@ class IngressReplica(GrpcServicer):
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
-        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)

@@ -42,7 +42,7 @@ Report = Callable[[str], None]
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
 DRAIN_S = 30.0
-OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``router_replica.any_pipeline``
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``any_pipeline``
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from tramontane.cluster.expert_actors import create_experts
 from tramontane.cluster.expert_moving import move_experts
 from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
+from tramontane.cluster.holders import must_make_way
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, PipelineSpec
@@ -102,7 +103,7 @@ class Supervisor:
 
     @ray.method(concurrency_group="lease")
     def claim(self, holder: str) -> None:
-        """Take the lease, if it is free. Raises LeaseError while another router holds it."""
+        """Take the lease, if it is free or an older deployment's. Raises LeaseError while another router holds it."""
         with self._lock:
             self._claim(holder)
 
@@ -134,8 +135,8 @@ class Supervisor:
 
     def _claim(self, holder: str) -> None:
         current = self._book.lease
-        gone = current is not None and current.holder != holder and _is_gone(current.holder)
-        self._book.claim(holder, time.monotonic(), gone)
+        makes_way = current is not None and current.holder != holder and must_make_way(current.holder, holder)
+        self._book.claim(holder, time.monotonic(), makes_way)
 
     def _watch(self) -> None:
         """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone.
@@ -146,7 +147,7 @@ class Supervisor:
         while True:
             time.sleep(WATCH_EVERY_S)
             with self._lock:
-                now = time.monotonic()
+                now, last = time.monotonic(), self._book.lease
                 silent_s = min(self._book.idle_s(now), now - counted_from)
                 launcher_silent_s = min(now - self._launcher_seen_at, now - counted_from)
             application = self.spec.application
@@ -160,7 +161,7 @@ class Supervisor:
                 if is_missed:
                     assert application is not None
                     end_application(application)
-                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not is_claimable(application)):
+                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not is_claimable(application, last)):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
@@ -241,19 +242,3 @@ def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
             if health.holder:
                 leases.append(Lease(health.holder, health.epoch))
     return max(leases, key=lambda lease: lease.epoch, default=None)
-
-
-def actor_as_holder() -> str:
-    """The actor that we are, as the holder of a lease: ``actor/name``."""
-    return f"actor/{ray.get_runtime_context().get_actor_name()}"
-
-
-def driver_as_holder() -> str:
-    """The driver that we are: ``driver/job``."""
-    return f"driver/{ray.get_runtime_context().get_job_id()}"
-
-
-def _is_gone(holder: str) -> bool:
-    """Whether Ray knows that this actor is dead; a driver's death shows only in its silence."""
-    kind, _, name = holder.partition("/")
-    return kind == "actor" and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

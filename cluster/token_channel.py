@@ -98,9 +98,9 @@ class TokenChannels:
         Returns DONE, or why not. Cancelling aborts the request.
         """
         if not router.has_begun:
-            return self._refusal(NotRunningError("the pipeline is being started again; try again soon"))
+            return self.refusal(NotRunningError("the pipeline is being started again; try again soon"))
         if (channel := self._channels.get(ingress)) is None:
-            return self._refusal(NoStreamError("no stream from the router could be kept open"))
+            return self.refusal(NoStreamError("no stream from the router could be kept open"))
         decoded = wire.decode_specs(specs)
         unfinished = set(range(len(decoded)))
         ended = asyncio.Event()
@@ -115,7 +115,7 @@ class TokenChannels:
         try:
             request = router.submit(decoded, sink)
         except TramontaneError as error:
-            return self._refusal(error)
+            return self.refusal(error)
         channel.num_requests += 1
         channel.put(number, ACCEPTED)
         try:
@@ -123,9 +123,10 @@ class TokenChannels:
         finally:
             channel.leave()
             router.abort(request)
-        return DONE if ended.is_set() else self._refusal(PipelineError("the stream to the ingress broke"))
+        return DONE if ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
 
-    def _refusal(self, error: TramontaneError) -> bytes:
+    def refusal(self, error: TramontaneError) -> bytes:
+        """Why this router does not take a request."""
         return wire.encode_refusal(error, self._replica)
 
 

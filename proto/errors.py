@@ -23,6 +23,7 @@
         +-- LeaseError       another router drives the pipeline
         +-- NoStreamError    a router has no stream to answer by
         +-- NotRunningError  a router's pipeline cannot make tokens now
+            +-- HandedOverError  a newer version of the application has it
 
 A ``UserError`` says what was wrong and what to do about it. Broken internal
 invariants are assertions, not members of this tree.
@@ -110,6 +111,10 @@ class NoStreamError(PipelineError):
 
 class NotRunningError(PipelineError):
     """A router's pipeline is being started again; another router may be well."""
+
+
+class HandedOverError(NotRunningError):
+    """A newer version of the application has taken a router's pipeline, or its place; it will take requests soon."""
 
 
 class UnfollowableError(RequestError):

@@ -9,6 +9,7 @@ import msgpack
 
 from tramontane.proto.errors import (
     FullError,
+    HandedOverError,
     NoStreamError,
     NotRunningError,
     OverloadedError,
@@ -37,6 +38,7 @@ REFUSALS: dict[str, type[TramontaneError]] = {
     "full": FullError,
     "overloaded": OverloadedError,
     "no stream": NoStreamError,
+    "handed over": HandedOverError,
     "not running": NotRunningError,
     "failure": PipelineError,
 }

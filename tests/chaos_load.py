@@ -45,6 +45,7 @@ class Load:
     unfinished: int = 0  # streams that have told tokens, and will tell more
     last_piece_at: dict[int, float] = field(default_factory=dict)  # of streams that are on their way, by client
     pauses: dict[int, float] = field(default_factory=dict)  # the longest of each of those since the last ``watch``
+    waits: list[float] = field(default_factory=list)  # of streams for their first piece, where it came since the last ``watch``
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:
@@ -55,6 +56,7 @@ class Load:
     def watch(self) -> None:
         """Measure from now on how long the streams that are on their way pause."""
         self.pauses = dict.fromkeys(self.last_piece_at, 0.0)
+        self.waits = []
 
     async def _ask_in_turn(self, client: httpx.AsyncClient, number: int, step: int) -> None:
         while not self.is_over:
@@ -78,7 +80,7 @@ async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load 
             raise ValueError(answer.text)
         return [choice["token_ids"] for choice in answer.json()["choices"]]
     tokens: Tokens = [[] for _ in range(body["n"])]
-    is_whole = False
+    is_whole, asked_at = False, time.monotonic()
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
@@ -89,7 +91,7 @@ async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load 
                     continue
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     tokens[choice["index"]] += choice["token_ids"]
-                _note_piece(load, number)
+                _note_piece(load, number, asked_at)
     finally:
         if load is not None and load.last_piece_at.pop(number, None) is not None:
             load.unfinished -= 1
@@ -98,12 +100,13 @@ async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load 
     return tokens
 
 
-def _note_piece(load: Load | None, number: int) -> None:
+def _note_piece(load: Load | None, number: int, asked_at: float) -> None:
     if load is None:
         return
     now = time.monotonic()
     if (last := load.last_piece_at.get(number)) is None:
         load.unfinished += 1
+        load.waits.append(now - asked_at)
     elif number in load.pauses:
         load.pauses[number] = max(load.pauses[number], now - last)
     load.last_piece_at[number] = now

@@ -16,6 +16,8 @@ import psutil
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
@@ -41,15 +43,9 @@ def free_port() -> int:
 @contextmanager
 def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
     """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
-    serve.start(
-        proxy_location="HeadOnly",  # which no test takes away: a client's connection dies with its proxy
-        http_options=HTTPOptions(host="127.0.0.1", port=PORT),
-        grpc_options=grpc_options(GRPC_PORT),
-        logging_config={"log_level": "WARNING"},
-    )
+    start_serve(PORT, GRPC_PORT)
     with TemporaryDirectory() as folder:
-        jobs = {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder}
-        serve.run(application(EngineConfig.build(None, jobs | settings)), name=APPLICATION, route_prefix="/")
+        serve.run(application(EngineConfig.build(None, jobs_in(folder) | settings)), name=APPLICATION, route_prefix="/")
         wait_until_ready()
         try:
             yield
@@ -57,11 +53,46 @@ def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
             serve.delete(APPLICATION)
 
 
-def wait_until_ready() -> None:
+def start_serve(port: int, grpc_port: int) -> None:
+    serve.start(
+        proxy_location="HeadOnly",  # which no test takes away: a client's connection dies with its proxy
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        grpc_options=grpc_options(grpc_port),
+        logging_config={"log_level": "WARNING"},
+    )
+
+
+def jobs_in(folder: str) -> dict[str, str]:
+    return {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder}
+
+
+def deploy(settings: dict[str, Any], num_routers: int = 1, **of_routers: Any) -> None:  # noqa: ANN401
+    """What ``serve deploy`` sends to Ray Serve's controller; no routers is no application."""
+    described = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": "tramontane.cluster.serve_app:build",
+        "args": settings,
+        "deployments": [{"name": "Router", "num_replicas": num_routers, **of_routers}],
+    }
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_routers else []}))
+
+
+def is_rolled_in(former: list[dict[str, Any]], num_left: int = 4) -> bool:
+    """Whether nothing is left of the version whose routers these were; of one pipeline 4 actors and groups stay."""
+    application = serve.status().applications[APPLICATION]
+    states = {state for each in application.deployments.values() for state in each.replica_states}
+    if application.status != "RUNNING" or states != {"RUNNING"} or len(leftovers()) != num_left:
+        return False
+    return not {stats["pid"] for stats in former} & {stats["pid"] for stats in router_stats(stages=False)}
+
+
+def wait_until_ready(url: str = URL) -> None:
     """Bounded by pytest's own timeout."""
     while True:
         try:
-            if httpx.get(f"{URL}/health", timeout=10).status_code == 200:
+            if httpx.get(f"{url}/health", timeout=10).status_code == 200:
                 return
         except httpx.HTTPError:
             pass

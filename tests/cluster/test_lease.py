@@ -21,12 +21,13 @@ from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster import supervisor as supervisor_module
 from tramontane.cluster.actors import StageHealth
+from tramontane.cluster.any_pipeline import any_pipeline
+from tramontane.cluster.holders import actor_as_holder, driver_as_holder, must_make_way
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.pipeline import end_pipeline, running_pipeline
 from tramontane.cluster.pipeline_spec import SUPERVISOR, Application, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain
-from tramontane.cluster.router_replica import any_pipeline
-from tramontane.cluster.supervisor import actor_as_holder, create_supervisor, driver_as_holder, remove_pipeline
+from tramontane.cluster.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
@@ -50,9 +51,17 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
 
 def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
     book = LeaseBook(TTL, now=0.0, found=Lease("a", 7))
-    book.claim("b", now=0.1, current_is_gone=True)
+    book.claim("b", now=0.1, current_makes_way=True)
     assert book.lease == Lease("b", 7)
     assert book.next_epoch(floor=0) == 8
+
+
+def test_a_later_deployments_router_need_not_wait_but_no_other() -> None:
+    older, newer = "driver@7/x/y", "driver@8/x"
+    assert must_make_way(older, newer)
+    assert not must_make_way(newer, older)
+    assert not must_make_way(older, "driver@7/z")
+    assert not must_make_way("driver@0/a", "driver@0/b")
 
 
 def test_the_holder_may_claim_again() -> None:

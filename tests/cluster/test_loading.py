@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 from tiny import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 
+from tramontane.cluster.any_pipeline import pipeline_prefix
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.hardware import Hardware
 from tramontane.cluster.launch import checked_model, fingerprint_for, open_engine, pipeline_spec
 from tramontane.cluster.loading import Loading, loading_of
 from tramontane.cluster.local_chain import LocalStageChain
-from tramontane.cluster.router_replica import pipeline_prefix
 from tramontane.cluster.serve_app import application, served_model
 from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import RandomWeights

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from scripted import TellingChain, answer
 
-from tramontane.cluster import patience
+from tramontane.cluster import patience, router_questions
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError
+from tramontane.proto.errors import HandedOverError, NotRunningError, OverloadedError, PipelineError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     FinishReason,
@@ -38,7 +38,7 @@ class Replica:
     """A Router replica in this process; once killed it answers nobody, and its streams break."""
 
     def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
-        self._rng, self.is_stuck = rng, is_stuck
+        self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
         self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
         self.router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(self._gate))
         self.channels = TokenChannels(name)
@@ -71,6 +71,8 @@ class Routing:
     def _call(self, wish: dict[str, Any], *args: Any) -> Any:  # noqa: ANN401
         wished = [each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")]
         replica = self._rng.choice(wished or self.replicas)
+        if wish["method_name"] == "is_ready":
+            return ReadyResponse(replica)
         return _until_killed(replica, *args) if wish["stream"] else Response(replica, args)
 
 
@@ -96,10 +98,27 @@ async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any
         await asyncio.gather(task, death, return_exceptions=True)
 
 
+class ReadyResponse:
+    def __init__(self, replica: Replica) -> None:
+        self._name = replica.name
+
+    def cancel(self) -> None:
+        pass
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        yield from asyncio.sleep(0).__await__()
+        return True, self._name
+
+
 class Response:
     def __init__(self, replica: Replica, args: Any) -> None:  # noqa: ANN401
-        self._task = asyncio.ensure_future(_or_death(replica, lambda: replica.channels.generate(replica.router, *args)))
+        self._task = asyncio.ensure_future(_or_death(replica, lambda: self._answer(replica, args)))
         self.cancel = self._task.cancel
+
+    async def _answer(self, replica: Replica, args: Any) -> bytes:  # noqa: ANN401
+        if replica.is_superseded:
+            return replica.channels.refusal(HandedOverError("a newer version has the pipeline"))
+        return await replica.channels.generate(replica.router, *args)
 
     def __await__(self) -> Any:  # noqa: ANN401
         return self._task.__await__()
@@ -218,6 +237,52 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             assert not asked.done()
             routing.replicas.append(Replica("r1", random.Random(0)))
             assert [event.token_id for batch in await asked for event in batch.events] == tokens[2:]
+            routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    specs = [SequenceSpec((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, _):
+            routing.replicas[0].is_superseded = True
+            routers = RemoteRouters(routing, max_unaccepted=2)
+            asked = [asyncio.create_task(_told(routers, [spec])) for spec in specs[:2]]
+            for turn in range(50):
+                await asyncio.sleep(0)
+                if turn > 10:  # whether they wait for an answer, or for the time to ask again
+                    with pytest.raises(OverloadedError):
+                        routers.check_room(1)
+            routing.replicas.append(Replica("r1", random.Random(0)))
+            for spec, batches in zip(specs, await asyncio.gather(*asked), strict=False):
+                assert [event.token_id for batch in batches for event in batch.events] == answer(spec.prompt_ids, 5)
+            routers.check_room(2)
+            routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_questions, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    spec = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, _):
+            (leaving,) = routing.replicas
+            leaving.is_stuck = True
+            routers = RemoteRouters(routing, max_unaccepted=10, stays_s=0.0)
+            asked = asyncio.create_task(_told(routers, [spec]))
+            for _turn in range(100):
+                await asyncio.sleep(0)
+            assert leaving.router.num_requests == 1, "where there is no other it stays"
+            routing.replicas = [Replica("r1", random.Random(0))]
+            assert [event.token_id for batch in await asked for event in batch.events] == answer(spec.prompt_ids, 5)
+            assert leaving.router.num_requests == 0, "and can be stopped"
+            await leaving.kill()
             routers.close()
 
     asyncio.run(scenario())

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 from tiny import tiny_args
 
+from tramontane.cluster.any_pipeline import pipeline_prefix
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.expert_load import ExpertLoad
-from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica, pipeline_prefix
-from tramontane.proto.errors import LeaseError, PipelineError
+from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica
+from tramontane.cluster.token_channel import TokenChannels
+from tramontane.proto import wire
+from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError
 
 
 @dataclass
@@ -22,6 +25,10 @@ class StubRouter:
     failure: PipelineError | None = None
     loss: PipelineError | None = None
     makes_progress: bool = True
+
+    @property
+    def has_begun(self) -> bool:
+        return self.is_running
 
     @property
     def scheduler(self) -> Any:  # noqa: ANN401
@@ -34,8 +41,13 @@ class StubRouter:
 class Undriven(RouterReplica):
     """Made without a pipeline, so there is nothing to remove."""
 
+    is_superseded = False
+
     def __init__(self) -> None:
         pass
+
+    async def _is_superseded(self) -> bool:
+        return self.is_superseded
 
     def __del__(self) -> None:
         pass
@@ -57,6 +69,17 @@ def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(
         with pytest.raises(PipelineError, match="a stage is loading"):
             await _replica(down, driving, MAX_FAILED_STARTS).check_health()
         await _replica(StubRouter(7), driving, MAX_FAILED_STARTS).check_health()
+
+    asyncio.run(scenario())
+
+
+def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None:
+    async def scenario() -> None:
+        replica = _replica(StubRouter(7, False, LeaseError("driven by another")), asyncio.get_running_loop().create_future())
+        replica.is_superseded, replica._channels = True, TokenChannels("replica")
+        await replica.check_health()
+        refusal, name = wire.decode_refusal(await replica.generate("ingress", 1, b""))
+        assert (type(refusal), name) == (HandedOverError, "replica")
 
     asyncio.run(scenario())
 

@@ -31,14 +31,13 @@ from listed_jobs import JobsOnly, some_lines
 from openai import AsyncOpenAI, OpenAI
 from ray import cloudpickle, serve
 from ray.exceptions import RayError
-from ray.serve.context import _get_global_client
-from ray.serve.schema import ServeDeploySchema
 from serving import (
     GRPC,
     GRPC_PORT,
     PORT,
     URL,
     complete,
+    deploy,
     events,
     exchange,
     ingress_stats,
@@ -879,12 +878,12 @@ def test_deleting_the_application_removes_every_pipeline() -> None:
 
 def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
     """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
-    _deploy(1)
+    _redeploy(1)
     while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have gone
         time.sleep(0.1)
     wait_until_ready()
     (first,) = router_stats()
-    _deploy(2)
+    _redeploy(2)
     while len(stats := _stats_once_they_settle()) != 2:
         time.sleep(0.1)
     assert len({s["pipeline"] for s in stats}) == 2
@@ -904,7 +903,7 @@ def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
         time.sleep(0.1)
     wait_until_ready()
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
-    _deploy(0)
+    _redeploy(0)
     while leftovers():
         time.sleep(0.1)
 
@@ -930,7 +929,7 @@ def _scale_down_under_load() -> None:
             with standing_still(routers):  # so that none of them ends before one of the two is to go
                 working = await asyncio.to_thread(router_stats, stages=False)
                 assert all(router["requests"] for router in working), working
-                _deploy(1)
+                _redeploy(1)
                 while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
                     await asyncio.sleep(0.05)
                 late = asyncio.create_task(client.post("/v1/completions", json=bodies[0]))
@@ -952,13 +951,5 @@ def _stats_once_they_settle() -> list[dict[str, Any]]:
         return []
 
 
-def _deploy(num_pipelines: int) -> None:
-    described = {
-        "name": APPLICATION,
-        "route_prefix": "/",
-        "import_path": "tramontane.cluster.serve_app:build",
-        "args": SETTINGS,
-        "deployments": [{"name": "Router", "num_replicas": num_pipelines, "graceful_shutdown_timeout_s": 240}],
-    }
-    client: Any = _get_global_client()
-    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_pipelines else []}))
+def _redeploy(num_pipelines: int) -> None:
+    deploy(SETTINGS, num_pipelines, graceful_shutdown_timeout_s=240)

@@ -1,0 +1,104 @@
+"""A pipeline for a router: one that it may take, or a new one."""
+
+import asyncio
+import hashlib
+import itertools
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from importlib.metadata import version
+
+import ray
+from ray.exceptions import RayError
+
+from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
+from tramontane.cluster.holders import actor_as_holder
+from tramontane.cluster.pipeline import MakeRoom, end_pipeline, running_pipeline
+from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
+from tramontane.cluster.ray_chain import RayStageChain, last_line
+from tramontane.cluster.worker_actor import NAMESPACE, actor_names
+from tramontane.proto.errors import LeaseError
+from tramontane.workers.fingerprint import Fingerprint
+
+RETRY_S = 0.2
+VERSION = "[0-9a-f]{8}"
+
+
+def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerprint) -> str:
+    """Pipelines are named ``application-version-number``: only those of the same code, model and settings are adopted."""
+    made_of = (version("tramontane"), config.model_dump(include=PIPELINE_KEYS), fingerprint)
+    return f"{application}-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:8]}"
+
+
+@asynccontextmanager
+async def any_pipeline(
+    prefix: str, new_spec: Callable[[], PipelineSpec], deployed_at: int = 0
+) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
+    """Drive a pipeline with this prefix that nobody of this deployment drives, as it was made, or else a new one.
+
+    The cluster may have changed since a pipeline was made, or have nothing left to plan with, so
+    nothing is planned before it is known that a new one is needed. Where there is no room for it, one that
+    an earlier deployment drives goes.
+    """
+    holder = actor_as_holder(deployed_at)
+    while True:
+        existing = _pipelines(re.escape(prefix))
+        for name in existing:
+            async with AsyncExitStack() as stack:
+                try:
+                    spec = await _specification(name)
+                    chain = await stack.enter_async_context(running_pipeline(spec, holder=holder))
+                except LeaseError:
+                    continue
+                yield spec, chain
+                return
+        fresh = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in existing)
+        async with AsyncExitStack() as stack:
+            spec = replace(await asyncio.to_thread(new_spec), name=fresh)
+            try:
+                running = running_pipeline(spec, holder=holder, make_room=_ending_older(fresh, holder))
+                chain = await stack.enter_async_context(running)
+            except LeaseError:  # somebody was quicker
+                await asyncio.sleep(RETRY_S)
+                continue
+            yield spec, chain
+            return
+
+
+def _ending_older(own: str, holder: str) -> MakeRoom:
+    """Ends one pipeline after the other that only an earlier deployment of our application drives."""
+    application = own.rsplit("-", 2)[0]
+
+    async def end_one() -> bool:
+        for name in _pipelines(f"{re.escape(application)}-{VERSION}"):
+            if name != own and await _takes(name, holder):
+                await asyncio.to_thread(end_pipeline, name)
+                return True
+        return False
+
+    return end_one
+
+
+async def _takes(name: str, holder: str) -> bool:
+    """Whether the pipeline's lease is the holder's now. Its router hears of it from the supervisor, if it asks in time."""
+    try:
+        await ray.get_actor(name + SUPERVISOR, NAMESPACE).claim.options(concurrency_group="lease").remote(holder)
+    except (ValueError, RayError):
+        return False
+    return True
+
+
+def _pipelines(prefix: str) -> list[str]:
+    """By name; ``prefix`` is a pattern."""
+    return [name.removesuffix(SUPERVISOR) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR}")]
+
+
+async def _specification(name: str) -> PipelineSpec:
+    """Raises LeaseError if the supervisor has just gone."""
+    try:
+        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
+        spec: PipelineSpec = await supervisor.specification.options(concurrency_group="lease").remote()
+    except (ValueError, RayError) as error:
+        raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
+    return spec

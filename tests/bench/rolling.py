@@ -1,0 +1,138 @@
+"""New versions of the application roll in while streams run: what failed, what was different, and how long streams paused.
+
+    python tests/bench/rolling.py [--deployments 6] [--seed 0] [--clients 24] [--scarce] [--port 8775] [--json]
+
+The demo model in float32 on two stages, in a cluster of this machine. Every request is run once undisturbed; while versions
+roll in each must get the very same tokens. Of two versions one changes what only routers and doors know (the stages stay), the
+other what the stages are made with (others are loaded). With ``--scarce`` the cluster has room for one pipeline only.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from chaos_load import Load, bodies, undisturbed
+from ray import serve
+from rich.console import Console
+from rich.table import Table
+from serving import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
+
+from tramontane.cluster.pipeline import own_ray
+
+WANTED = 12  # streams with unfinished tokens, at each deployment
+REQUESTS = 40
+POLL_S = 0.05
+PATIENCE_S = 300.0  # until a version is there and streams go on; then the run has failed
+SETTINGS = {"dtype": "float32", "stages": 2, "threads_per_stage": 1, "max_num_seqs": 48, "max_queued_requests": 256}
+CHANGES = {"the routers' settings": "max_queued_requests", "the stages' settings": "max_num_seqs"}
+console = Console(stderr=True, highlight=False)
+
+
+async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a function without arguments
+    give_up_at = time.monotonic() + PATIENCE_S
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > give_up_at:
+            raise TimeoutError(what)
+        await asyncio.sleep(POLL_S)
+
+
+def _stages(stats: list[dict[str, Any]]) -> dict[int, int]:
+    """Bytes that each has read, by process."""
+    return {stage["pid"]: stage["bytes_read"] for router in stats for stage in router["stages"]}
+
+
+async def _rolled_in(load: Load, settings: dict[str, Any], change: str) -> dict[str, Any]:
+    await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run")
+    before = await asyncio.to_thread(router_stats)
+    load.watch()
+    began = time.monotonic()
+    await asyncio.to_thread(deploy, settings)
+    await _until(lambda: is_rolled_in(before), f"the version with other {change} is not there")
+    there = time.monotonic()
+    watched = set(load.pauses)
+    await _until(lambda: all(load.last_piece_at.get(c, math.inf) > there for c in watched), "streams do not go on")
+    after = _stages(await asyncio.to_thread(router_stats))
+    return {
+        "change": change,
+        "seconds": round(there - began, 1),
+        "streams": len(watched),
+        "median_pause_s": round(statistics.median(load.pauses.values()), 2),
+        "worst_pause_s": round(max(load.pauses.values()), 2),
+        "worst_first_token_s": round(max(load.waits, default=0.0), 2),
+        "bytes_read": sum(num_bytes - _stages(before).get(pid, 0) for pid, num_bytes in after.items()),
+    }
+
+
+async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    requests = bodies(REQUESTS, random.Random(args.seed))
+    console.print(f"{REQUESTS} requests undisturbed ...")
+    load = Load(url, requests, await undisturbed(url, requests, args.clients))
+    running = asyncio.create_task(load.run(args.clients))
+    deployments = []
+    try:
+        for number in range(args.deployments):
+            change = list(CHANGES)[number % len(CHANGES)]
+            settings = {**settings, CHANGES[change]: settings[CHANGES[change]] + 1}
+            row = await _rolled_in(load, settings, change)
+            deployments.append(row)
+            console.print(
+                f"{number + 1}. {change}: {row['seconds']} s, worst pause {row['worst_pause_s']} s, "
+                f"worst first token {row['worst_first_token_s']} s; "
+                f"{load.num_done} requests done, {len(load.failed)} failed, {len(load.different)} different"
+            )
+    finally:
+        load.is_over = True
+        await running
+    return {
+        "requests": load.num_done + len(load.failed),
+        "failed": load.failed,
+        "different": load.different,
+        "deployments": deployments,
+    }
+
+
+def _show(ledger: dict[str, Any]) -> None:
+    columns = ("changed", "seconds", "streams on their way", "median pause", "worst", "worst first token", "bytes read")
+    table = Table(*columns, title="rolling in")
+    for row in ledger["deployments"]:
+        table.add_row(*map(str, row.values()))
+    console.print(table)
+    for title in ("failed", "different"):
+        console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--deployments", type=int, default=6)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--scarce", action="store_true")
+    parser.add_argument("--port", type=int, default=8775)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    url = f"http://127.0.0.1:{args.port}"
+    with own_ray(num_cpus=2 if args.scarce else 8), TemporaryDirectory() as folder:
+        start_serve(args.port, args.port + 1)
+        settings = SETTINGS | jobs_in(folder)
+        deploy(settings)
+        wait_until_ready(url)
+        ledger = asyncio.run(_rolling(url, settings, args))
+        serve.shutdown()
+    _show(ledger)
+    if args.json:
+        print(json.dumps(ledger, indent=1))
+    sys.exit(bool(ledger["failed"] or ledger["different"]))
+
+
+if __name__ == "__main__":
+    main()
