@@ -88,7 +88,8 @@ async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace)
             console.print(
                 f"{number + 1}. {change}: {row['seconds']} s, worst pause {row['worst_pause_s']} s, "
                 f"worst first token {row['worst_first_token_s']} s; "
-                f"{load.num_done} requests done, {len(load.failed)} failed, {len(load.different)} different"
+                f"{load.num_done} requests done, {len(load.failed)} failed, {len(load.different)} different",
+                soft_wrap=True,
             )
     finally:
         load.is_over = True
