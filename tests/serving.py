@@ -41,12 +41,12 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(**settings: Any) -> Iterator[None]:  # noqa: ANN401
+def served(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
     """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
-    start_serve(PORT, GRPC_PORT)
+    start_serve(port, grpc_port)
     with TemporaryDirectory() as folder:
         serve.run(application(EngineConfig.build(None, jobs_in(folder) | settings)), name=APPLICATION, route_prefix="/")
-        wait_until_ready()
+        wait_until_ready(f"http://127.0.0.1:{port}")
         try:
             yield
         finally:
