@@ -55,9 +55,8 @@ ENDED = {"stop", "length"}
 def requests(rng: random.Random) -> list[dict[str, Any]]:
     """Those whose tokens are known: as under faults, and prompts of ids, and answers that follow a schema."""
     same = {"ignore_eos": True, "return_token_ids": True, "n": 1, "max_tokens": 80}
-    ids = [
-        {**same, "prompt": [rng.randrange(3, 1000) for _ in range(rng.choice((5, 300)))], "stream": n % 2 == 0} for n in range(6)
-    ]
+    prompts = [rng.choices(range(3, 1000), k=rng.choice((5, 300))) for _ in range(6)]
+    ids = [{**same, "prompt": prompt, "seed": n, "stream": n % 2 == 0} for n, prompt in enumerate(prompts)]
     formed = [{**same, "prompt": "KING:", "response_format": FORMAT, "seed": n, "stream": n % 2 == 0, "n": 2} for n in range(6)]
     return [*bodies(28, rng), *ids, *({**body, "ignore_eos": False} for body in formed)]
 
