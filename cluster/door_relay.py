@@ -5,9 +5,9 @@ import logging
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.cluster.relayed_response import RelayedResponse
+from tramontane.cluster.lost_nodes import LostNodes
+from tramontane.cluster.relayed_response import ANSWER, RelayedResponse
 
-ANSWER = "tramontane.answer"  # a BegunAnswer, in the scope that a door gets: beside HTTP, where no client can write
 REQUEST_ID = b"x-request-id"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again, unless something was told since the last time
@@ -20,11 +20,14 @@ logger = logging.getLogger(__name__)
 class DoorRelay:
     """ASGI middleware. Ray Serve shows a door's death as a response that does not end, or does not even begin.
 
+    That of a door's whole machine it does not show: who waits for a response over gRPC is not told. So the door is given up when
+    Ray declares its node dead.
     What a door itself has answered stands; only a door that is asked to go on may be asked again when it is full or failing.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, nodes: LostNodes | None = None) -> None:
         self._app = app
+        self._nodes = nodes or LostNodes()
         self._num_kept = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -38,7 +41,7 @@ class DoorRelay:
         try:
             while True:
                 num_news = response.num_news
-                await self._app({**scope, ANSWER: response.answer}, self._keeping(body), response.send)
+                await self._ask({**scope, ANSWER: response.answer}, self._keeping(body), response)
                 if response.has_ended or body.has_left or not (body.is_kept and response.can_go_on):
                     return
                 pauses = iter(PAUSES_S) if response.num_news > num_news else pauses
@@ -50,6 +53,20 @@ class DoorRelay:
             await response.give_up(scope, receive)
         finally:
             self._num_kept -= body.forget()
+
+    async def _ask(self, scope: Scope, receive: Receive, response: RelayedResponse) -> None:
+        """One door, until it has answered or is known to be lost."""
+        answering = asyncio.ensure_future(self._app(scope, receive, response.send))
+        losing = asyncio.ensure_future(self._nodes.until_lost(lambda: response.node))
+        try:
+            await asyncio.wait((answering, losing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_answered = answering.done()
+            for task in (answering, losing):
+                task.cancel()
+            await asyncio.wait((answering, losing))
+        if is_answered:
+            await answering  # raises what it has raised
 
     def _keeping(self, body: "_Body") -> Receive:
         """What a door reads, from the beginning again."""

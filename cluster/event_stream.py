@@ -12,9 +12,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.http_errors import failed
-from tramontane.cluster.relayed_response import NEWS, event_of
+from tramontane.cluster.relayed_response import ANSWER, NEWS, event_of
 from tramontane.cluster.slow_readers import LIMIT, SlowReaderError, patient
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource

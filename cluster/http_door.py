@@ -21,11 +21,11 @@ from starlette.types import ExceptionHandler
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.door_guard import DoorGuard
-from tramontane.cluster.door_relay import ANSWER
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
 from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, owner_of, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
+from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
@@ -67,11 +67,13 @@ class HttpDoor:
         more_operations: Operations | None = None,
         sends_request_id: bool = True,
         slow_reader_s: float = math.inf,
+        node: str = "",
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
         self._expert_load, self._move_experts = expert_load, move_experts
         self._chat = chat or NoChat("this server has no chat format")
         self._keys = keys or ApiKeys()
+        self._says_its_node = Middleware(SaysItsNode, node=node)
         self._guard = Middleware(DoorGuard, keys=self._keys, sends_id=sends_request_id)
         self._operations = {**OPERATIONS, **(more_operations or {})}
         self._page: dict[str, Any] | None = None
@@ -86,7 +88,7 @@ class HttpDoor:
             **ERROR_HANDLERS,
             Exception: _our_fault(self._sends_request_id),
         }
-        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._guard])
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard])
         app.router.redirect_slashes = False  # a client that follows would come back with a GET
         return app
 

@@ -14,6 +14,7 @@ from tramontane.proto.errors import (
 )
 
 SECONDS = 120.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
+UNACCEPTED_S = 50.0  # what no router has ever accepted can still be refused
 MAX_LOSSES = 10  # of routers that had accepted the request and told no token of it: it may have waited, or be what they die of
 TRY_EVERY_S = 0.2
 
@@ -26,7 +27,7 @@ class Patience:
         self._was_accepted = was_accepted
 
     def renew(self) -> None:
-        self._ends_at: float | None = None
+        self._failing_since: float | None = None
         self._num_losses = 0
 
     async def wait(self, error: TramontaneError) -> None:
@@ -35,16 +36,18 @@ class Patience:
         A request that no router has ever accepted may be refused, with what the routers say; it waits for a newer version.
         """
         now = asyncio.get_running_loop().time()
-        self._ends_at = self._ends_at or now + SECONDS
-        is_refusal = isinstance(error, NotRunningError | OverloadedError) and not isinstance(error, HandedOverError)
+        is_handed_over = isinstance(error, HandedOverError)
+        self._failing_since = self._failing_since or now
         if isinstance(error, RouterLostError):
             self._was_accepted = True
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
                 raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
-        elif is_refusal and not self._was_accepted:
+        elif isinstance(error, NotRunningError | OverloadedError) and not (is_handed_over or self._was_accepted):
             raise error
-        if now > self._ends_at:
+        elif not (is_handed_over or self._was_accepted) and now - self._failing_since > UNACCEPTED_S:
+            raise NotRunningError("no pipeline was ready in time; try again later") from error
+        if now - self._failing_since > SECONDS:
             raise PipelineError(f"no router could go on with this request in time: {error}") from error
         await asyncio.sleep(TRY_EVERY_S)
 

@@ -3,12 +3,14 @@
 from http import HTTPStatus
 
 from starlette.responses import JSONResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.router.begun_answer import BegunAnswer
 from tramontane.router.openai_schema import error_body
 
+ANSWER = "tramontane.answer"  # a BegunAnswer, in the scope that a door gets: beside HTTP, where no client can write
 NEWS = "tramontane.news"  # in each message of a stream: what it tells of the choices; comes from doors only, and goes no further
+NODE = "tramontane.node"  # a message of its own, before all others: on which node this door is; it goes no further either
 FOR_NOW = (HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)  # the first says Ray Serve where the application is being deployed
 LOST = "the server lost this request, and could not take it up again; send it again"
 
@@ -24,17 +26,20 @@ class RelayedResponse:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.answer, self.num_news = BegunAnswer(), 0
+        self.node: str | None = None  # of the present door, once it has said so
         self._start: Message | None = None  # as the present door says it, until the client hears something of it
         self._has_begun = self._is_another = self._is_refused = False
         self.has_ended, self.can_go_on = False, True
 
     def begin_again(self) -> None:
         """What comes now is another door's."""
-        self._start, self._is_another, self._is_refused = None, True, False
+        self._start, self._is_another, self._is_refused, self.node = None, True, False, None
 
     async def send(self, message: Message) -> None:
         """For the present door."""
-        if message["type"] == "http.response.start":
+        if message["type"] == NODE:
+            self.node = message["id"]
+        elif message["type"] == "http.response.start":
             self._start, status = message, message["status"]
             self._is_refused = self._is_another and (status in FOR_NOW or status >= HTTPStatus.INTERNAL_SERVER_ERROR)
         elif message["type"] != "http.response.body":
@@ -66,3 +71,15 @@ class RelayedResponse:
             await self._send({"type": "http.response.body", "body": event_of(bytes(answer.body)), "more_body": False})
         else:
             await answer(scope, receive, self._send)
+
+
+class SaysItsNode:
+    """ASGI middleware of a door that knows its node, for a proxy that relays its answer."""
+
+    def __init__(self, app: ASGIApp, node: str) -> None:
+        self._app, self._node = app, node
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._node and ANSWER in scope:
+            await send({"type": NODE, "id": self._node})
+        await self._app(scope, receive, send)

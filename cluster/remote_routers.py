@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.least_loaded import ANY, ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
-from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW
+from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, unless_silent
 from tramontane.proto import wire
 from tramontane.proto.errors import (
     DrainingError,
@@ -33,7 +33,8 @@ from tramontane.router.mailbox import Mailbox
 
 MAX_ATTEMPTS = 10
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
-ACCEPTED_WITHIN_S = 60.0  # a new router takes over within seconds; a pipeline that has to be loaded takes longer
+ANSWERED_WITHIN_S = 10.0  # a router that was given a request says at once whether it takes it, unless its machine is gone
+AVOIDED_FOR_S = 30.0  # a router that has fallen silent, if there are others: it would seem to have least to do
 LAST_TOKENS_S = 10.0
 RETRY_AFTER_S = 5
 DRAINING = "the server is draining: it finishes what it has begun and takes nothing new; ask another one, or come back later"
@@ -61,6 +62,7 @@ class RemoteRouters(RouterQuestions):
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_draining = False
         self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
+        self._silent: set[str] = set()  # replicas
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
         self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
@@ -109,7 +111,7 @@ class RemoteRouters(RouterQuestions):
         mailbox = self._mailboxes[number] = Mailbox()
         self._unaccepted[number] = len(specs)
         call = self._start(self._call(number, encoded, mailbox))
-        self._in(ACCEPTED_WITHIN_S, number, NotRunningError("no pipeline was ready in time; try again later"))
+        self._in(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
             while num_unfinished:
@@ -168,7 +170,7 @@ class RemoteRouters(RouterQuestions):
 
     async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:
         """Find a router that takes the request, and wait until it is done; or else the reason why none did."""
-        wish = ANY
+        wish = any_but(self._silent)
         refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
@@ -206,12 +208,15 @@ class RemoteRouters(RouterQuestions):
         opened, moving = self._streams[name, replica], self._start(self._move_on((name, replica)))
         call = self._method("subscribe", ONLY + replica, stream=True)
         try:
-            async for message in cast("AsyncIterable[bytes]", call.remote(name, replica)):
+            async for message in unless_silent(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENT_S):
                 opened.set()
                 for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
                     self._deliver(number, what, (name, replica))
         except Exception as error:  # of Ray, Ray Serve or gRPC
-            logger.warning("the stream from router %s broke: %s", replica, error)
+            logger.warning("the stream from router %s broke: %s", replica, error or "nothing came any more")
+            if isinstance(error, TimeoutError):
+                self._silent.add(replica)
+                asyncio.get_running_loop().call_later(AVOIDED_FOR_S, self._silent.discard, replica)
             lost = [number for number, ends in self._streams_of.items() if ends == (name, replica)]
             for number in (*lost, *self._unaccepted):  # of these, any may have been accepted without our hearing of it
                 self._mailboxes[number].put(PipelineError("the stream from the router broke"))

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import psutil
+import ray
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig, gRPCOptions
@@ -172,6 +173,7 @@ class IngressReplica(GrpcServicer):
             more_operations=BATCH_OPERATIONS,
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
+            node=ray.get_runtime_context().get_node_id(),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

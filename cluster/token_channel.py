@@ -6,7 +6,7 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
@@ -17,8 +17,9 @@ NOTHING_NEW = b""
 ACCEPTED = TokenBatch((), RequestTimes(0.0, 0.0, 0.0))  # no tokens yet, but a router works on it
 DONE = b""
 MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and breaks the stream of everybody where one has more
-KEEPALIVE_S = 5.0
+KEEPALIVE_S = 1.0
 IDLE_S = 2.0
+SILENT_S = 5.0  # then the other end's machine, or the way to it, is taken to be gone: its system would not say so
 
 
 class TokenChannel:
@@ -44,7 +45,7 @@ class TokenChannel:
     async def messages(self) -> AsyncIterator[bytes]:
         """Everything that is ready, each time something is.
 
-        Now and then a message comes without anything new, so that a dead reader shows. A
+        Now and then a message comes without anything new, so that either end misses the other. A
         stream that nobody needs ends: an endless call would keep its router from stopping.
         """
         yield NOTHING_NEW
@@ -147,3 +148,15 @@ async def _first_of(*events: asyncio.Event) -> None:
     finally:
         for task in waiting:
             task.cancel()
+
+
+async def unless_silent(messages: AsyncIterable[bytes], limit_s: float) -> AsyncIterator[bytes]:
+    """The same. Raises TimeoutError once nothing has come for so long."""
+    coming = aiter(messages)
+    while True:
+        try:
+            async with asyncio.timeout(limit_s):
+                message = await anext(coming)
+        except StopAsyncIteration:
+            return
+        yield message

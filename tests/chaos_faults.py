@@ -40,10 +40,13 @@ class Faults:
             "kill a raylet": self._kill_raylet,
         }
 
+    def prepare(self) -> None:
+        """For the next one, while nobody counts."""
+
     def _signal(self, victim: str, number: signal.Signals) -> None:
         while True:  # it may be starting again just now
             ours = psutil.Process().children(recursive=True)  # a machine may have other clusters
-            found = [each for each in ours if _title(each).startswith(TITLES[victim])]
+            found = [each for each in ours if title_of(each).startswith(TITLES[victim])]
             with suppress(psutil.NoSuchProcess, IndexError):
                 os.kill(self._rng.choice(found).pid, number)
                 return
@@ -63,7 +66,7 @@ class Faults:
         self._cluster.add_node(num_cpus=1, object_store_memory=self._store_bytes)
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
     """An actor at work shows its method, too (``ray::StageActor.step``)."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline()).strip()

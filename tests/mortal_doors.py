@@ -9,14 +9,16 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.cluster.door_relay import ANSWER
+from tramontane.cluster.relayed_response import ANSWER, NODE
 from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 
 TIMES = RequestTimes(0.0, 0.0, 0.0)
 
 
 class MortalDoors:
-    """The door that is asked first lets ``lives[0]`` messages through and dies when it says the next; those after the last live.
+    """The door that is asked first lets ``lives[0]`` messages of its answer through and dies when it says the next.
+
+    Those after the last live.
 
     What proxy and door tell each other is pickled on its way.
     """
@@ -35,7 +37,7 @@ class MortalDoors:
             if num_said == life:
                 dead.set()
                 await asyncio.Event().wait()
-            num_said += 1
+            num_said += message["type"] != NODE
             await send(pickle.loads(pickle.dumps(message)))
 
         scope = {**scope, ANSWER: pickle.loads(pickle.dumps(scope[ANSWER]))} if ANSWER in scope else scope

@@ -3,9 +3,10 @@
     python tests/bench/chaos.py [--faults 200] [--seed 0] [--kinds "kill a stage,stop a stage"] [--clients 24] [--json]
 
 The demo model in float32 on two stages with its experts inside, or on two actors with ``--experts``, in a cluster of this
-machine; with ``--nodes`` each stage is on a raylet of its own, which can be killed too. Every request is run once without faults
-first; under faults each must get the very same tokens. A fault comes when at least ``WANTED`` streams have unfinished tokens, and
-the next one when all of them go on; one of five comes at once, in the middle of the recovery, and its pauses are not counted.
+machine. With ``--nodes`` each stage is on a raylet of its own, which can be killed too; with ``--hosts`` (as root) on a host
+of its own, whose link can be dropped. Every request is run once without faults first; under faults each must get the very same
+tokens. A fault comes when at least ``WANTED`` streams have unfinished tokens, and the next one when all of them go on; one of
+five comes at once, in the middle of the recovery, and its pauses are not counted.
 """
 
 import argparse
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import httpx
 import ray
 from chaos_faults import Faults
+from chaos_hosts import HostCluster, host_cluster
 from chaos_load import Load, bodies, undisturbed
 from ray.cluster_utils import Cluster
 from rich.console import Console
@@ -50,8 +52,12 @@ console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def _house(args: argparse.Namespace) -> Iterator[Cluster | None]:
-    experts = {"expert_actors": 2} if args.experts else {}
+def _house(args: argparse.Namespace) -> Iterator[Cluster | HostCluster | None]:
+    experts: dict[str, Any] = ({"expert_actors": 2} if args.experts else {}) | {"link": args.link}
+    if args.hosts:
+        with host_cluster(num_workers=4 if args.experts else 3) as hosts, served(**SETTINGS, **experts):
+            yield hosts
+        return
     if not args.nodes:
         with own_ray(num_cpus=8), served(**SETTINGS, **experts):
             yield None
@@ -92,6 +98,7 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("faults", total=len(turns))
         for number, kind in enumerate(turns):
+            await asyncio.to_thread(faults.prepare)
             await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run after {number} faults")
             load.watch()
             limit_s = await asyncio.to_thread(_step_limit_s) if kind.startswith("stop") else 0.0
@@ -139,14 +146,14 @@ def _state() -> dict[str, Any]:
     }
 
 
-async def _chaos(cluster: Cluster | None, args: argparse.Namespace) -> dict[str, Any]:
+async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
     requests = bodies(REQUESTS, rng)
     console.print(f"{REQUESTS} requests without faults ...")
     expected = await undisturbed(URL, requests, args.clients)
     before = await asyncio.to_thread(_state)
     load = Load(URL, requests, expected)
-    faults = Faults(rng, OBJECT_STORE_BYTES, cluster)
+    faults = cluster.faults(rng) if isinstance(cluster, HostCluster) else Faults(rng, OBJECT_STORE_BYTES, cluster)
     possible = [kind for kind in faults.kinds if (args.experts or "expert" not in kind) and (cluster or "raylet" not in kind)]
     kinds = args.kinds.split(",") if args.kinds else possible
     running = asyncio.create_task(load.run(args.clients))
@@ -202,10 +209,14 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=24)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--nodes", action="store_true")
+    parser.add_argument("--hosts", action="store_true")
+    parser.add_argument("--link", choices=("object-store", "direct"), default="object-store")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     with _house(args) as cluster:
         ledger = asyncio.run(_chaos(cluster, args))
+        if isinstance(cluster, HostCluster):
+            ledger["hosts"] = cluster.ledger()
     _show(ledger)
     if args.json:
         print(json.dumps(ledger, indent=1))

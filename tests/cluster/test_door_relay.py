@@ -17,9 +17,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.types import Receive, Scope, Send
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster import door_relay
+from tramontane.cluster import door_relay, lost_nodes
 from tramontane.cluster.door_relay import DoorRelay
-from tramontane.cluster.relayed_response import LOST
+from tramontane.cluster.lost_nodes import LostNodes
+from tramontane.cluster.relayed_response import LOST, SaysItsNode
 from tramontane.proto.errors import OverloadedError, PipelineError, PoisonError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SequenceSpec, TokenBatch
@@ -388,5 +389,83 @@ def test_every_door_is_told_the_same_request_id() -> None:
         seen.clear()
         await Client(b"{}").ask(DoorRelay(dying), CHAT, **{"x-request-id": "mine"})
         assert seen == [b"mine"] * 2
+
+    asyncio.run(scenario())
+
+
+# ---- machines that vanish: nothing is closed, and nothing comes any more
+
+
+@pytest.fixture
+def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "SIGN_WITHIN_S", 0.05)
+
+
+class VanishingDoors(MortalDoors):
+    """Of which nobody is told that one is gone. Each is on a node of its own, named by its number."""
+
+    def __init__(self, door: Any, lives: tuple[int, ...]) -> None:  # noqa: ANN401 - an ASGIApp
+        super().__init__(door, lives)
+        self.dead: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        number = self.num_asked
+        if number < len(self._lives) and self._lives[number] == 0:  # it does not even hear of the request
+            self.num_asked += 1
+            self.dead.add(str(number))
+        else:
+            await SaysItsNode(super().__call__, str(number))(scope, receive, send)
+            if number >= len(self._lives):
+                return
+            self.dead.add(str(number))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("lives", [(0,), (1,), (1, 0, 1)])
+def test_an_answer_survives_doors_whose_nodes_vanish(
+    lives: tuple[int, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "SIGN_WITHIN_S", 0.05)
+    path, token_ids, body = CASES["stops"]
+    body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}
+
+    async def scenario() -> None:
+        undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
+        doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
+        client = await answered(DoorRelay(doors, LostNodes(lambda: doors.dead)), path, body)
+        assert client.is_answered
+        assert _without_chance(client.text) == _without_chance(undisturbed.text)
+        assert doors.num_asked == 1 + len(lives)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_a_door_is_not_given_up_because_another_node_has_died() -> None:
+    num_asked = 0
+    looked = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        await looked.wait()
+        await JSONResponse({})(scope, receive, send)
+
+    async def scenario() -> None:
+        loop, num_looks = asyncio.get_running_loop(), 0
+
+        def dead() -> set[str]:
+            nonlocal num_looks
+            num_looks += 1
+            if num_looks == 5:
+                loop.call_soon_threadsafe(looked.set)
+            return {"other"}
+
+        client = await answered(DoorRelay(SaysItsNode(slow, "this"), LostNodes(dead)), COMPLETIONS, {"prompt": "Hello"})
+        assert client.status == 200
+        assert num_asked == 1
 
     asyncio.run(scenario())

@@ -14,7 +14,7 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from scripted import ScriptedChain, no_gate
 
-from tramontane.cluster import remote_routers
+from tramontane.cluster import patience, remote_routers, token_channel
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -45,6 +45,7 @@ class Replica:
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it cannot tell
         self.is_dead = False
+        self.is_cut_off = False  # nothing comes or goes any more, and nobody is told
         self._kept: list[AsyncIterator[bytes]] = []
 
     def generate(self, ingress: str, number: int, specs: bytes) -> Awaitable[bytes]:
@@ -58,6 +59,8 @@ class Replica:
         stream = self._channels.subscribe(ingress, replica)
         self._kept.append(stream)  # so that its own end does not notice
         async for message in stream:
+            if self.is_cut_off:
+                await asyncio.Event().wait()
             if not self.num_messages:
                 self.num_messages = math.inf
                 raise ConnectionError("the stream broke")
@@ -135,6 +138,9 @@ class Handle:
         ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
         replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
         replica.asked[self.wish["method_name"]] += 1
+        if replica.is_cut_off:
+            replica.asked[self.wish["method_name"] + " in vain"] += 1
+            await asyncio.Event().wait()
         replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
         try:
             yield replica
@@ -145,14 +151,22 @@ class Handle:
 @asynccontextmanager
 async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RemoteRouters]:
     """The routers named in ``running`` are driven; the others are as after a failure."""
-    driving = [asyncio.create_task(each.router.run()) for each in replicas if each.name in running]
     handle: Any = Handle(replicas)
     routers = RemoteRouters(handle, max_unaccepted=100)
-    await asyncio.sleep(0.01)
+    async with _driven([each for each in replicas if each.name in running]):
+        await asyncio.sleep(0.01)
+        try:
+            yield routers
+        finally:
+            routers.close()
+
+
+@asynccontextmanager
+async def _driven(replicas: list[Replica]) -> AsyncIterator[None]:
+    driving = [asyncio.create_task(each.router.run()) for each in replicas]
     try:
-        yield routers
+        yield
     finally:
-        routers.close()
         for task in driving:
             task.cancel()
             with suppress(asyncio.CancelledError):
@@ -296,7 +310,9 @@ def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.Monk
 
 def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
-    monkeypatch.setattr(remote_routers, "ACCEPTED_WITHIN_S", 0.05)
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
+    monkeypatch.setattr(patience, "UNACCEPTED_S", 0.05)
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
@@ -314,8 +330,58 @@ def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest
     asyncio.run(scenario())
 
 
+@pytest.fixture
+def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_routers, "SILENT_S", 0.3)
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.5)
+    monkeypatch.setattr(token_channel, "KEEPALIVE_S", 0.02)
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_a_router_whose_machine_vanishes_is_missed() -> None:
+    """Its system closes nothing, and Ray Serve learns it later. Also by a request that it has not answered at all."""
+    at_work = asyncio.Event()
+
+    async def gate(_batch: MicroBatch) -> None:
+        at_work.set()
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        vanishes, comes = Replica("a", gate), Replica("b")
+        replicas = [vanishes]
+        async with _house(replicas, running="a") as routers, _driven([comes]):
+            asked = [asyncio.create_task(_ask(routers))]
+            await at_work.wait()
+            vanishes.is_cut_off = True
+            asked.append(asyncio.create_task(_ask(routers)))
+            while vanishes.asked["generate in vain"] < 3:  # the second request, and both once the stream is missed
+                await asyncio.sleep(0)
+            replicas[:] = [comes]
+            assert await asyncio.gather(*asked) == [5, 5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
+    async def scenario() -> None:
+        vanishes, other = Replica("a", _stuck), Replica("b")
+        async with _house([vanishes], running="a") as routers, _driven([other]):
+            asked = asyncio.create_task(_ask(routers))
+            while not vanishes.router.num_requests:
+                await asyncio.sleep(0)
+            handle: Any = routers._handle
+            handle.replicas.append(other)
+            vanishes.is_cut_off = True
+            assert await asked == 5
+            assert await asyncio.gather(*(_ask(routers) for _ in range(4))) == [5] * 4
+            assert vanishes.asked["generate in vain"] == 0
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_routers, "ACCEPTED_WITHIN_S", 0.05)
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
     opened = asyncio.Event()
 
     async def gate(_batch: MicroBatch) -> None:
