@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.least_loaded import ANY, ONLY, any_but
+from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, unless_silent

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import psutil
 import ray
@@ -136,7 +136,11 @@ def host_cluster(num_workers: int) -> Iterator[HostCluster]:
     """This process is on the head's host, and connected."""
     if reason := why_impossible():
         sys.exit(f"--hosts cannot be had: {reason}")
-    folder = Path(mkdtemp(prefix="tramontane-hosts-"))
+    with TemporaryDirectory(prefix="tramontane-hosts-", ignore_cleanup_errors=True) as name:
+        yield from _cluster_in(Path(name), num_workers)
+
+
+def _cluster_in(folder: Path, num_workers: int) -> Iterator[HostCluster]:
     own = {number: folder / f"{number}" for number in range(num_workers)}
     for path in (folder / "ray", *own.values()):
         path.mkdir()
