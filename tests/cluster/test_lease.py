@@ -255,10 +255,10 @@ def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_ot
         one, other = ray.get([contender.run.remote() for contender in both])
         assert one == other, "both work at the same time, and neither disturbs the other"
         held = [_health(s) for s in specs]
-        assert [{h.holder for h in stages} for stages in held] == [{"actor/contender-b"}, {"actor/contender-c"}]
+        assert [{h.holder for h in stages} for stages in held] == [{"actor@0/contender-b"}, {"actor@0/contender-c"}]
 
         for intruder, theirs in zip(both, reversed(specs), strict=True):
-            with pytest.raises(LeaseError, match="driven by actor/contender"):
+            with pytest.raises(LeaseError, match="driven by actor@0/contender"):
                 ray.get(intruder.claim_that_of.remote(theirs))
             # Both may have been fenced in the same millisecond; then it is the number of the step that gives it away.
             with pytest.raises(PipelineError, match=r"is at epoch|step 0 came where \d+ was due"):
