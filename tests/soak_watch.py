@@ -16,7 +16,7 @@ from serving import ingress_stats, leftovers, router_stats
 MIB = 2**20
 PASSING = ("ray::IDLE",)  # processes that Ray keeps ready, and ends when they are not needed
 MORE_DESCRIPTORS, MORE_THREADS = 2, 4  # than before; pools of threads and of connections grow to their size late
-MORE_MIB, MORE_SHARE = 10.0, 0.05  # whichever is larger, from the first quiet look to the last
+MORE_MIB = 5.0  # in the second half: heaps find their size before, a leak goes on
 MORE_TASKS = 2  # of asyncio, in a replica: Ray Serve's own come and go
 
 
@@ -97,8 +97,8 @@ def is_quiet(held: dict[str, Any]) -> bool:
     return not any(held[name] for name in ("pages", "sequences", "router's requests", "door's requests"))
 
 
-def not_back(before: Sample, after: Sample) -> list[str]:
-    """What of two quiet looks is not as it was."""
+def not_back(before: Sample, half_way: Sample, after: Sample) -> list[str]:
+    """What of three quiet looks is not as it was at first; of memory, as it was half way."""
     equal = ("actors and groups", "epochs", "pages", "sequences", "router's requests", "door's requests", "objects in the store")
     problems = [
         f"{name}: {before.held[name]}, then {after.held[name]}" for name in equal if before.held[name] != after.held[name]
@@ -114,7 +114,8 @@ def not_back(before: Sample, after: Sample) -> list[str]:
             continue
         problems += _more(f"{new.role} ({pid}), descriptors", old.descriptors, new.descriptors, MORE_DESCRIPTORS)
         problems += _more(f"{new.role} ({pid}), threads", old.threads, new.threads, MORE_THREADS)
-        problems += _more(f"{new.role} ({pid}), MiB", old.memory, new.memory, max(MORE_MIB, MORE_SHARE * old.memory))
+        memory = half_way.processes.get(pid, old).memory
+        problems += _more(f"{new.role} ({pid}), MiB since half way", memory, new.memory, MORE_MIB)
     return problems
 
 

@@ -21,17 +21,17 @@ BEFORE = Sample(0.0, {7: DOOR, 9: Process("ray::IDLE", 60.0, 40, 20)}, HELD)
 
 
 def _after(held: dict[str, Any] | None = None, **door: Any) -> list[str]:  # noqa: ANN401
-    return not_back(BEFORE, Sample(60.0, {7: replace(DOOR, **door)}, HELD | (held or {})))
+    return not_back(BEFORE, BEFORE, Sample(60.0, {7: replace(DOOR, **door)}, HELD | (held or {})))
 
 
 def test_what_is_as_before_is_back_and_idle_workers_may_go() -> None:
     assert _after() == []
-    assert _after(memory=109.0, descriptors=52, threads=34) == []
+    assert _after(memory=104.0, descriptors=52, threads=34) == []
     assert _after(memory=20.0, descriptors=5, threads=3) == []
 
 
 def test_whatever_is_more_is_named() -> None:
-    assert _after(memory=111.0) == [f"{DOOR.role} (7), MiB: 100, then 111"]
+    assert _after(memory=106.0) == [f"{DOOR.role} (7), MiB since half way: 100, then 106"]
     assert _after(descriptors=53) == [f"{DOOR.role} (7), descriptors: 50, then 53"]
     assert _after(threads=35) == [f"{DOOR.role} (7), threads: 30, then 35"]
     for name, more in (
@@ -47,7 +47,14 @@ def test_whatever_is_more_is_named() -> None:
 
 def test_a_process_that_was_replaced_is_named_twice() -> None:
     other = Sample(60.0, {8: DOOR}, HELD)
-    assert not_back(BEFORE, other) == [f"{DOOR.role} (7) is gone", f"{DOOR.role} (8) is new"]
+    assert not_back(BEFORE, BEFORE, other) == [f"{DOOR.role} (7) is gone", f"{DOOR.role} (8) is new"]
+
+
+def test_memory_is_judged_from_half_way_on_and_nothing_else_is() -> None:
+    half_way, after = (
+        Sample(at, {7: replace(DOOR, memory=memory, descriptors=70)}, HELD) for at, memory in ((60.0, 130.0), (120.0, 134.0))
+    )
+    assert not_back(BEFORE, half_way, after) == [f"{DOOR.role} (7), descriptors: 50, then 70"]
 
 
 def test_a_quiet_look_is_the_least_of_several() -> None:
