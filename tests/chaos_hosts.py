@@ -73,7 +73,11 @@ class HostCluster:
         self._start(host, f"--address={self.address}", "--num-cpus=1")
 
     def wait_until_alive(self) -> None:
-        while not {host.address for host in self.workers} <= alive():
+        """All hosts are nodes. A raylet that was declared dead ends itself once it hears so; one may also fail to start."""
+        while lost := [host for host in self.workers if host.address not in alive()]:
+            for host in lost:
+                if self.raylets[host.address].poll() is not None:
+                    self.start_raylet(host)
             time.sleep(POLL_S)
 
     def _start(self, host: Host, *arguments: str) -> None:
@@ -99,12 +103,8 @@ class HostFaults(Faults):
         }
 
     def prepare(self) -> None:
-        """All hosts are nodes again: an old raylet hears only now that it is dead, and ends itself."""
         for host in self._hosts.workers:
             host.restore_link()
-            if host.address not in alive():
-                self._hosts.raylets[host.address].wait()
-                self._hosts.start_raylet(host)
         self._hosts.wait_until_alive()
 
     def _lose_host(self, kind: str, lose: Callable[[Host], None]) -> None:
