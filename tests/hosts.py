@@ -65,8 +65,9 @@ class Host:
         ).stdout
 
     def start(self, *arguments: str, **options: object) -> "subprocess.Popen[bytes]":
-        """It is waited for once the network has ended, and it with that."""
-        started = subprocess.Popen(self.command(*arguments), stdin=subprocess.DEVNULL, **options)  # type: ignore[call-overload]
+        """It is waited for once the network has ended, and it with that. A Ctrl-C that is meant for us does not reach it."""
+        command = self.command(*arguments)
+        started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # type: ignore[call-overload]
         self.started.append(started)
         return started  # type: ignore[no-any-return]
 
@@ -137,7 +138,8 @@ class Network:
         mounts = [f"mount --bind '{folder}' '{path}'" for path, folder in own_folders.items()]
         script = "; ".join(["set -e", f"hostname {hostname}", *mounts, FIRST_PROCESS])
         apart = ["unshare", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script]
-        parent = subprocess.Popen(["ip", "netns", "exec", name, *apart], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        command = ["ip", "netns", "exec", name, *apart]
+        parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._stack.callback(_end, parent)
         assert parent.stdout is not None
         assert parent.stdout.readline() == b"up\n", "a host could not be set up"
