@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,7 +11,9 @@ from tramontane.cluster.relayed_response import ANSWER, RelayedResponse
 
 REQUEST_ID = b"x-request-id"
 PATHS = ("/v1/completions", "/v1/chat/completions")
-PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again, unless something was told since the last time
+PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again that was soon gone and told nothing
+SOON_S = 5.0  # a door that had a request for longer was well until then
+MAX_DOORS = 20  # for one answer, while none of them tells anything: it may be what they die of
 MAX_BODY = 8 * 2**20  # as much as a door takes, unless it is told otherwise
 MAX_BODIES = 256 * 2**20  # of all requests together; beyond that a request is as mortal as its door
 
@@ -37,25 +40,22 @@ class DoorRelay:
         body, response = _Body(receive), RelayedResponse(send)
         if all(name != REQUEST_ID for name, _ in scope["headers"]):  # else every door would be given another one
             scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID, response.answer.id.encode())]}
-        pauses = iter(PAUSES_S)
+        tries = _Tries()
         try:
-            while True:
-                num_news = response.num_news
-                await self._ask({**scope, ANSWER: response.answer}, self._keeping(body), response)
+            while tries.are_left:
+                was_lost = await self._ask({**scope, ANSWER: response.answer}, self._keeping(body), response)
                 if response.has_ended or body.has_left or not (body.is_kept and response.can_go_on):
                     return
-                pauses = iter(PAUSES_S) if response.num_news > num_news else pauses
-                if (pause := next(pauses, None)) is None:
-                    break
                 logger.warning("the door of answer %s is gone; another is asked to go on", response.answer.id)
+                pause = tries.pause_after(response, was_lost)
                 response.begin_again()
                 await asyncio.sleep(pause)
             await response.give_up(scope, receive)
         finally:
             self._num_kept -= body.forget()
 
-    async def _ask(self, scope: Scope, receive: Receive, response: RelayedResponse) -> None:
-        """One door, until it has answered or is known to be lost."""
+    async def _ask(self, scope: Scope, receive: Receive, response: RelayedResponse) -> bool:
+        """One door, until it has answered or is known to be lost with its node, which is returned."""
         answering = asyncio.ensure_future(self._app(scope, receive, response.send))
         losing = asyncio.ensure_future(self._nodes.until_lost(lambda: response.node))
         try:
@@ -67,6 +67,7 @@ class DoorRelay:
             await asyncio.wait((answering, losing))
         if is_answered:
             await answering  # raises what it has raised
+        return not is_answered
 
     def _keeping(self, body: "_Body") -> Receive:
         """What a door reads, from the beginning again."""
@@ -84,6 +85,31 @@ class DoorRelay:
             return message
 
         return receive
+
+
+class _Tries:
+    """How often, and when, another door is asked to go on with one answer."""
+
+    def __init__(self) -> None:
+        self._num_news = self._num_doors = 0
+        self._pauses = iter(PAUSES_S)
+        self._asked_at = asyncio.get_running_loop().time()
+        self.are_left = True
+
+    def pause_after(self, response: RelayedResponse, was_lost: bool) -> float:
+        """Of a door that is gone. A lost node does not count against the answer, nor does a door that had it for some time."""
+        now, pause = asyncio.get_running_loop().time(), 0.0
+        is_news = response.num_news > self._num_news
+        if is_news or (response.node is not None and now - self._asked_at > SOON_S):
+            self._pauses = iter(PAUSES_S)
+        self._num_doors = 0 if is_news else self._num_doors
+        self._num_news = response.num_news
+        if not was_lost:
+            self._num_doors += 1
+            pause = next(self._pauses, math.inf)
+            self.are_left = pause < math.inf and self._num_doors < MAX_DOORS
+        self._asked_at = now + pause
+        return pause if self.are_left else 0.0
 
 
 class _Body:

@@ -469,3 +469,36 @@ def test_a_door_is_not_given_up_because_another_node_has_died() -> None:
         assert num_asked == 1
 
     asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_nodes_that_vanish_are_no_sign_against_an_answer() -> None:
+    """More of them than doors may be gone soon."""
+    path, token_ids, body = CASES["stops"]
+    body = {name: body[name] for name in body if name != "stream_options"}
+    lives = (0,) * (len(door_relay.PAUSES_S) + 2)
+
+    async def scenario() -> None:
+        doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
+        client = await answered(DoorRelay(doors, LostNodes(lambda: doors.dead)), path, body)
+        assert client.status == 200
+        assert doors.num_asked == 1 + len(lives)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("soon_s", "num_asked"), [(0.0, door_relay.MAX_DOORS), (1e9, 4)])
+def test_doors_that_were_well_for_some_time_are_replaced_more_often(
+    soon_s: float, num_asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole answer tells nothing on its way: what counts is how long each door had it. But it may be what they die of."""
+    monkeypatch.setattr(door_relay, "SOON_S", soon_s)
+    num_doors = 0
+
+    async def dies(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal num_doors
+        num_doors += 1
+        await asyncio.sleep(0.001)
+
+    client = asyncio.run(answered(DoorRelay(SaysItsNode(dies, "this"), LostNodes(set)), COMPLETIONS, {"prompt": "Hello"}))
+    assert (client.status, num_doors) == (503, num_asked)
