@@ -36,7 +36,7 @@ from tramontane.router.job_tables import Database
 from tramontane.router.jobs import Endpoint
 from tramontane.router.openai_schema import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.served_model import ServedModel, check_model_name
-from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class BatchReplica:
             model = served_model(config)
         at_once = config.max_num_seqs * config.replicas
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
-        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas)
+        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas, model=mark_of(fingerprint))
         self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)

@@ -67,13 +67,13 @@ class HttpDoor:
         more_operations: Operations | None = None,
         sends_request_id: bool = True,
         slow_reader_s: float = math.inf,
-        node: str = "",
+        sign: tuple[str, str] = ("", ""),
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
         self._expert_load, self._move_experts = expert_load, move_experts
         self._chat = chat or NoChat("this server has no chat format")
         self._keys = keys or ApiKeys()
-        self._says_its_node = Middleware(SaysItsNode, node=node)
+        self._says_its_node = Middleware(SaysItsNode, *sign)
         self._guard = Middleware(DoorGuard, keys=self._keys, sends_id=sends_request_id)
         self._operations = {**OPERATIONS, **(more_operations or {})}
         self._page: dict[str, Any] | None = None

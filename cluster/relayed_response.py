@@ -10,8 +10,9 @@ from tramontane.router.openai_schema import error_body
 
 ANSWER = "tramontane.answer"  # a BegunAnswer, in the scope that a door gets: beside HTTP, where no client can write
 NEWS = "tramontane.news"  # in each message of a stream: what it tells of the choices; comes from doors only, and goes no further
-NODE = "tramontane.node"  # a message of its own, before all others: on which node this door is; it goes no further either
+NODE = "tramontane.node"  # a message of its own, before all others: on which node this door is, and its model; it stays here, too
 FOR_NOW = (HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)  # the first says Ray Serve where the application is being deployed
+OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
 
 
@@ -39,6 +40,7 @@ class RelayedResponse:
         """For the present door."""
         if message["type"] == NODE:
             self.node = message["id"]
+            self.answer.model = self.answer.model if self.answer.choices else message["model"]
         elif message["type"] == "http.response.start":
             self._start, status = message, message["status"]
             self._is_refused = self._is_another and (status in FOR_NOW or status >= HTTPStatus.INTERNAL_SERVER_ERROR)
@@ -74,12 +76,16 @@ class RelayedResponse:
 
 
 class SaysItsNode:
-    """ASGI middleware of a door that knows its node, for a proxy that relays its answer."""
+    """ASGI middleware of a door that knows its node, for a proxy that relays its answer. Another model's is not taken up."""
 
-    def __init__(self, app: ASGIApp, node: str) -> None:
-        self._app, self._node = app, node
+    def __init__(self, app: ASGIApp, node: str, model: str) -> None:
+        self._app, self._node, self._model = app, node, model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._node and ANSWER in scope:
-            await send({"type": NODE, "id": self._node})
+        answer: BegunAnswer | None = scope.get(ANSWER)
+        if self._node and answer is not None:
+            await send({"type": NODE, "id": self._node, "model": self._model})
+            if answer.choices and answer.model != self._model:
+                await JSONResponse(error_body(OTHER_MODEL, "server_error"), HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
+                return
         await self._app(scope, receive, send)

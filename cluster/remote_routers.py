@@ -49,11 +49,12 @@ class RemoteRouters(RouterQuestions):
     ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
     would wait in Ray Serve, which has no bound and no end to its patience.
     ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
+    ``model``: what token ids are of, as ``mark_of`` has it.
     """
 
-    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf) -> None:
+    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf, model: str = "") -> None:
         super().__init__(handle)
-        self._max_unaccepted, self._stays_s = max_unaccepted, stays_s
+        self._max_unaccepted, self._stays_s, self._model = max_unaccepted, stays_s, model
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
@@ -175,7 +176,7 @@ class RemoteRouters(RouterQuestions):
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
             method = self._method("generate", wish, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await cancellable(method.remote(self._name, number, specs))
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_refusal(outcome)

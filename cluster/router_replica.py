@@ -25,7 +25,7 @@ from tramontane.cluster.token_channel import TokenChannels
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
 from tramontane.router.router import Router
-from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class RouterReplica:
         keep_internal_port_on_node_address()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._channels = TokenChannels(self._name)
+        self._channels = TokenChannels(self._name, mark_of(fingerprint))
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._asking: asyncio.Task[bool] | None = None
@@ -79,11 +79,11 @@ class RouterReplica:
         async for message in self._channels.subscribe(ingress, replica):
             yield message
 
-    async def generate(self, ingress: str, number: int, specs: bytes) -> bytes:
+    async def generate(self, ingress: str, number: int, specs: bytes, model: str) -> bytes:
         """One request, from its arrival to its end; see ``TokenChannels``."""
         if not self._router.has_begun and await self._is_superseded():
             return self._channels.refusal(HandedOverError("the pipeline was given to a newer version, which is not ready yet"))
-        return await self._channels.generate(self._router, ingress, number, specs)
+        return await self._channels.generate(self._router, ingress, number, specs, model)
 
     async def _is_superseded(self) -> bool:
         """Whether routers of a later deployment are on their way, or here."""

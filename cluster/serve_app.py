@@ -33,7 +33,7 @@ from tramontane.cluster.slow_readers import note_queues_of_answers
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import ConfigError
 from tramontane.router.grpc_servicer import GrpcServicer
-from tramontane.workers.fingerprint import Fingerprint, check_fingerprint
+from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
 APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
@@ -146,7 +146,8 @@ class IngressReplica(GrpcServicer):
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
-        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s)
+        mark = mark_of(fingerprint)
+        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s, mark)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
@@ -173,7 +174,7 @@ class IngressReplica(GrpcServicer):
             more_operations=BATCH_OPERATIONS,
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
-            node=ray.get_runtime_context().get_node_id(),
+            sign=(ray.get_runtime_context().get_node_id(), mark),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

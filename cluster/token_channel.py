@@ -66,8 +66,8 @@ class TokenChannel:
 class TokenChannels:
     """The streams to all ingresses. ``replica`` is how they find back to this router."""
 
-    def __init__(self, replica: str) -> None:
-        self._replica = replica
+    def __init__(self, replica: str, model: str = "") -> None:
+        self._replica, self._model = replica, model
         self._channels: dict[str, TokenChannel] = {}
 
     @property
@@ -93,11 +93,13 @@ class TokenChannels:
             if self._channels.get(ingress) is channel:
                 del self._channels[ingress]
 
-    async def generate(self, router: Router, ingress: str, number: int, specs: bytes) -> bytes:
+    async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str) -> bytes:
         """Run one request to its end; its tokens go through the ingress's channel.
 
-        Returns DONE, or why not. Cancelling aborts the request.
+        Returns DONE, or why not; another model would make nonsense of an ingress's token ids. Cancelling aborts the request.
         """
+        if model != self._model:
+            return self.refusal(NotRunningError("the server has another model now; send the request again"))
         if not router.has_begun:
             return self.refusal(NotRunningError("the pipeline is being started again; try again soon"))
         if (channel := self._channels.get(ingress)) is None:

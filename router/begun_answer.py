@@ -27,12 +27,14 @@ class BegunChoice:
 class BegunAnswer:
     """``id`` is the part of it that endpoints have in common; ``seed`` counts where the client gave none.
 
-    ``choices`` has those of which a client has been told anything, were it only that they have ended.
+    ``model`` is a mark of the one that it has begun with. ``choices`` has those of which a client has been told anything,
+    were it only that they have ended.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
     seed: int = field(default_factory=lambda: secrets.randbits(63))
+    model: str = ""
     choices: dict[int, BegunChoice] = field(default_factory=dict)
 
     def add(self, news: Iterable[ChoiceNews]) -> None:

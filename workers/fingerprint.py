@@ -16,6 +16,11 @@ def fingerprint_of(folder: Path, files: Iterable[Path]) -> Fingerprint:
     return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
 
 
+def mark_of(fingerprint: Fingerprint) -> str:
+    """One short text for all of a checkpoint, tokenizer included."""
+    return hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
+
+
 def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
     """Raise ``CheckpointError`` naming the first file that is not as it was where ``expected`` was taken."""
     for name, digest in expected:

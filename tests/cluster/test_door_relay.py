@@ -14,7 +14,7 @@ from scripted import TellingChain, no_gate
 from scripted_source import ScriptedSource, door_of
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster import door_relay, lost_nodes
@@ -66,6 +66,9 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, Any]]] = {
     "chat, stops": (CHAT, ENDS, HELLO | {"stop": ["STOP", "town"], "logprobs": True, "top_logprobs": 1, **USAGE}),
     "tools": (CHAT, CALLING, HELLO | {"tools": TOOLS, "stop": ["STOP"], "logprobs": True, **USAGE}),
 }
+
+
+MARK = "a model"
 
 
 @pytest.fixture(autouse=True)
@@ -415,7 +418,7 @@ class VanishingDoors(MortalDoors):
             self.num_asked += 1
             self.dead.add(str(number))
         else:
-            await SaysItsNode(super().__call__, str(number))(scope, receive, send)
+            await SaysItsNode(super().__call__, str(number), MARK)(scope, receive, send)
             if number >= len(self._lives):
                 return
             self.dead.add(str(number))
@@ -464,7 +467,7 @@ def test_a_door_is_not_given_up_because_another_node_has_died() -> None:
                 loop.call_soon_threadsafe(looked.set)
             return {"other"}
 
-        client = await answered(DoorRelay(SaysItsNode(slow, "this"), LostNodes(dead)), COMPLETIONS, {"prompt": "Hello"})
+        client = await answered(DoorRelay(SaysItsNode(slow, "this", MARK), LostNodes(dead)), COMPLETIONS, {"prompt": "Hello"})
         assert client.status == 200
         assert num_asked == 1
 
@@ -500,5 +503,30 @@ def test_doors_that_were_well_for_some_time_are_replaced_more_often(
         num_doors += 1
         await asyncio.sleep(0.001)
 
-    client = asyncio.run(answered(DoorRelay(SaysItsNode(dies, "this"), LostNodes(set)), COMPLETIONS, {"prompt": "Hello"}))
+    client = asyncio.run(answered(DoorRelay(SaysItsNode(dies, "this", MARK), LostNodes(set)), COMPLETIONS, {"prompt": "Hello"}))
     assert (client.status, num_doors) == (503, num_asked)
+
+
+def test_another_model_does_not_go_on_with_an_answer_that_has_begun() -> None:
+    """It may give one of which the client has been told nothing."""
+    path, token_ids, body = CASES["stops"]
+
+    def models(life: int) -> tuple[ASGIApp, list[str]]:
+        door, asked = door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), list[str]()
+
+        async def first_old_then_new(scope: Scope, receive: Receive, send: Send) -> None:
+            asked.append("old" if not asked else "new")
+            await SaysItsNode(MortalDoors(door, (life,) if asked == ["old"] else ()), "this", asked[-1])(scope, receive, send)
+
+        return first_old_then_new, asked
+
+    async def scenario() -> None:
+        door, asked = models(life=3)
+        begun = await answered(DoorRelay(door, LostNodes(set)), path, body | {"stream": True})
+        assert asked == ["old", "new", "new", "new"], "until nobody is left to ask"
+        assert "could not take it up again" in begun.text.splitlines()[-2]
+        door, asked = models(life=0)
+        fresh = await answered(DoorRelay(door, LostNodes(set)), path, body | {"stream": True})
+        assert (asked, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")
+
+    asyncio.run(scenario())

@@ -48,8 +48,8 @@ class Replica:
         self.is_cut_off = False  # nothing comes or goes any more, and nobody is told
         self._kept: list[AsyncIterator[bytes]] = []
 
-    def generate(self, ingress: str, number: int, specs: bytes) -> Awaitable[bytes]:
-        return self._channels.generate(self.router, ingress, number, specs)
+    def generate(self, ingress: str, number: int, specs: bytes, model: str) -> Awaitable[bytes]:
+        return self._channels.generate(self.router, ingress, number, specs, model)
 
     def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)

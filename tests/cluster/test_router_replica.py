@@ -78,7 +78,7 @@ def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None
         replica = _replica(StubRouter(7, False, LeaseError("driven by another")), asyncio.get_running_loop().create_future())
         replica.is_superseded, replica._channels = True, TokenChannels("replica")
         await replica.check_health()
-        refusal, name = wire.decode_refusal(await replica.generate("ingress", 1, b""))
+        refusal, name = wire.decode_refusal(await replica.generate("ingress", 1, b"", ""))
         assert (type(refusal), name) == (HandedOverError, "replica")
 
     asyncio.run(scenario())

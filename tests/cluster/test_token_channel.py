@@ -52,9 +52,9 @@ class Handle:
     def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         return self._channels.subscribe(ingress, replica)
 
-    def _generate(self, ingress: str, number: int, specs: bytes) -> Response:
+    def _generate(self, ingress: str, number: int, specs: bytes, model: str) -> Response:
         self.num_calls += 1
-        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs)))
+        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model)))
 
 
 class StepByStep(ScriptedChain):
