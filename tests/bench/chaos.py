@@ -1,6 +1,6 @@
 """Faults on purpose, one after the other, while streams run: what was lost, told twice or different, and how long streams paused.
 
-    python tests/bench/chaos.py [--faults 200] [--seed 0] [--kinds "kill a stage,stop a stage"] [--clients 24] [--json]
+    python tests/bench/chaos.py [--faults 200] [--seed 0] [--kinds "kill a stage,stop a stage"] [--clients 32] [--json]
 
 The demo model in float32 on two stages with its experts inside, or on two actors with ``--experts``, in a cluster of this
 machine. With ``--nodes`` each stage is on a raylet of its own, which can be killed too; with ``--hosts`` (as root) on a host
@@ -33,6 +33,8 @@ from chaos_faults import Faults
 from chaos_hosts import HostCluster, host_cluster
 from chaos_load import Load, bodies, undisturbed
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -120,14 +122,22 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
     return dict(told)
 
 
+def _routers() -> list[dict[str, Any]]:
+    """None while they are being replaced."""
+    try:
+        return router_stats(stages=False)
+    except (RayError, RayServeException):
+        return []
+
+
 def _step_limit_s() -> float:
     """After which what is stopped is seen."""
-    return max((stats["step_limit_s"] for stats in router_stats(stages=False)), default=0.0)
+    return max((stats["step_limit_s"] for stats in _routers()), default=0.0)
 
 
 def _seen_after(struck_at: float, limit_s: float) -> list[float]:
     """By routers, on this machine: processes have one monotonic clock here."""
-    seen = [stats["last_recovery"]["seen_at"] for stats in router_stats(stages=False) if stats["last_recovery"]]
+    seen = [stats["last_recovery"]["seen_at"] for stats in _routers() if stats["last_recovery"]]
     return [round(at - struck_at - limit_s, 3) for at in seen if at > struck_at]
 
 
@@ -206,7 +216,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default="")
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--experts", action="store_true")
     parser.add_argument("--nodes", action="store_true")
     parser.add_argument("--hosts", action="store_true")
