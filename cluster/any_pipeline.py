@@ -3,7 +3,9 @@
 import asyncio
 import hashlib
 import itertools
+import logging
 import re
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -13,6 +15,7 @@ import ray
 from ray.exceptions import RayError
 
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
+from tramontane.cluster.hardware import TooFewNodesError
 from tramontane.cluster.holders import actor_as_holder
 from tramontane.cluster.pipeline import MakeRoom, end_pipeline, running_pipeline
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
@@ -21,7 +24,10 @@ from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.fingerprint import Fingerprint
 
+logger = logging.getLogger(__name__)
+
 RETRY_S = 0.2
+NODES_POLL_S = 2.0  # while nodes are still to join
 VERSION = "[0-9a-f]{8}"
 
 
@@ -33,14 +39,16 @@ def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerp
 
 @asynccontextmanager
 async def any_pipeline(
-    prefix: str, new_spec: Callable[[], PipelineSpec], deployed_at: int = 0
+    prefix: str, new_spec: Callable[[], PipelineSpec], deployed_at: int = 0, nodes_timeout_s: float = 0.0
 ) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
     """Drive a pipeline with this prefix that nobody of this deployment drives, as it was made, or else a new one.
 
     The cluster may have changed since a pipeline was made, or have nothing left to plan with, so
     nothing is planned before it is known that a new one is needed. Where there is no room for it, one that
-    an earlier deployment drives goes.
+    an earlier deployment drives goes. Nodes may still be joining: a cluster that is too small for the plan is looked
+    at again for ``nodes_timeout_s``.
     """
+    deadline = time.monotonic() + nodes_timeout_s
     holder = actor_as_holder(deployed_at)
     while True:
         existing = _pipelines(re.escape(prefix))
@@ -55,7 +63,14 @@ async def any_pipeline(
                 return
         fresh = next(name for number in itertools.count() if (name := f"{prefix}-{number}") not in existing)
         async with AsyncExitStack() as stack:
-            spec = replace(await asyncio.to_thread(new_spec), name=fresh)
+            try:
+                spec = replace(await asyncio.to_thread(new_spec), name=fresh)
+            except TooFewNodesError as error:
+                if time.monotonic() >= deadline:
+                    raise
+                logger.info("waiting for nodes: %s", error)
+                await asyncio.sleep(NODES_POLL_S)
+                continue
             try:
                 running = running_pipeline(spec, holder=holder, make_room=_ending_older(fresh, holder))
                 chain = await stack.enter_async_context(running)

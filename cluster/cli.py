@@ -20,6 +20,7 @@ from tramontane.cluster.entry import INTERRUPTED
 from tramontane.cluster.experts_command import experts
 from tramontane.cluster.hidden_keys import hide_keys
 from tramontane.cluster.interrupts import stoppable
+from tramontane.cluster.k8s_command import k8s
 from tramontane.cluster.model_commands import make_random
 from tramontane.cluster.options import (
     BATCHING,
@@ -160,6 +161,7 @@ app.command()(bench)
 app.command()(drain)
 app.add_typer(batch)
 app.command()(plan)
+app.command()(k8s)
 app.command()(experts)
 app.command()(make_random)
 app.command()(simulate)

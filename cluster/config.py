@@ -50,6 +50,7 @@ class EngineConfig(BaseModel):
     page_size: Count = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
     threads_per_stage: Few | None = None
+    placement_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds until there must be room")
     gpu_memory: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_sizes)] = Field(
         None, description="of each stage, or of all"
     )

@@ -21,6 +21,10 @@ CORES = "tramontane_cores"  # Ray's name for what a node really has, where it wa
 T = TypeVar("T")
 
 
+class TooFewNodesError(PlanError):
+    """The cluster is too small for any plan, as long as no more nodes join."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """``index`` is CUDA's on its node, ``node`` Ray's id of that ("" without Ray), ``speed`` relative to the others'."""
@@ -100,7 +104,7 @@ def joined_cluster(
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     resources = {node["NodeID"]: node["Resources"] for node in alive if node["Resources"].get("CPU", 0) >= 1}
     if not resources:
-        raise PlanError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
+        raise TooFewNodesError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
     gpus = _look_everywhere({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
     return Hardware(
         node_cpus=tuple(int(has.get(CORES, has["CPU"])) for has in resources.values()),

@@ -183,4 +183,5 @@ def pipeline_spec(
         link=config.link,
         ping_pong=config.ping_pong,
         pieces=PiecesOf(config.model, args.vocab_size),
+        placement_timeout_s=config.placement_timeout,
     )

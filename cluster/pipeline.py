@@ -26,7 +26,6 @@ from tramontane.cluster.supervisor import RENEW_EVERY_S, create_supervisor, remo
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
-PLACEMENT_TIMEOUT_S = 60.0
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
@@ -224,7 +223,7 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: Ma
         stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(ROOM_TIMEOUT_S)
         while stages is None and await make_room():
             stages = await supervisor.start.remote(ROOM_TIMEOUT_S)
-        stages = stages or await supervisor.start.remote(PLACEMENT_TIMEOUT_S)
+        stages = stages or await supervisor.start.remote(spec.placement_timeout_s)
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {last_line(error)}") from error

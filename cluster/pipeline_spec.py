@@ -40,6 +40,7 @@ class PipelineSpec:
     link: Link = "object-store"
     ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
     pieces: PiecesOf | None = None  # of the model's tokenizer
+    placement_timeout_s: float = 60.0  # for which it waits until the cluster has room
 
     @property
     def num_bundles(self) -> int:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.config_values import for_each_expert_actor
-from tramontane.cluster.hardware import Gpu, Hardware, by_node
+from tramontane.cluster.hardware import Gpu, Hardware, TooFewNodesError, by_node
 from tramontane.cluster.planner import GIB, StageRoom
-from tramontane.proto.errors import ConfigError, PlanError
+from tramontane.proto.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,9 @@ def place_choices(config: EngineConfig, n_layers: int, hardware: Hardware) -> li
         share = hardware.stage_memory(num_all + config.expert_actors * config.replicas)
         choices: list[tuple[Place, ...]] = [(Place(StageRoom(share)),) * num_stages]
     elif num_all > len(hardware.gpus):
-        raise PlanError(f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas")
+        raise TooFewNodesError(
+            f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas"
+        )
     else:
         choices = gpu_choices(hardware.gpus, num_stages, config.replicas)
     return [_as_given(places, config.gpu_memory, config.gpu_speed) for places in choices]
@@ -48,7 +50,7 @@ def shared_out(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hard
     if not hardware.gpus or not num_experts:
         return hardware, hardware
     if len(hardware.gpus) < num_experts + config.replicas:
-        raise PlanError(
+        raise TooFewNodesError(
             f"{num_experts} expert actors and at least {config.replicas} stages need a GPU each, and there are "
             f"{len(hardware.gpus)}; use fewer --expert-actors"
         )

@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -55,7 +56,8 @@ class RouterReplica:
         self._application, self._deployed_at = application.name, deployed_at
         note_deployment(application.name, deployed_at)  # before anything is taken from those who will look it up
         prefix = pipeline_prefix(application.name, config, fingerprint)
-        pipeline = any_pipeline(prefix, lambda: _new_spec(config, fingerprint, application), deployed_at)
+        new_spec = partial(_new_spec, config, fingerprint, application)
+        pipeline = any_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
         self._spec, self._chain = await self._exit.enter_async_context(pipeline)
         self._router = self._new_router()
         self._driving = asyncio.create_task(self._drive())

@@ -50,6 +50,12 @@ WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; READ
 
 def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
+    config = checked_config(args)
+    return application(config, patience_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
+
+
+def checked_config(args: dict[str, Any]) -> EngineConfig:
+    """Of a Serve config's ``args``. Raises ConfigError for what has no place there."""
     if SHOWN_BY_RAY in args:
         raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
     if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
@@ -59,8 +65,7 @@ def build(args: dict[str, Any]) -> Application:
         )
     if others := sorted(OF_THE_COMMAND & args.keys()):
         raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
-    config = EngineConfig.build(None, args)
-    return application(config, patience_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
+    return EngineConfig.build(None, args)
 
 
 def grpc_options(port: int) -> gRPCOptions:

@@ -431,7 +431,7 @@ DEFAULTS = {
 }
 SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
 # For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
-KEYS_WITHOUT_FLAG = {"max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
+KEYS_WITHOUT_FLAG = {"placement_timeout", "max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
 FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
 OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
 OF_SERVE = {

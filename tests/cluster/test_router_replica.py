@@ -1,6 +1,8 @@
 """When a Router replica calls itself healthy, and which pipelines are its own; without Ray."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +11,11 @@ from typing import Any
 import pytest
 from tiny import tiny_args
 
-from tramontane.cluster.any_pipeline import pipeline_prefix
+from tramontane.cluster import any_pipeline as any_pipeline_module
+from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.expert_load import ExpertLoad
+from tramontane.cluster.hardware import TooFewNodesError
 from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto import wire
@@ -194,3 +198,49 @@ def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad 
         assert await replica.expert_load() == ((), "replica"), "whoever has no experts need not be asked"
 
     asyncio.run(scenario())
+
+
+@dataclass(frozen=True)
+class StubSpec:
+    name: str = "unnamed"
+
+
+def _nodes_join(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> tuple[list[StubSpec], Callable[[float], Coroutine[Any, Any, None]]]:
+    """The cluster has room at the last of so many looks; returns what is driven, and what drives it."""
+    driven: list[StubSpec] = []
+    looks = iter([TooFewNodesError("4 stages need a GPU each, and there are 2")] * (number - 1))
+
+    def new_spec() -> StubSpec:
+        if (error := next(looks, None)) is not None:
+            raise error
+        return StubSpec()
+
+    @asynccontextmanager
+    async def running(spec: StubSpec, holder: str, **_: Any) -> AsyncIterator[str]:
+        driven.append(spec)
+        yield holder
+
+    async def drive(patience_s: float) -> None:
+        async with any_pipeline("app", new_spec, nodes_timeout_s=patience_s):  # type: ignore[arg-type]
+            pass
+
+    monkeypatch.setattr(any_pipeline_module, "actor_names", lambda _: [])
+    monkeypatch.setattr(any_pipeline_module, "actor_as_holder", lambda _: "me")
+    monkeypatch.setattr(any_pipeline_module, "running_pipeline", running)
+    monkeypatch.setattr(any_pipeline_module, "NODES_POLL_S", 0.0)
+    return driven, drive
+
+
+def test_nodes_that_are_still_to_join_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, drive = _nodes_join(monkeypatch, 3)
+    asyncio.run(drive(3600.0))
+    assert driven == [StubSpec("app-0")]
+
+
+def test_after_the_timeout_the_cluster_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    driven, drive = _nodes_join(monkeypatch, 3)
+    with pytest.raises(TooFewNodesError, match="and there are 2"):
+        asyncio.run(drive(0.0))
+    assert driven == []

@@ -17,7 +17,6 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
 from tiny import tiny_args, write_checkpoint
 
-from tramontane.cluster import pipeline
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.launch import pipeline_spec
@@ -160,13 +159,10 @@ def test_real_stages_stand_there_with_the_layers_that_were_meant_for_them(
     assert min(sizes[:2]) > max(sizes[2:]), "a sixteenth of the speed"
 
 
-def test_a_kind_that_is_taken_is_not_replaced_by_another(
-    nodes: dict[str, str], hardware: Hardware, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline, "PLACEMENT_TIMEOUT_S", 1.0)
+def test_a_kind_that_is_taken_is_not_replaced_by_another(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
     with (
         _where(_spec(hardware, folder, "taker", stages=2)),
         pytest.raises(PlanError, match=r"no room for 1 stage of .* on the nodes that they are planned for: free are"),
-        placed(_spec(hardware, folder, stages=1)),
+        placed(replace(_spec(hardware, folder, stages=1), placement_timeout_s=1.0)),
     ):
         pass
