@@ -30,12 +30,16 @@ IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 @takes(SHARED, BATCHING)
 def k8s(
     context: typer.Context,
+    stages: Annotated[int, typer.Option("--stages", min=1, help="Pods of a pipeline, one for each stage.")],
     gpu_memory: Annotated[str, option("--gpu-memory", help="Of each GPU, one per stage and expert actor: 24GiB.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the overlay to.")],
     model: Annotated[
         Path | None, option("--model", help="Checkpoint folder, or a geometry, as for plan. Default: the demo.")
     ] = None,
     cpu: Annotated[bool, flag("--cpu", help="Without GPUs; --gpu-memory is what each stage may use.")] = False,
+    threads_per_stage: Annotated[
+        int | None, option("--threads-per-stage", help="CPU threads of a stage. Default 4, or 1 with --cpu.")
+    ] = None,
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="Pipelines.")] = 1,
     max_replicas: Annotated[int | None, typer.Option("--max-replicas", min=1, help="Pipelines when there is much to do.")] = None,
     redis: Annotated[bool, flag("--redis", help="Ray's head keeps its state in Redis, and may die.")] = False,
@@ -92,8 +96,6 @@ def _imagined_config(args: dict[str, Any], model: Path | None, replicas: int) ->
     where = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
     config = checked_config(presets | args | where | {"replicas": replicas})
-    if config.stages is None:
-        raise ConfigError("--stages is missing: how many pods of one GPU each a pipeline has")
     if config.gpu_memory is None or len(config.gpu_memory) != 1:
         raise ConfigError(
             "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "
@@ -107,7 +109,7 @@ def _plan(config: EngineConfig, workers: Workers) -> ClusterPlan:
     from tramontane.cluster.best_plan import plan_for
     from tramontane.cluster.hardware import Gpu, Hardware
 
-    number = ((config.stages or 1) + config.expert_actors) * config.replicas
+    number = ((config.stages or 0) + config.expert_actors) * config.replicas
     gpus = tuple(Gpu("gpu", workers.memory, node=str(node)) for node in range(number)) if workers.has_gpu else ()
     hardware = Hardware((workers.threads,) * number, (workers.memory,) * number, gpus)
     return plan_for(config, find_model_args(config.model), hardware)

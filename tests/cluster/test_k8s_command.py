@@ -6,11 +6,14 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from ray.serve._private.application_state import override_deployment_info
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve.schema import ServeApplicationSchema
 from tiny import random_model, tiny_args, write_checkpoint
 from typer.main import get_command
 
 from tramontane.cluster.cli import app
-from tramontane.cluster.serve_app import checked_config
+from tramontane.cluster.serve_app import UNBOUNDED, build, checked_config
 from tramontane.proto.errors import ConfigError, PlanError
 
 README = Path(__file__).parents[2] / "README.md"
@@ -45,6 +48,32 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
 
 
+def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp_path: Path) -> None:
+    """Pipelines that come and go, and who is where; other options of the deployments stay."""
+    documents = _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
+    given, made = ServeApplicationSchema.model_validate(_application(documents)), _deployments(build({}))
+    infos = {name: DeploymentInfo(each._deployment_config, each._replica_config, 0, "job") for name, each in made.items()}
+    merged = override_deployment_info(infos, given)
+    router = merged["Router"].deployment_config
+    assert router.autoscaling_config is not None
+    assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (2, 3)
+    assert router.max_ongoing_requests == UNBOUNDED
+    assert merged["Ingress"].deployment_config.num_replicas == 2
+    wanted = {name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()}
+    assert wanted == {"Router": {"tramontane_router": 1}, "Batch": {"tramontane_router": 1}, "Ingress": {"tramontane_ingress": 1}}
+    assert {info.replica_config.ray_actor_options["num_cpus"] for info in merged.values()} == {0}
+
+
+def _deployments(application: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Of an application and all that it is bound to."""
+    bound = application._bound_deployment
+    found = {bound.name: bound}
+    for argument in bound.init_args:
+        if hasattr(argument, "_bound_deployment"):
+            found |= _deployments(argument)
+    return found
+
+
 def test_flags_and_a_files_keys_become_the_applications(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text("max_num_seqs: 8\njobs_storage: s3://bucket/jobs\nstages: 2\n")
     file = ("--config", str(tmp_path / "keys.yaml"))
@@ -77,7 +106,6 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((*MIXTRAL,), "--stages is missing"),
         (("--stages", "2", "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
         ((*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2, and --replicas is 3"),
         ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
@@ -103,6 +131,12 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
 def test_numbers_that_can_only_be_slips_are_named(number: str, tmp_path: Path) -> None:
     with pytest.raises(typer.TyperException):
         _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", number)
+
+
+def test_the_number_of_pods_is_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        _written(tmp_path, *MIXTRAL)
+    assert "--stages" in refused.value.format_message()
 
 
 def test_the_readme_has_every_option() -> None:
