@@ -47,7 +47,8 @@ def num_unfinished() -> int:
 
 def _each(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
-    handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
+    if not handle.is_initialized:  # Ray Serve gives the same one again
+        handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
     with suppress(RayError, RayServeException, TimeoutError):
         answers: list[Any] = handle.broadcast(method).results(timeout_s=ANSWER_S, return_exceptions=True)
         return answers
