@@ -218,7 +218,7 @@ def _nodes_join(
         return StubSpec()
 
     @asynccontextmanager
-    async def running(spec: StubSpec, holder: str, **_: Any) -> AsyncIterator[str]:
+    async def running(spec: StubSpec, holder: str, make_room: object) -> AsyncIterator[str]:
         driven.append(spec)
         yield holder
 
