@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.hardware import TooFewNodesError
 from tramontane.cluster.holders import actor_as_holder
-from tramontane.cluster.pipeline import MakeRoom, end_pipeline, running_pipeline
+from tramontane.cluster.pipeline import MakeRoom, answered, end_pipeline, running_pipeline
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain, last_line
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
@@ -87,12 +87,17 @@ def _ending_older(own: str, holder: str) -> MakeRoom:
 
     async def end_one() -> bool:
         for name in _pipelines(f"{re.escape(application)}-{VERSION}"):
-            if name != own and await _takes(name, holder):
+            if _version_of(name) != _version_of(own) and await _takes(name, holder):  # else it is adopted
                 await asyncio.to_thread(end_pipeline, name)
                 return True
         return False
 
     return end_one
+
+
+def _version_of(name: str) -> str:
+    """``app-0123abcd-2`` gives ``app-0123abcd``."""
+    return name.rpartition("-")[0]
 
 
 async def _takes(name: str, holder: str) -> bool:
@@ -113,7 +118,7 @@ async def _specification(name: str) -> PipelineSpec:
     """Raises LeaseError if the supervisor has just gone."""
     try:
         supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
-        spec: PipelineSpec = await supervisor.specification.options(concurrency_group="lease").remote()
+        spec: PipelineSpec = await answered(lambda: supervisor.specification.options(concurrency_group="lease").remote())
     except (ValueError, RayError) as error:
         raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
     return spec

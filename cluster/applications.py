@@ -5,7 +5,7 @@ import time
 import ray
 from ray.exceptions import RayError
 
-from tramontane.cluster.deployments import newest_deployment
+from tramontane.cluster.deployments import is_superseded
 from tramontane.cluster.holders import deployed_at
 from tramontane.cluster.lease import Lease
 from tramontane.cluster.pipeline_spec import Application
@@ -29,7 +29,7 @@ def is_claimable(application: Application | None, last: Lease | None) -> bool:
 
     if application is None or application.name not in serve.status().applications:
         return False
-    return last is None or deployed_at(last.holder) >= newest_deployment(application.name)
+    return last is None or not is_superseded(application.name, deployed_at(last.holder))
 
 
 def end_application(application: Application) -> None:

@@ -1,12 +1,22 @@
 """Which deployment of an application is the newest, in the cluster's key-value store: routers of older ones make way."""
 
+import time
+
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+
+BELIEVED_FOR_NS = 900 * 10**9
 
 
 def note_deployment(application: str, deployed_at: int) -> None:
     """``deployed_at`` is when the application was built, in nanoseconds; nothing happens where a newer one is known."""
     if deployed_at > newest_deployment(application):
         _internal_kv_put(_key(application), str(deployed_at).encode())
+
+
+def is_superseded(application: str, deployed_at: int) -> bool:
+    """Whether a newer one is known, of whose routers something may still be heard: one that could not load is not waited for."""
+    newest = newest_deployment(application)
+    return newest > deployed_at and time.time_ns() - newest < BELIEVED_FOR_NS
 
 
 def newest_deployment(application: str) -> int:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from ray import serve
@@ -41,15 +40,23 @@ def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], boo
 
 
 def num_unfinished() -> int:
-    """From now on all are draining, those included that have been started since they were last asked."""
-    return sum(number for number in _each("drain") if isinstance(number, int))
+    """From now on all are draining, those included that have been started since they were last asked.
+
+    One that does not say how many it has may have one.
+    """
+    answers = _each("drain")
+    known = sum(number for number in answers if isinstance(number, int))
+    return known or int(any(not isinstance(number, int) for number in answers))
 
 
 def _each(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
     if not handle.is_initialized:  # Ray Serve gives the same one again
         handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
-    with suppress(RayError, RayServeException, TimeoutError):
+    try:
         answers: list[Any] = handle.broadcast(method).results(timeout_s=ANSWER_S, return_exceptions=True)
-        return answers
-    return []
+    except (RayError, TimeoutError) as error:
+        return [error]
+    except RayServeException:  # there is none
+        return []
+    return answers

@@ -1,10 +1,13 @@
 """Which nodes are gone: their systems cannot close the connections of those who wait for something from there."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
 import ray
+
+logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
 SIGN_WITHIN_S = 2.0  # whoever is asked says at once on which node that is
@@ -33,10 +36,15 @@ class LostNodes:
                 return
 
     async def _look(self) -> None:
-        if self._asking is None or self._clock() - self._asked_at >= ASK_EVERY_S:
+        if self._asking is None or (self._asking.done() and self._clock() - self._asked_at >= ASK_EVERY_S):
             self._asked_at = self._clock()
             self._asking = asyncio.create_task(asyncio.to_thread(self._ask))
-        for dead in await asyncio.shield(self._asking):
+        try:
+            found = await asyncio.shield(self._asking)
+        except Exception as error:  # of Ray, whose head node may be away: nobody is lost for that
+            logger.warning("lost nodes could not be looked for: %s", error)
+            return
+        for dead in found:
             self._died_at.setdefault(dead, self._asked_at)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.cluster.holders import driver_as_holder
@@ -28,6 +28,8 @@ from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, Pi
 
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
+SUPERVISOR_PATIENCE_S = 30.0
+RETRY_S = 0.2
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
 # about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
@@ -74,7 +76,7 @@ async def running_pipeline(
     holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
     try:
-        await supervisor.claim.remote(holder)
+        await answered(lambda: supervisor.claim.remote(holder))
     except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
         raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
     renewing = asyncio.create_task(_renew(supervisor, holder))
@@ -89,6 +91,18 @@ async def running_pipeline(
         if await _is_ours(spec.supervisor_name, holder):
             report("removing the stages")
             end_pipeline(spec.name)
+
+
+async def answered(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor answers
+    """By a supervisor, which may be starting again: what it is asked for here may be asked twice. Raises RayError."""
+    give_up_at = time.monotonic() + SUPERVISOR_PATIENCE_S
+    while True:
+        try:
+            return await call()
+        except ActorUnavailableError:
+            if time.monotonic() > give_up_at:
+                raise
+            await asyncio.sleep(RETRY_S)
 
 
 async def _is_ours(supervisor_name: str, holder: str) -> bool:
@@ -220,15 +234,16 @@ def end_pipeline(name: str) -> None:
 
 async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: MakeRoom) -> list[ActorHandle[Any]]:
     try:
-        stages: list[ActorHandle[Any]] | None = await supervisor.start.remote(ROOM_TIMEOUT_S)
+        stages: list[ActorHandle[Any]] | None = await answered(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
         while stages is None and await make_room():
-            stages = await supervisor.start.remote(ROOM_TIMEOUT_S)
-        stages = stages or await supervisor.start.remote(spec.placement_timeout_s)
+            stages = await answered(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
+        stages = stages or await answered(lambda: supervisor.start.remote(spec.placement_timeout_s))
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {last_line(error)}") from error
     if stages is None:
-        free = {name: ray.available_resources().get(name, 0) for name in spec.bundles[0]}
+        available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        free = {name: available.get(name, 0) for name in spec.bundles[0]}
         raise PlanError(
             f"the cluster has no room for {spec.workers_of()} of {spec.bundles[0]}"
             f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "

@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
 from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -27,6 +28,7 @@ FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
 RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
 RETRY_S = 0.5
+SUPERVISOR_ANSWERS_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice as long
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
 
 
@@ -59,8 +61,12 @@ class RayStageChain:
         give_up_at = time.monotonic() + FENCE_PATIENCE_S
         while True:
             try:
-                epoch: int = await self._supervisor.fence.remote(self._holder)
+                async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
+                    epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
+            except TimeoutError:  # it does nothing any more; another process finds everything again
+                logger.warning("the supervisor does not answer, and gets a new process")
+                await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(last_line(error)) from error
             except RayError as error:

@@ -27,7 +27,7 @@ class RelayedResponse:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.answer, self.num_news = BegunAnswer(), 0
-        self.node: str | None = None  # of the present door, once it has said so
+        self.node: str | None = None  # of the present door, once it has said anything; empty where it does not tell
         self._start: Message | None = None  # as the present door says it, until the client hears something of it
         self._has_begun = self._is_another = self._is_refused = False
         self.has_ended, self.can_go_on = False, True
@@ -38,6 +38,8 @@ class RelayedResponse:
 
     async def send(self, message: Message) -> None:
         """For the present door."""
+        if message["type"] != NODE and self.node is None:
+            self.node = ""  # it is well, and none of ours
         if message["type"] == NODE:
             self.node = message["id"]
             self.answer.model = self.answer.model if self.answer.choices else message["model"]

@@ -38,6 +38,7 @@ AVOIDED_FOR_S = 30.0  # a router that has fallen silent, if there are others: it
 LAST_TOKENS_S = 10.0
 RETRY_AFTER_S = 5
 DRAINING = "the server is draining: it finishes what it has begun and takes nothing new; ask another one, or come back later"
+ENDED = "the server has stopped before this request ended; send it again"
 FULL_FOR_S = 0.25  # that routers are full is believed for so long, unless a request ends before
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class RemoteRouters(RouterQuestions):
         self._unaccepted: dict[int, int] = {}  # sequences, by request
         self._num_waiting = 0  # sequences of requests that wait until a router can be asked again
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        self._is_draining = False
+        self._is_draining = self._is_ending = False
+        self._num_requests = 0
         self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
         self._silent: set[str] = set()  # replicas
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
@@ -70,7 +72,7 @@ class RemoteRouters(RouterQuestions):
 
     @property
     def num_requests(self) -> int:
-        return len(self._mailboxes)
+        return self._num_requests
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
         """See ``TokenSource``. What routers have said is an answer for those who come soon after, too."""
@@ -89,7 +91,16 @@ class RemoteRouters(RouterQuestions):
         has_begun = any(spec.output_ids for spec in specs)  # by way of another door
         if not has_begun:
             self.check_room(len(specs), specs[0].owner)
-        so_far, patience = AnswersSoFar(specs), Patience(was_accepted=has_begun)
+        self._num_requests += 1
+        try:
+            async for batch in self._from_any(specs, Patience(was_accepted=has_begun)):
+                yield batch
+        finally:
+            self._num_requests -= 1
+
+    async def _from_any(self, specs: Sequence[SequenceSpec], patience: Patience) -> AsyncGenerator[TokenBatch, None]:
+        """Of one router after the other, where one is lost."""
+        so_far = AnswersSoFar(specs)
         while not so_far.is_complete:
             try:
                 async with aclosing(self._from_one(so_far.rest())) as batches:
@@ -104,6 +115,8 @@ class RemoteRouters(RouterQuestions):
                     await patience.wait(error)
                 finally:
                     self._num_waiting -= len(specs)
+                if self._is_ending:
+                    raise DrainingError(ENDED) from error
                 logger.warning("a request is given to another router: %s", error)
 
     async def _from_one(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
@@ -149,8 +162,9 @@ class RemoteRouters(RouterQuestions):
 
     def end_all(self) -> None:
         """What has not ended ends with the reason."""
+        self._is_ending = True
         for mailbox in self._mailboxes.values():
-            mailbox.put(DrainingError("the server has stopped before this request ended; send it again"))
+            mailbox.put(DrainingError(ENDED))
 
     def close(self) -> None:
         for task in self._tasks:

@@ -14,7 +14,7 @@ from ray import serve
 
 from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
 from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.deployments import newest_deployment, note_deployment
+from tramontane.cluster.deployments import is_superseded, note_deployment
 from tramontane.cluster.expert_load import ExpertLoad, by_expert
 from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.hardware import joined_cluster
@@ -89,7 +89,7 @@ class RouterReplica:
 
     async def _is_superseded(self) -> bool:
         """Whether routers of a later deployment are on their way, or here."""
-        return await asyncio.to_thread(newest_deployment, self._application) > self._deployed_at
+        return await asyncio.to_thread(is_superseded, self._application, self._deployed_at)
 
     async def is_ready(self) -> tuple[bool, str]:
         """Whether this router makes progress; and which replica says so. However many ask, the stages are asked once."""
@@ -106,7 +106,8 @@ class RouterReplica:
                 obeyed = all(stage.epoch == epoch for stage in await self._chain.health())
             except PipelineError:
                 obeyed = False
-            if not obeyed and router.is_running and router.scheduler.epoch == epoch:  # no other one by now
+            still_idle = router.is_running and router.scheduler.is_idle and router.scheduler.epoch == epoch
+            if not obeyed and still_idle:  # what has begun meanwhile will tell by itself
                 router.recover(PipelineError("a stage has lost its sequences"))
         return router.makes_progress
 

@@ -1,10 +1,12 @@
 """Finding actors whose processes live and do nothing, and replacing them."""
 
 import logging
+import math
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psutil
@@ -19,6 +21,7 @@ from tramontane.cluster.worker_actor import WorkerHealth
 ANSWER_WITHIN_S = 0.7  # a health check runs beside whatever computes or loads
 STARTED_WITHIN_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
 KILL_WITHIN_S = 10.0
+SILENT_LOOKS = 20
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,23 @@ def replace_stuck(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> 
     if silent or any(health.computing_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy):
         return ""
     return "a micro-batch was lost"
+
+
+class Silences:
+    """Of workers that are waited for while they load. They answer meanwhile, but perhaps not each time at once."""
+
+    def __init__(self) -> None:
+        self._num_looks: Counter[ActorHandle[Any]] = Counter()  # in a row that one did not answer
+
+    def end_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
+        """Those whose processes are stopped, or have been silent for long, get new ones."""
+        by_name = {str(number): worker for number, worker in enumerate(workers)}
+        answers = _answers(by_name)
+        for name, worker in by_name.items():
+            self._num_looks[worker] = 0 if name in answers else self._num_looks[worker] + 1
+            if self._num_looks[worker] and _replaced(worker, 0.0 if self._num_looks[worker] >= SILENT_LOOKS else math.inf):
+                logger.warning("a worker that was waited for did not answer, and got a new process")
+                self._num_looks[worker] = 0
 
 
 def _answers(workers: Mapping[str, "ActorHandle[Any]"]) -> dict[str, WorkerHealth | None]:

@@ -23,7 +23,7 @@ from tramontane.cluster.holders import must_make_way
 from tramontane.cluster.lease import Lease, LeaseBook
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, PipelineSpec
-from tramontane.cluster.stuck import replace_stuck
+from tramontane.cluster.stuck import Silences, replace_stuck
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.expert_plan import ExpertPlan
@@ -36,6 +36,7 @@ ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever 
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
 WATCH_EVERY_S = 1.0
 HEALTH_TIMEOUT_S = 5.0
+LOOK_EVERY_S = 2.0  # while workers are waited for
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
 
@@ -178,13 +179,20 @@ def remove_pipeline(name: str) -> None:
 
 
 def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
-    """Raises what keeps one from loading, as soon as there is one. If its process died, its next life knows more than Ray."""
+    """Raises what keeps one from loading, as soon as there is one. If its process died, its next life knows more than Ray.
+
+    One that was found, and is stopped or silent, would keep a new router waiting for ever.
+    """
+    silences = Silences()
     waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
     while waiting:
-        (answered, *_), _ = ray.wait(list(waiting))
-        worker = waiting.pop(answered)
+        answered, _ = ray.wait(list(waiting), timeout=LOOK_EVERY_S)
+        if not answered:
+            silences.end_silent(waiting.values())
+            continue
+        worker = waiting.pop(answered[0])
         try:
-            ray.get(answered)
+            ray.get(answered[0])
         except ActorUnavailableError:
             time.sleep(REBIRTH_POLL_S)
             waiting[worker.ready.remote()] = worker

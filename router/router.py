@@ -84,7 +84,8 @@ class Router:
         sequences = [self._sequence(spec) for spec in specs]
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.check(sequence)
-        if (reason := self.scheduler.overload(sequences)) is not None:
+        has_begun = any(spec.output_ids for spec in specs)  # with another router: it had its place, and must not lose it
+        if not has_begun and (reason := self.scheduler.overload(sequences)) is not None:
             if self.scheduler.is_idle:  # it will never be otherwise
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
             kind = FullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError
@@ -198,7 +199,9 @@ class Router:
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
         seq_id, output_ids = next(self._seq_ids), list(spec.output_ids)
-        return LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, output_ids=output_ids)
+        sequence = LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, output_ids=output_ids)
+        sequence.has_had_turn = bool(output_ids)
+        return sequence
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:

@@ -11,6 +11,8 @@ import numpy as np
 import psutil
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 POLL_S = 0.05
 FILLED_S = 3.0
@@ -22,6 +24,13 @@ TITLES = {
     "supervisor": "ray::Supervisor",
     "door": "ray::ServeReplica:tramontane:Ingress",
 }
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _fill_here(num_blocks: int) -> None:
+    refs = [ray.put(np.zeros(2**24, np.uint8)) for _ in range(num_blocks)]
+    time.sleep(FILLED_S)
+    del refs
 
 
 class Faults:
@@ -53,9 +62,12 @@ class Faults:
             time.sleep(POLL_S)
 
     def _fill(self) -> None:
-        refs = [ray.put(np.zeros(2**24, np.uint8)) for _ in range(int(OF_STORE * self._store_bytes) >> 24)]
-        time.sleep(FILLED_S)
-        del refs
+        """Of every node, those of the stages among them."""
+        num_blocks = int(OF_STORE * self._store_bytes) >> 24
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        with suppress(RayError):  # one may be dying
+            ray.get([_fill_here.options(scheduling_strategy=place).remote(num_blocks) for place in there])
 
     def _kill_raylet(self) -> None:
         """With all that runs on it; another node comes in its place at once."""

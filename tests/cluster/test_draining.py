@@ -95,7 +95,7 @@ def test_a_stream_that_is_ended_hears_why(fails_at: int) -> None:
 def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What ingress replicas are asked; they have three requests, then two, then none."""
     asked: list[str] = []
-    left = iter([[3], [2], [RuntimeError("it is just being started"), 2], [0, 0]])
+    left = iter([[3], [2], [RuntimeError("it is just being started"), 2], [RuntimeError("it does not answer"), 0], [0, 0]])
 
     def each(method: str) -> list[Any]:
         asked.append(method)
@@ -108,8 +108,8 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
     said: list[str] = []
     draining.stop(3600, said.append, lambda _: False)
-    assert ingress == ["drain"] * 4
-    assert said == ["finishing 3 requests, for 3600 s at most", "finishing 2 requests, for 3600 s at most"]
+    assert ingress == ["drain"] * 5, "one that does not answer may have a request"
+    assert said == [f"finishing {left}, for 3600 s at most" for left in ("3 requests", "2 requests", "1 request")]
 
 
 def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:

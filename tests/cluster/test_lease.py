@@ -1,6 +1,8 @@
 """One router at a time: the book alone, then supervisors, stages and two routers that both believe."""
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -301,6 +303,19 @@ def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec)
             ray.get(supervisor.claim.remote("no such/actor"))
         epoch = _health(spec)[0].epoch
         assert ray.get(supervisor.fence.remote(holder)) > epoch
+
+
+@pytest.mark.ray
+def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_it(spec: PipelineSpec) -> None:
+    async def scenario() -> None:
+        async with running_pipeline(spec) as first:
+            stopped = (await first.health())[1].pid
+            os.kill(stopped, signal.SIGSTOP)
+            async with running_pipeline(spec) as second:  # as if the first had been killed: its driver is this process
+                await second.fence()
+                assert (await second.health())[1].pid != stopped
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.ray
