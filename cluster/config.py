@@ -46,7 +46,7 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: Count = 512
     max_in_flight: Few | None = Field(None, description="micro-batches in flight; measured if not given")
     itl_target_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between a sequence's tokens")
-    step_timeout: Annotated[float, Field(gt=0)] = Field(30.0, description="seconds until a micro-batch is given up")
+    step_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(30.0, description="seconds until a micro-batch is given up")
     page_size: Count = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
     threads_per_stage: Few | None = None

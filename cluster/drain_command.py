@@ -13,7 +13,7 @@ DRAIN_S = 600.0
 
 
 def drain(
-    address: Annotated[str, option("--address", help="The Ray cluster that serves: auto or host:port.")] = "auto",
+    address: Annotated[str, option("--address", help="The Ray cluster that serves: host:port, or auto for this machine's.")],
     timeout: Annotated[float, option("--drain-timeout", help="Seconds to wait for what runs. Default 600.")] = DRAIN_S,
 ) -> None:
     """Have the application on a running cluster finish what it has begun, and take nothing new."""
