@@ -50,6 +50,7 @@ class RouterReplica:
         self._channels = TokenChannels(self._name, mark_of(fingerprint))
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
+        self._is_given_up = False
         self._asking: asyncio.Task[bool] | None = None
         self._driving: asyncio.Task[None] | None = None
         application = Application(serve.get_replica_context().app_name, launched, owns_serve)
@@ -74,7 +75,8 @@ class RouterReplica:
         self._driving.cancel()
         with suppress(asyncio.CancelledError):
             await self._driving
-        await self._exit.aclose()
+        if not self._is_given_up:  # else the next replica adopts the pipeline, with its weights
+            await self._exit.aclose()
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """The stream of tokens to one ingress; see ``TokenChannels``."""
@@ -143,11 +145,13 @@ class RouterReplica:
         Where a later deployment has taken it this replica stays, and says so to whoever asks, until the next one is ready.
         """
         assert self._driving is not None
+        self._is_given_up = False
         router = self._router
         gave_up = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
         if self._driving.done() or (gave_up and not router.is_running and not await self._is_superseded()):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
         if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
+            self._is_given_up = True
             raise PipelineError("this router has had something to do for long, and nothing was done")
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:

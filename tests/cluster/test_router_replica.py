@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,6 +75,27 @@ def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(
         await _replica(StubRouter(7), driving, MAX_FAILED_STARTS).check_health()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("makes_progress", [True, False])
+def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_next(makes_progress: bool) -> None:
+    closed: list[str] = []
+
+    async def scenario() -> None:
+        router = StubRouter(7)
+        replica = _replica(router, asyncio.create_task(asyncio.Event().wait()))
+        replica._exit = AsyncExitStack()
+        replica._exit.callback(closed.append, "the pipeline")
+        router.makes_progress = False
+        with pytest.raises(PipelineError, match="nothing was done"):
+            await replica.check_health()
+        router.makes_progress = makes_progress
+        with suppress(PipelineError):
+            await replica.check_health()
+        await RouterReplica.__del__(replica)
+
+    asyncio.run(scenario())
+    assert closed == ["the pipeline"] * makes_progress
 
 
 def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None:
