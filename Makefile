@@ -73,7 +73,7 @@ chaos: $(STAMP)  ## 200 faults of eight kinds while streams run: what was lost, 
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
 
 head-death: $(STAMP)  ## the head node is killed and comes back, with Redis (redis-server), while streams run
-	$(BIN)/python -m pytest -q tests/bench/head_node.py
+	$(BIN)/python -m pytest -q tests/head_death.py
 
 soak: $(STAMP)  ## half an hour of clients that leave, stall and ask for nonsense: is everything back where it was?
 	$(BIN)/python tests/bench/soak.py
