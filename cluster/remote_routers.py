@@ -93,8 +93,9 @@ class RemoteRouters(RouterQuestions):
             self.check_room(len(specs), specs[0].owner)
         self._num_requests += 1
         try:
-            async for batch in self._from_any(specs, Patience(was_accepted=has_begun)):
-                yield batch
+            async with aclosing(self._from_any(specs, Patience(was_accepted=has_begun))) as batches:
+                async for batch in batches:
+                    yield batch
         finally:
             self._num_requests -= 1
 
