@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -17,9 +18,10 @@ from ray.exceptions import RayError
 from tramontane.cluster.config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.hardware import TooFewNodesError
 from tramontane.cluster.holders import actor_as_holder
-from tramontane.cluster.pipeline import MakeRoom, answered, end_pipeline, running_pipeline
+from tramontane.cluster.pipeline import MakeRoom, end_pipeline, running_pipeline
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import RayStageChain, last_line
+from tramontane.cluster.supervisor_calls import answered_soon
 from tramontane.cluster.worker_actor import NAMESPACE, actor_names
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.fingerprint import Fingerprint
@@ -103,7 +105,8 @@ def _version_of(name: str) -> str:
 async def _takes(name: str, holder: str) -> bool:
     """Whether the pipeline's lease is the holder's now. Its router hears of it from the supervisor, if it asks in time."""
     try:
-        await ray.get_actor(name + SUPERVISOR, NAMESPACE).claim.options(concurrency_group="lease").remote(holder)
+        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
+        await answered_soon(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
     except (ValueError, RayError):
         return False
     return True
@@ -118,7 +121,8 @@ async def _specification(name: str) -> PipelineSpec:
     """Raises LeaseError if the supervisor has just gone."""
     try:
         supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
-        spec: PipelineSpec = await answered(lambda: supervisor.specification.options(concurrency_group="lease").remote())
+        ask: Any = supervisor.specification.options(concurrency_group="lease").remote
+        spec: PipelineSpec = await answered_soon(supervisor, ask)
     except (ValueError, RayError) as error:
         raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
     return spec

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import ray
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.batch_nodes import OneMachineService
@@ -131,7 +132,8 @@ class BatchReplica:
             model = served_model(config)
         at_once = config.max_num_seqs * config.replicas
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
-        self._routers = RemoteRouters(router, max_unaccepted=model.max_sequences * config.replicas, model=mark_of(fingerprint))
+        node = ray.get_runtime_context().get_node_id()
+        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, model=mark_of(fingerprint), node=node)
         self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)

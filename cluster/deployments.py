@@ -1,4 +1,7 @@
-"""Which deployment of an application is the newest, in the cluster's key-value store: routers of older ones make way."""
+"""What is known of an application's deployments, in the cluster's key-value store.
+
+Which is the newest: routers of older ones make way. And which have been drained: a door of theirs that is born again is, too.
+"""
 
 import time
 
@@ -19,6 +22,17 @@ def is_superseded(application: str, deployed_at: int) -> bool:
     return newest > deployed_at and time.time_ns() - newest < BELIEVED_FOR_NS
 
 
+def note_drained(application: str) -> None:
+    """Its newest deployment takes nothing new any more; a later one will."""
+    _internal_kv_put(_drained_key(application), str(newest_deployment(application)).encode())
+
+
+def is_drained(application: str, deployed_at: int) -> bool:
+    """Whether that was said of this deployment, or of a later one."""
+    found: bytes | None = _internal_kv_get(_drained_key(application))
+    return deployed_at <= int(found or 0)
+
+
 def newest_deployment(application: str) -> int:
     """0 where none is known."""
     found: bytes | None = _internal_kv_get(_key(application))
@@ -27,3 +41,7 @@ def newest_deployment(application: str) -> int:
 
 def _key(application: str) -> str:
     return f"tramontane-deployment-{application}"
+
+
+def _drained_key(application: str) -> str:
+    return f"tramontane-drained-{application}"

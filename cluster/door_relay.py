@@ -48,8 +48,8 @@ class DoorRelay:
                     return
                 logger.warning("the door of answer %s is gone; another is asked to go on", response.answer.id)
                 pause = tries.pause_after(response, was_lost)
-                response.begin_again()
                 await asyncio.sleep(pause)
+                response.begin_again(tries.waited_s)
             await response.give_up(scope, receive)
         finally:
             self._num_kept -= body.forget()
@@ -93,8 +93,13 @@ class _Tries:
     def __init__(self) -> None:
         self._num_news = self._num_doors = 0
         self._pauses = iter(PAUSES_S)
-        self._asked_at = asyncio.get_running_loop().time()
+        self._began_at = self._asked_at = asyncio.get_running_loop().time()
         self.are_left = True
+
+    @property
+    def waited_s(self) -> float:
+        """Since the first door was asked."""
+        return asyncio.get_running_loop().time() - self._began_at
 
     def pause_after(self, response: RelayedResponse, was_lost: bool) -> float:
         """Of a door that is gone. A lost node does not count against the answer, nor does a door that had it for some time."""

@@ -8,6 +8,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
+from tramontane.cluster.deployments import note_drained
 from tramontane.cluster.serve_app import APPLICATION
 
 POLL_S = 0.1
@@ -29,6 +30,7 @@ def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], boo
     ``is_broken_off`` waits for so many seconds, or until somebody wants no more waiting, and says which.
     """
     deadline = time.monotonic() + timeout_s
+    note_drained(APPLICATION)
     said = 0
     while num_left := num_unfinished():
         if num_left != said:
@@ -40,7 +42,7 @@ def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], boo
 
 
 def num_unfinished() -> int:
-    """From now on all are draining, those included that have been started since they were last asked.
+    """From now on all are draining.
 
     One that does not say how many it has may have one.
     """

@@ -2,21 +2,21 @@
 
 from dataclasses import replace
 
-import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 
 def record_plan(pipeline: str, plan: ExpertPlan) -> None:
     """From now on this is the plan."""
-    _internal_kv_put(_key(pipeline), ray.cloudpickle.dumps(plan.actors))  # type: ignore[no-untyped-call]
+    _internal_kv_put(_key(pipeline), encode_expert_actors(plan.actors))
 
 
 def current_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
     """What was recorded last, or else the plan with which the pipeline was made."""
     found: bytes | None = _internal_kv_get(_key(pipeline))
-    return replace(first, actors=ray.cloudpickle.loads(found)) if found else first
+    return replace(first, actors=decode_expert_actors(found)) if found else first
 
 
 def forget_plan(pipeline: str) -> None:

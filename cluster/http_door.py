@@ -29,6 +29,7 @@ from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
+from tramontane.router.begun_answer import BegunAnswer
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion, NoChat
 from tramontane.router.chat_schema import parse_chat
@@ -154,11 +155,12 @@ class HttpDoor:
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        deadline = _deadline(request)
+        begun: BegunAnswer = request.scope.get(ANSWER) or BegunAnswer()
+        deadline = _deadline(request, begun)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source, begun = Asked(self._source, owner_of(request), deadline), request.scope.get(ANSWER)
-        if not (begun and begun.choices):  # another door has told something of it already
+        source = Asked(self._source, owner_of(request), deadline)
+        if not begun.goes_on:
             source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
         if not parsed.stream:
@@ -167,11 +169,12 @@ class HttpDoor:
 
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
-        deadline = _deadline(request)
+        begun: BegunAnswer = request.scope.get(ANSWER) or BegunAnswer()
+        deadline = _deadline(request, begun)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source, begun = Asked(self._source, owner_of(request), deadline), request.scope.get(ANSWER)
-        if not (begun and begun.choices):
+        source = Asked(self._source, owner_of(request), deadline)
+        if not begun.goes_on:
             source.check_room(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
         if not parsed.stream:
@@ -198,9 +201,9 @@ class HttpDoor:
         return await body_of(request, self._max_body)
 
 
-def _deadline(request: Request) -> float:
-    """By the event loop's clock. Raises ParameterError."""
-    return asyncio.get_running_loop().time() + seconds_given(request.headers.getlist(TIMEOUT))
+def _deadline(request: Request, begun: BegunAnswer) -> float:
+    """By the event loop's clock: of 30 s, another door that was lost has had 12, so 18 are left. Raises ParameterError."""
+    return asyncio.get_running_loop().time() + seconds_given(request.headers.getlist(TIMEOUT)) - begun.waited_s
 
 
 def _parsed_load(body: bytes) -> ExpertLoad:

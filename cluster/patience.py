@@ -40,6 +40,7 @@ class Patience:
         self._failing_since = self._failing_since or now
         if isinstance(error, RouterLostError):
             self._was_accepted = True
+            self._failing_since = now  # it was with a router until now, and may have waited there for long
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
                 raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
 from tramontane.cluster.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.cluster.holders import driver_as_holder
@@ -22,14 +22,13 @@ from tramontane.cluster.interrupts import held_back
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S, create_supervisor, remove_pipeline
+from tramontane.cluster.supervisor import create_supervisor, remove_pipeline
+from tramontane.cluster.supervisor_calls import answered, answered_soon, keep_lease
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
-SUPERVISOR_PATIENCE_S = 30.0
-RETRY_S = 0.2
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
 # about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
@@ -76,10 +75,10 @@ async def running_pipeline(
     holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
     try:
-        await answered(lambda: supervisor.claim.remote(holder))
+        await answered_soon(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
     except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
         raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
-    renewing = asyncio.create_task(_renew(supervisor, holder))
+    renewing = asyncio.create_task(keep_lease(supervisor, holder))
     try:
         report(f"loading {spec.workers_of()}")
         with shown_loading(re.escape(spec.name), spec.plan, show_loading):
@@ -93,18 +92,6 @@ async def running_pipeline(
             end_pipeline(spec.name)
 
 
-async def answered(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor answers
-    """By a supervisor, which may be starting again: what it is asked for here may be asked twice. Raises RayError."""
-    give_up_at = time.monotonic() + SUPERVISOR_PATIENCE_S
-    while True:
-        try:
-            return await call()
-        except ActorUnavailableError:
-            if time.monotonic() > give_up_at:
-                raise
-            await asyncio.sleep(RETRY_S)
-
-
 async def _is_ours(supervisor_name: str, holder: str) -> bool:
     """False if another router has taken the pipeline over, or has made one of the same name since.
 
@@ -116,14 +103,6 @@ async def _is_ours(supervisor_name: str, holder: str) -> bool:
         return bool(await asyncio.wait_for(asyncio.wrap_future(asked.future()), REMOVAL_TIMEOUT_S))
     except (RayError, TimeoutError, ValueError):
         return True
-
-
-async def _renew(supervisor: ActorHandle[Any], holder: str) -> None:
-    """Steps do not depend on it: a router that was replaced hears of it from the stages."""
-    while True:
-        with suppress(RayError):  # the supervisor is restarting
-            await supervisor.renew.options(concurrency_group="lease").remote(holder)
-        await asyncio.sleep(RENEW_EVERY_S)
 
 
 @contextmanager

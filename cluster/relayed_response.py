@@ -12,6 +12,7 @@ ANSWER = "tramontane.answer"  # a BegunAnswer, in the scope that a door gets: be
 NEWS = "tramontane.news"  # in each message of a stream: what it tells of the choices; comes from doors only, and goes no further
 NODE = "tramontane.node"  # a message of its own, before all others: on which node this door is, and its model; it stays here, too
 FOR_NOW = (HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)  # the first says Ray Serve where the application is being deployed
+TOO_LATE = HTTPStatus.GATEWAY_TIMEOUT  # for this client: the time that it gave is over
 OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
 
@@ -32,8 +33,10 @@ class RelayedResponse:
         self._has_begun = self._is_another = self._is_refused = False
         self.has_ended, self.can_go_on = False, True
 
-    def begin_again(self) -> None:
-        """What comes now is another door's."""
+    def begin_again(self, waited_s: float) -> None:
+        """What comes now is another door's. ``waited_s``: since the request has arrived."""
+        self.answer.num_lost_doors += 1
+        self.answer.waited_s = waited_s
         self._start, self._is_another, self._is_refused, self.node = None, True, False, None
 
     async def send(self, message: Message) -> None:
@@ -45,7 +48,8 @@ class RelayedResponse:
             self.answer.model = self.answer.model if self.answer.choices else message["model"]
         elif message["type"] == "http.response.start":
             self._start, status = message, message["status"]
-            self._is_refused = self._is_another and (status in FOR_NOW or status >= HTTPStatus.INTERNAL_SERVER_ERROR)
+            is_failing = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != TOO_LATE
+            self._is_refused = self._is_another and (status in FOR_NOW or is_failing)
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif not self._is_refused:

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
-from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, unless_silent
+from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
 from tramontane.proto import wire
 from tramontane.proto.errors import (
     DrainingError,
@@ -50,13 +50,16 @@ class RemoteRouters(RouterQuestions):
     ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
     would wait in Ray Serve, which has no bound and no end to its patience.
     ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
-    ``model``: what token ids are of, as ``mark_of`` has it.
+    ``model``: what token ids are of, as ``mark_of`` has it. ``node``: ours, by Ray's id.
     """
 
-    def __init__(self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf, model: str = "") -> None:
+    def __init__(
+        self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf, model: str = "", node: str = ""
+    ) -> None:
         super().__init__(handle)
-        self._max_unaccepted, self._stays_s, self._model = max_unaccepted, stays_s, model
-        self._name = uuid.uuid4().hex
+        self._max_unaccepted, self._stays_s, self._meant_for = max_unaccepted, stays_s, meant_for(model)
+        self._node = node
+        self._name = self._new_name()
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
         self._unaccepted: dict[int, int] = {}  # sequences, by request
@@ -80,7 +83,7 @@ class RemoteRouters(RouterQuestions):
             raise DrainingError(DRAINING)
         on_their_way = sum(self._unaccepted.values()) + self._num_waiting
         if num_sequences <= self._max_unaccepted < on_their_way + num_sequences:  # what is larger is refused for good, by others
-            raise OverloadedError("too much is waiting for a pipeline to be ready", RETRY_AFTER_S)
+            raise OverloadedError("too many requests are on their way to a pipeline", RETRY_AFTER_S)
         error, until = self._full.get(owner, (None, 0.0))
         if error is not None and asyncio.get_running_loop().time() < until:
             raise FullError(str(error), error.retry_after_s)
@@ -88,20 +91,20 @@ class RemoteRouters(RouterQuestions):
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
-        has_begun = any(spec.output_ids for spec in specs)  # by way of another door
-        if not has_begun:
+        so_far = AnswersSoFar(specs)
+        if not so_far.was_accepted:  # by way of another door
             self.check_room(len(specs), specs[0].owner)
         self._num_requests += 1
         try:
-            async with aclosing(self._from_any(specs, Patience(was_accepted=has_begun))) as batches:
+            async with aclosing(self._from_any(so_far, specs[0].owner)) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self._num_requests -= 1
 
-    async def _from_any(self, specs: Sequence[SequenceSpec], patience: Patience) -> AsyncGenerator[TokenBatch, None]:
+    async def _from_any(self, so_far: AnswersSoFar, owner: int) -> AsyncGenerator[TokenBatch, None]:
         """Of one router after the other, where one is lost."""
-        so_far = AnswersSoFar(specs)
+        patience = Patience(was_accepted=so_far.was_accepted)
         while not so_far.is_complete:
             try:
                 async with aclosing(self._from_one(so_far.rest())) as batches:
@@ -110,12 +113,14 @@ class RemoteRouters(RouterQuestions):
                         yield so_far.add(batch)
             except (PipelineError, OverloadedError) as error:
                 if isinstance(error, FullError):
-                    self._full[specs[0].owner] = error, asyncio.get_running_loop().time() + FULL_FOR_S
-                self._num_waiting += len(specs)
+                    self._full[owner] = error, asyncio.get_running_loop().time() + FULL_FOR_S
+                so_far.was_accepted |= isinstance(error, RouterLostError)
+                waiting = so_far.num_unfinished
+                self._num_waiting += waiting
                 try:
                     await patience.wait(error)
                 finally:
-                    self._num_waiting -= len(specs)
+                    self._num_waiting -= waiting
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
                 logger.warning("a request is given to another router: %s", error)
@@ -191,7 +196,7 @@ class RemoteRouters(RouterQuestions):
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
             method = self._method("generate", wish, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model))
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._meant_for))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_refusal(outcome)
@@ -237,11 +242,14 @@ class RemoteRouters(RouterQuestions):
             for number in (*lost, *self._unaccepted):  # of these, any may have been accepted without our hearing of it
                 self._mailboxes[number].put(PipelineError("the stream from the router broke"))
             if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
-                self._name = uuid.uuid4().hex
+                self._name = self._new_name()
         finally:
             moving.cancel()
             del self._streams[name, replica]
             opened.set()
+
+    def _new_name(self) -> str:
+        return f"{self._node}/{uuid.uuid4().hex}"
 
     async def _move_on(self, stream: tuple[str, str]) -> None:
         """A router that is about to be stopped loses what it still has to another one."""

@@ -18,6 +18,7 @@ from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.batch_replica import BatchReplica, batch_service
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.deployments import is_drained
 from tramontane.cluster.event_stream import Pacer
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.job_urls import has_password
@@ -125,9 +126,10 @@ def application(
         max_surge_percent=NEW_FIRST,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
-    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve, time.time_ns())
+    deployed_at = time.time_ns()
+    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve, deployed_at)
     jobs = batch.bind(config.without_keys(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, patience_s)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, patience_s, deployed_at)
 
 
 class IngressReplica(GrpcServicer):
@@ -144,6 +146,7 @@ class IngressReplica(GrpcServicer):
         _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
         grpc_from_here_only: bool,
         patience_s: float,
+        deployed_at: int,
     ) -> None:
         log_beside_ray_serve()
         keep_internal_port_on_node_address()
@@ -151,8 +154,10 @@ class IngressReplica(GrpcServicer):
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
-        mark = mark_of(fingerprint)
-        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s, mark)
+        mark, node = mark_of(fingerprint), ray.get_runtime_context().get_node_id()
+        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s, mark, node)
+        if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
+            self._routers.drain()
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
@@ -179,7 +184,7 @@ class IngressReplica(GrpcServicer):
             more_operations=BATCH_OPERATIONS,
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
-            sign=(ray.get_runtime_context().get_node_id(), mark),
+            sign=(node, mark),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -10,7 +10,7 @@ from ray.actor import ActorHandle
 
 from tramontane.cluster.background import repeated
 from tramontane.cluster.ray_chain import last_line
-from tramontane.cluster.supervisor import RENEW_EVERY_S
+from tramontane.cluster.supervisor_calls import RENEW_EVERY_S
 from tramontane.cluster.worker_actor import NAMESPACE
 
 logger = logging.getLogger(__name__)

@@ -18,9 +18,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.worker_actor import WorkerHealth
 
-ANSWER_WITHIN_S = 0.7  # a health check runs beside whatever computes or loads
+ANSWER_WITHIN_S = 0.3  # a health check runs beside whatever computes or loads
+ANSWER_AT_LAST_S = 3.0  # for a worker that is not stopped: it may only be short of time
 STARTED_WITHIN_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
 KILL_WITHIN_S = 10.0
+LOADING_ANSWER_WITHIN_S = 0.7
 SILENT_LOOKS = 20
 
 logger = logging.getLogger(__name__)
@@ -31,11 +33,14 @@ def replace_stuck(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> 
 
     Returns why the pipeline has to be fenced anew; nothing if somebody is computing still, or loading, which may be waited for.
     """
-    answers = _answers(workers)
+    answers = _answers(workers, ANSWER_WITHIN_S)
+    stopped = [name for name in workers if name not in answers and end_process(workers[name], math.inf)]
+    if late := {name: worker for name, worker in workers.items() if not (name in answers or name in stopped)}:
+        answers |= _answers(late, ANSWER_AT_LAST_S - ANSWER_WITHIN_S)
     too_slow = [name for name, health in answers.items() if health is not None and health.computing_s > limit_s]
-    silent = [name for name in workers if name not in answers]
-    replaced = [name for name in too_slow if _replaced(workers[name], 0.0)]
-    replaced += [name for name in silent if _replaced(workers[name], STARTED_WITHIN_S)]
+    silent = [name for name in late if name not in answers]
+    replaced = stopped + [name for name in too_slow if end_process(workers[name], 0.0)]
+    replaced += [name for name in silent if end_process(workers[name], STARTED_WITHIN_S)]
     if replaced:
         logger.warning("%s did nothing for too long, and got a new process", ", ".join(replaced))
         return f"{', '.join(replaced)} did nothing for too long"
@@ -54,21 +59,21 @@ class Silences:
     def end_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
         """Those whose processes are stopped, or have been silent for long, get new ones."""
         by_name = {str(number): worker for number, worker in enumerate(workers)}
-        answers = _answers(by_name)
+        answers = _answers(by_name, LOADING_ANSWER_WITHIN_S)
         for name, worker in by_name.items():
             self._num_looks[worker] = 0 if name in answers else self._num_looks[worker] + 1
-            if self._num_looks[worker] and _replaced(worker, 0.0 if self._num_looks[worker] >= SILENT_LOOKS else math.inf):
+            if self._num_looks[worker] and end_process(worker, 0.0 if self._num_looks[worker] >= SILENT_LOOKS else math.inf):
                 logger.warning("a worker that was waited for did not answer, and got a new process")
                 self._num_looks[worker] = 0
 
 
-def _answers(workers: Mapping[str, "ActorHandle[Any]"]) -> dict[str, WorkerHealth | None]:
+def _answers(workers: Mapping[str, "ActorHandle[Any]"], within_s: float) -> dict[str, WorkerHealth | None]:
     """What those that answer say of themselves; None where Ray says that there is no process."""
     asked: dict[Any, str] = {}
     for name, worker in workers.items():
         asked[worker.health.options(concurrency_group="control").remote()] = name
     answers: dict[str, WorkerHealth | None] = {}
-    for ref in ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_WITHIN_S)[0]:
+    for ref in ray.wait(list(asked), num_returns=len(asked), timeout=within_s)[0]:
         try:
             answers[asked[ref]] = ray.get(ref)
         except RayError:
@@ -76,7 +81,7 @@ def _answers(workers: Mapping[str, "ActorHandle[Any]"]) -> dict[str, WorkerHealt
     return answers
 
 
-def _replaced(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
+def end_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
     """Its process is ended, unless it is only starting; Ray starts another one. ``ray.kill`` would wait five seconds for it.
 
     Where its node cannot be reached the actor is Ray's business.

@@ -31,7 +31,6 @@ from tramontane.proto.expert_plan import ExpertPlan
 logger = logging.getLogger(__name__)
 
 LEASE_TTL_S = 10.0
-RENEW_EVERY_S = 2.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
 WATCH_EVERY_S = 1.0

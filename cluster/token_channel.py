@@ -8,6 +8,7 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 
+from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
 from tramontane.proto.request import RequestTimes, TokenBatch
@@ -66,8 +67,9 @@ class TokenChannel:
 class TokenChannels:
     """The streams to all ingresses. ``replica`` is how they find back to this router."""
 
-    def __init__(self, replica: str, model: str = "") -> None:
-        self._replica, self._model = replica, model
+    def __init__(self, replica: str, model: str = "", nodes: LostNodes | None = None) -> None:
+        self._replica, self._meant_for = replica, meant_for(model)
+        self._nodes = nodes or LostNodes()
         self._channels: dict[str, TokenChannel] = {}
 
     @property
@@ -75,8 +77,9 @@ class TokenChannels:
         return len(self._channels)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        """The stream to one ingress. When it breaks, the ingress's requests are aborted.
+        """The stream to one ingress, which is named ``node/name``. When it breaks, the ingress's requests are aborted.
 
+        That its machine is gone does not show in the stream: so they are when Ray declares the node dead.
         Empty if another replica is meant, which has gone: the call was routed to this one instead.
         """
         if replica != self._replica:
@@ -85,21 +88,28 @@ class TokenChannels:
         if (former := self._channels.get(ingress)) is not None:  # broken, but only its other end knows
             former.closed.set()
         self._channels[ingress] = channel
+        losing = asyncio.create_task(self._close_with(ingress.rpartition("/")[0], channel))
         try:
             async for message in channel.messages():
                 yield message
         finally:
+            losing.cancel()
             channel.closed.set()
             if self._channels.get(ingress) is channel:
                 del self._channels[ingress]
+
+    async def _close_with(self, node: str, channel: TokenChannel) -> None:
+        if node:
+            await self._nodes.until_lost(lambda: node)
+            channel.closed.set()
 
     async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str) -> bytes:
         """Run one request to its end; its tokens go through the ingress's channel.
 
         Returns DONE, or why not; another model would make nonsense of an ingress's token ids. Cancelling aborts the request.
         """
-        if model != self._model:
-            return self.refusal(NotRunningError("the server has another model now; send the request again"))
+        if model != self._meant_for:
+            return self.refusal(NotRunningError("the server has another model or version now; send the request again"))
         if not router.has_begun:
             return self.refusal(NotRunningError("the pipeline is being started again; try again soon"))
         if (channel := self._channels.get(ingress)) is None:
@@ -131,6 +141,11 @@ class TokenChannels:
     def refusal(self, error: TramontaneError) -> bytes:
         """Why this router does not take a request."""
         return wire.encode_refusal(error, self._replica)
+
+
+def meant_for(model: str) -> str:
+    """What a door says with each request: which model it is for, and in which form it is written."""
+    return f"{model}/{wire.FORMAT}"
 
 
 def _messages(ready: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> Iterator[bytes]:

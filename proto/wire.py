@@ -1,7 +1,9 @@
 """The wire form of steps and requests: msgpack arrays, field by field, no pickled classes."""
 
+import zlib
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from inspect import signature
 from operator import attrgetter
 from typing import Any
 
@@ -18,6 +20,7 @@ from tramontane.proto.errors import (
     RequestError,
     TramontaneError,
 )
+from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
@@ -30,6 +33,9 @@ from tramontane.proto.request import (
 )
 from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
 
+_BETWEEN_DOORS_AND_ROUTERS = (SequenceSpec, SamplingParams, TokenBatch, RequestTimes, TokenEvent, Logprobs, ExpertChoices)
+# Another text as soon as one of these has another field: doors and routers of two versions meet while one follows the other.
+FORMAT = f"{zlib.crc32(repr([str(signature(each)) for each in _BETWEEN_DOORS_AND_ROUTERS]).encode()):08x}"
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
 REFUSALS: dict[str, type[TramontaneError]] = {
@@ -92,7 +98,7 @@ def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
     """A prompt with several choices travels once, and is one object again on the other side."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter("priority", "output_ids", "owner")
+    others = attrgetter("priority", "output_ids", "owner", "was_accepted")
     fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
     return _pack((prompts, fields))
 
@@ -100,6 +106,15 @@ def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
 def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
     prompts, sequences = _unpack(data)
     return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
+
+
+def encode_expert_actors(actors: Sequence[ExpertActorPlan]) -> bytes:
+    return _pack([tuple(getattr(actor, field.name) for field in fields(ExpertActorPlan)) for actor in actors])
+
+
+def decode_expert_actors(data: bytes) -> tuple[ExpertActorPlan, ...]:
+    plans = (ExpertActorPlan(*each) for each in _unpack(data))
+    return tuple(replace(plan, experts=tuple(ExpertId(*each) for each in plan.experts)) for plan in plans)
 
 
 def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> bytes:

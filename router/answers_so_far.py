@@ -16,16 +16,24 @@ class AnswersSoFar:
         self._specs = specs
         self._output_ids = [list(spec.output_ids) for spec in specs]
         self._unfinished = dict.fromkeys(range(len(specs)))
+        self.was_accepted = any(spec.was_accepted or spec.output_ids for spec in specs)
         self._asked = list(self._unfinished)  # of the router that works on it now: the request's numbers
 
     @property
     def is_complete(self) -> bool:
         return not self._unfinished
 
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._unfinished)
+
     def rest(self) -> Sequence[SequenceSpec]:
         """What is left to do, for the next router."""
         self._asked = list(self._unfinished)
-        return [replace(self._specs[number], output_ids=tuple(self._output_ids[number])) for number in self._asked]
+        return [
+            replace(self._specs[number], output_ids=tuple(self._output_ids[number]), was_accepted=self.was_accepted)
+            for number in self._asked
+        ]
 
     def add(self, batch: TokenBatch) -> TokenBatch:
         """What the router tells, in the request's own numbers."""

@@ -28,7 +28,7 @@ class BegunAnswer:
     """``id`` is the part of it that endpoints have in common; ``seed`` counts where the client gave none.
 
     ``model`` is a mark of the one that it has begun with. ``choices`` has those of which a client has been told anything,
-    were it only that they have ended.
+    were it only that they have ended. ``num_lost_doors`` had it before, ``waited_s`` after its arrival the next one was asked.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -36,6 +36,13 @@ class BegunAnswer:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     model: str = ""
     choices: dict[int, BegunChoice] = field(default_factory=dict)
+    num_lost_doors: int = 0
+    waited_s: float = 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        """It had its place with another door, and must not be refused for want of one."""
+        return self.num_lost_doors > 0
 
     def add(self, news: Iterable[ChoiceNews]) -> None:
         """Of one message."""

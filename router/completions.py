@@ -84,7 +84,8 @@ class Completion:
             seed=self._begun.seed if request.seed is None else request.seed,
         )
         choices = [replace(sampling, choice=choice) for choice in range(request.n)]
-        specs = [SequenceSpec(ids, choice) for ids in self._prompt_ids for choice in choices]
+        had_place = self._begun.goes_on
+        specs = [SequenceSpec(ids, choice, was_accepted=had_place) for ids in self._prompt_ids for choice in choices]
         for index, told in self._begun.choices.items():
             specs[index] = replace(specs[index], output_ids=tuple(told.token_ids))
         return specs

@@ -84,8 +84,8 @@ class Router:
         sequences = [self._sequence(spec) for spec in specs]
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.check(sequence)
-        has_begun = any(spec.output_ids for spec in specs)  # with another router: it had its place, and must not lose it
-        if not has_begun and (reason := self.scheduler.overload(sequences)) is not None:
+        had_place = any(spec.was_accepted or spec.output_ids for spec in specs)  # with another router: it must not lose it
+        if not had_place and (reason := self.scheduler.overload(sequences)) is not None:
             if self.scheduler.is_idle:  # it will never be otherwise
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
             kind = FullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError

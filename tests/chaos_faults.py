@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 POLL_S = 0.05
+PATIENCE_S = 180.0  # until a victim has been started again
 FILLED_S = 3.0
 OF_STORE = 1.5  # so many times its size: what does not fit is spilled
 TITLES = {
@@ -44,6 +45,8 @@ class Faults:
             "kill an expert": lambda: self._signal("expert", signal.SIGKILL),
             "kill the router": lambda: self._signal("router", signal.SIGKILL),
             "kill the supervisor": lambda: self._signal("supervisor", signal.SIGKILL),
+            "stop the supervisor": lambda: self._signal("supervisor", signal.SIGSTOP),
+            "kill the router and the supervisor": self._kill_both,
             "kill the door": lambda: self._signal("door", signal.SIGKILL),
             "fill the object store": self._fill,
             "kill a raylet": self._kill_raylet,
@@ -52,14 +55,20 @@ class Faults:
     def prepare(self) -> None:
         """For the next one, while nobody counts."""
 
+    def _kill_both(self) -> None:
+        self._signal("router", signal.SIGKILL)
+        self._signal("supervisor", signal.SIGKILL)
+
     def _signal(self, victim: str, number: signal.Signals) -> None:
-        while True:  # it may be starting again just now
+        give_up_at = time.monotonic() + PATIENCE_S
+        while time.monotonic() < give_up_at:  # it may be starting again just now
             ours = psutil.Process().children(recursive=True)  # a machine may have other clusters
             found = [each for each in ours if title_of(each).startswith(TITLES[victim])]
             with suppress(psutil.NoSuchProcess, IndexError):
                 os.kill(self._rng.choice(found).pid, number)
                 return
             time.sleep(POLL_S)
+        raise TimeoutError(f"there is no {victim}")
 
     def _fill(self) -> None:
         """Of every node, those of the stages among them."""

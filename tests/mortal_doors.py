@@ -3,8 +3,9 @@
 import asyncio
 import json
 import pickle
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -100,9 +101,9 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages).decode()
 
 
-async def answered(app: ASGIApp, path: str, body: dict[str, Any]) -> Client:
+async def answered(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
     client = Client(json.dumps(body).encode())
-    await client.ask(app, path)
+    await client.ask(app, path, **headers)
     return client
 
 

@@ -103,7 +103,7 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
             await asyncio.to_thread(faults.prepare)
             await _until(lambda: load.unfinished >= WANTED, f"{load.unfinished} streams run after {number} faults")
             load.watch()
-            limit_s = await asyncio.to_thread(_step_limit_s) if kind.startswith("stop") else 0.0
+            limit_s = await asyncio.to_thread(_step_limit_s) if kind == "stop a stage" else 0.0
             struck_at = time.monotonic()
             await asyncio.to_thread(faults.kinds[kind])
             if rng.random() < AT_ONCE:

@@ -244,6 +244,62 @@ def test_a_door_that_is_to_go_on_is_asked_again_where_it_is_full_or_failing(fail
     asyncio.run(scenario())
 
 
+class Counting(GoingOn):
+    """Has no room for whoever is new; the first to come had some."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        super().__init__(token_ids)
+        self.num_new = 0
+        self.asked: list[Sequence[SequenceSpec]] = []
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        self.num_new += 1
+        if self.num_new > 1:
+            raise OverloadedError("full", 3)
+
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        self.asked.append(specs)
+        async for batch in super().generate(specs):
+            yield batch
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("stream", "life"), [(False, 0), (False, 1), (True, 0), (True, 2)])
+def test_an_answer_keeps_its_place_when_its_door_dies(path: str, stream: bool, life: int) -> None:
+    """Also where its client has been told nothing."""
+
+    async def scenario() -> None:
+        source = Counting(SAYS)
+        relay, _ = _relayed(source, (life,))
+        body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
+        client = await answered(relay, path, body | {"stream": stream})
+        assert (client.status, client.is_answered) == (200, True)
+        assert [[spec.was_accepted for spec in specs] for specs in source.asked] == [[False], [True]]
+
+    asyncio.run(scenario())
+
+
+def test_the_time_that_a_client_gives_counts_from_its_request_and_not_from_the_next_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        loop, later = asyncio.get_running_loop(), 0.0
+        now = loop.time
+        monkeypatch.setattr(loop, "time", lambda: now() + later)
+        doors = MortalDoors(door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app(), (0,))
+
+        async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal later
+            await doors(scope, receive, send)
+            later += 40.0
+
+        body = {"prompt": "Hello"}
+        for seconds, status in ((100, 200), (30, 504)):
+            doors.num_asked = 0
+            client = await answered(DoorRelay(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)})
+            assert (client.status, doors.num_asked) == (status, 2)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool) -> None:
     """Ray Serve says that there is no such path."""

@@ -10,7 +10,7 @@ from scripted import no_gate
 from scripted_source import MODEL, ScriptedSource, client_of, door_of
 from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 
-from tramontane.cluster import draining
+from tramontane.cluster import deployments, draining
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.interrupts import ENDING, CountedSignals
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -102,21 +102,22 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return next(left) if method == "drain" else []
 
     monkeypatch.setattr(draining, "_each", each)
+    monkeypatch.setattr(draining, "note_drained", lambda application: asked.append(f"noted {application}"))
     return asked
 
 
 def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
     said: list[str] = []
     draining.stop(3600, said.append, lambda _: False)
-    assert ingress == ["drain"] * 5, "one that does not answer may have a request"
+    assert ingress == ["noted tramontane", *["drain"] * 5], "one that does not answer may have a request"
     assert said == [f"finishing {left}, for 3600 s at most" for left in ("3 requests", "2 requests", "1 request")]
 
 
 def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:
     draining.stop(0, lambda _: None, lambda _: False)
-    assert ingress == ["drain", "end_all"]
+    assert ingress == ["noted tramontane", "drain", "end_all"]
     draining.stop(3600, lambda _: None, lambda _: True)
-    assert ingress == ["drain", "end_all"] * 2
+    assert ingress == ["noted tramontane", "drain", "end_all"] * 2
 
 
 @pytest.mark.parametrize("number", ENDING)
@@ -130,3 +131,18 @@ def test_signals_are_counted(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         assert signals.another(3600)
     assert [signal.getsignal(each) for each in ENDING] == before
+
+
+def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a door that is born again when nobody drains any more."""
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr(deployments, "_internal_kv_put", kept.__setitem__)
+    monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
+    assert not deployments.is_drained("app", 7)
+    deployments.note_drained("app")
+    assert not deployments.is_drained("app", 7), "of no deployment that is known"
+    deployments.note_deployment("app", 7)
+    deployments.note_drained("app")
+    deployments.note_deployment("app", 8)
+    assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
+    assert not deployments.is_drained("another", 7)

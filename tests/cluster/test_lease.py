@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import psutil
 import pytest
 import ray
 from harness import GREEDY, placed, random_ids, run_prompts, scheduler_for
@@ -316,6 +317,28 @@ def test_a_router_that_takes_a_pipeline_with_a_stopped_stage_does_not_wait_for_i
                 assert (await second.health())[1].pid != stopped
 
     asyncio.run(scenario())
+
+
+@pytest.mark.ray
+def test_a_stopped_supervisor_is_replaced_whether_a_pipeline_is_driven_or_taken(spec: PipelineSpec) -> None:
+    async def scenario() -> None:
+        async with running_pipeline(spec) as first:
+            stopped = _stop_supervisor(spec)
+            assert await first.fence(), "which it would have to answer for"
+            stopped.wait()
+            stopped = _stop_supervisor(spec)
+            async with running_pipeline(spec) as second:
+                stopped.wait()
+                assert await second.fence()
+
+    asyncio.run(scenario())
+
+
+def _stop_supervisor(spec: PipelineSpec) -> psutil.Process:
+    supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
+    process = psutil.Process(ray.get(supervisor.__ray_call__.remote(eval("lambda _actor: __import__('os').getpid()"))))
+    process.suspend()
+    return process
 
 
 @pytest.mark.ray

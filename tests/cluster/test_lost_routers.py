@@ -12,9 +12,10 @@ import pytest
 from scripted import TellingChain, answer
 
 from tramontane.cluster import patience, router_questions
+from tramontane.cluster.patience import Patience
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.proto.errors import HandedOverError, NotRunningError, OverloadedError, PipelineError
+from tramontane.proto.errors import HandedOverError, NotRunningError, OverloadedError, PipelineError, RouterLostError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import (
     FinishReason,
@@ -231,13 +232,34 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             routers._unaccepted[-1] = 1  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
-            asked = asyncio.create_task(_told(routers, [replace(new, output_ids=tuple(tokens[:2]))]))
+            told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
+            asked = [asyncio.create_task(_told(routers, [spec])) for spec in (told, untold)]
             for _ in range(50):
                 await asyncio.sleep(0)
-            assert not asked.done()
+            assert not any(each.done() for each in asked)
             routing.replicas.append(Replica("r1", random.Random(0)))
-            assert [event.token_id for batch in await asked for event in batch.events] == tokens[2:]
+            for each, expected in zip(asked, (tokens[2:], tokens), strict=True):
+                assert [event.token_id for batch in await each for event in batch.events] == expected
             routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss comes after a time with a router that is longer than all patience, and one request survives them."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 0.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        lasting = Patience()
+        for _ in range(patience.MAX_LOSSES - 1):
+            await lasting.wait(RouterLostError("lost"))
+            now += patience.SECONDS - 1
+            await lasting.wait(NotRunningError("is being started"))
+            now += patience.SECONDS
+        with pytest.raises(PipelineError, match="no router could go on"):
+            await lasting.wait(NotRunningError("is being started"))
 
     asyncio.run(scenario())
 

@@ -10,6 +10,8 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 from scripted import ScriptedChain, all_chunks
 
+from tramontane.cluster import lost_nodes
+from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
 from tramontane.proto import wire
@@ -79,17 +81,51 @@ class StepByStep(ScriptedChain):
 
 
 @asynccontextmanager
-async def _remote(chain: StepByStep, max_num_seqs: int = 8) -> AsyncIterator[tuple[RemoteRouters, Router, Handle]]:
+async def _remote(
+    chain: StepByStep, max_num_seqs: int = 8, nodes: LostNodes | None = None, node: str = ""
+) -> AsyncIterator[tuple[RemoteRouters, Router, Handle]]:
     """With micro-batches so small that not all sequences can be in flight."""
     router = Router(Scheduler(CACHE, Limits(max_num_seqs, 2, 256, 1000), EvenPolicy(3, 2)), chain)
     running = asyncio.create_task(router.run())
-    handle = Handle(TokenChannels("replica"), router)
-    routers = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100)
+    handle = Handle(TokenChannels("replica", nodes=nodes), router)
+    routers = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
     yield routers, router, handle
     routers.close()
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+
+
+def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would tell: its system cannot close the stream. Those of other doors go on."""
+    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.001)
+    dead: set[str] = set()
+
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain, nodes=LostNodes(lambda: dead), node="far") as (vanishing, router, handle):
+            staying = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
+            going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, vanishing))
+            await _until(lambda: router.num_requests == 2)
+            dead.add("far")
+            await _until(lambda: router.num_requests == 1)
+            lost.cancel()
+            chain.complete(10_000)
+            assert await going == 200
+            staying.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("meant_for", ["another/" + wire.FORMAT, "/other"])
+def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
+    async def scenario() -> None:
+        async with _remote(StepByStep()) as (_, router, handle):
+            refusal, _ = wire.decode_refusal(await handle._generate("door", 1, b"no specs at all", meant_for))
+            assert "another model or version" in str(refusal)
+            assert router.num_requests == 0
+
+    asyncio.run(scenario())
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, PoisonError, TramontaneError
+from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
@@ -109,8 +110,15 @@ def _comparable(delivery: tuple[int, TokenBatch | TramontaneError]) -> tuple[int
 @settings(derandomize=True, deadline=None)
 @given(pages, sampling, st.integers(0, 9))
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
-    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling, owner=7))
+    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling, owner=7, was_accepted=True))
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
+
+
+def test_expert_actors() -> None:
+    actors = tuple(ExpertActorPlan(n, 3, tuple(ExpertId(layer, n) for layer in range(n)), 7 * n, 1000) for n in range(3))
+    decoded = wire.decode_expert_actors(wire.encode_expert_actors(actors))
+    assert decoded == actors
+    assert decoded[1].experts[0].layer == 0, "an expert's id again, and not only a tuple that is equal"
 
 
 def test_a_decode_token_is_small() -> None:
