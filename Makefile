@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos soak head-death bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos soak bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -69,11 +69,8 @@ bench-batch: $(STAMP)  ## a million lines of a batch job: how fast they are acce
 bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Batch replica are killed: every line once
 	$(BIN)/python tests/bench/batch.py --kills 20
 
-chaos: $(STAMP)  ## 200 faults of eight kinds while streams run: what was lost, told twice or different, and how long streams paused
+chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: what was lost, told twice or different, and how long streams paused
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
-
-head-death: $(STAMP)  ## the head node is killed and comes back, with Redis (redis-server), while streams run
-	$(BIN)/python -m pytest -q tests/head_death.py
 
 soak: $(STAMP)  ## half an hour of clients that leave, stall and ask for nonsense: is everything back where it was?
 	$(BIN)/python tests/bench/soak.py

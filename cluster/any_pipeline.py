@@ -59,7 +59,8 @@ async def any_pipeline(
                 try:
                     spec = await _specification(name)
                     chain = await stack.enter_async_context(running_pipeline(spec, holder=holder))
-                except LeaseError:
+                except LeaseError as error:
+                    logger.warning("%s", error)
                     continue
                 yield spec, chain
                 return
@@ -76,7 +77,7 @@ async def any_pipeline(
             try:
                 running = running_pipeline(spec, holder=holder, make_room=_ending_older(fresh, holder))
                 chain = await stack.enter_async_context(running)
-            except LeaseError:  # somebody was quicker
+            except LeaseError:  # somebody was quicker, or another one is free now
                 await asyncio.sleep(RETRY_S)
                 continue
             yield spec, chain
@@ -84,14 +85,20 @@ async def any_pipeline(
 
 
 def _ending_older(own: str, holder: str) -> MakeRoom:
-    """Ends one pipeline after the other that only an earlier deployment of our application drives."""
+    """Ends one pipeline after the other that only an earlier deployment of our application drives.
+
+    One of our own version may have become free meanwhile, as its router died: then LeaseError says that, as it is to be adopted.
+    """
     application = own.rsplit("-", 2)[0]
 
     async def end_one() -> bool:
         for name in _pipelines(f"{re.escape(application)}-{VERSION}"):
-            if _version_of(name) != _version_of(own) and await _takes(name, holder):  # else it is adopted
-                await asyncio.to_thread(end_pipeline, name)
-                return True
+            if name == own or not await _takes(name, holder):
+                continue
+            if _version_of(name) == _version_of(own):
+                raise LeaseError(f"{name} is free now, and {own} is not needed")
+            await asyncio.to_thread(end_pipeline, name)
+            return True
         return False
 
     return end_one

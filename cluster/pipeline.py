@@ -37,6 +37,7 @@ SERVE_SETTINGS = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that does nothing any more would keep its pipeline
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
 }
@@ -69,8 +70,9 @@ async def running_pipeline(
 ) -> AsyncIterator[RayStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
-    Raises LeaseError, having touched nothing, if another router drives it. ``make_room`` is asked again and again where
-    there is no room. Removing is done from here: the supervisor may be restarting, or still be busy with loading.
+    Raises LeaseError, having touched nothing, if another router drives it. ``make_room`` is asked again and again while there
+    is no room; it may raise LeaseError, where none is needed any more. Removing is done from here: the supervisor may be
+    restarting, or still be busy with loading.
     """
     holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
@@ -213,10 +215,12 @@ def end_pipeline(name: str) -> None:
 
 async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: MakeRoom) -> list[ActorHandle[Any]]:
     try:
-        stages: list[ActorHandle[Any]] | None = await answered(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
-        while stages is None and await make_room():
+        stages: list[ActorHandle[Any]] | None = None
+        deadline = time.monotonic() + ROOM_TIMEOUT_S + spec.placement_timeout_s
+        is_made = True
+        while stages is None and (is_made or time.monotonic() < deadline):
             stages = await answered(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
-        stages = stages or await answered(lambda: supervisor.start.remote(spec.placement_timeout_s))
+            is_made = stages is None and await make_room()
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
         raise kind(f"the stages could not be started: {last_line(error)}") from error

@@ -34,7 +34,7 @@ LEASE_TTL_S = 10.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
 WATCH_EVERY_S = 1.0
-HEALTH_TIMEOUT_S = 5.0
+HEALTH_TIMEOUT_S = 1.0  # of all stages together; one that is stopped must not keep the others waiting
 LOOK_EVERY_S = 2.0  # while workers are waited for
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
@@ -241,11 +241,13 @@ def _existing_workers(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
 
 def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
     """The newest lease that any stage has been fenced for."""
+    asked: list[ray.ObjectRef[StageHealth]] = [
+        stage.health.options(concurrency_group="control").remote() for stage in _existing_stages(spec)
+    ]
     leases: list[Lease] = []
-    for stage in _existing_stages(spec):
-        with contextlib.suppress(RayError, TimeoutError):
-            asked: ray.ObjectRef[StageHealth] = stage.health.options(concurrency_group="control").remote()
-            health = ray.get(asked, timeout=HEALTH_TIMEOUT_S)
+    for answer in ray.wait(asked, num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)[0] if asked else ():
+        with contextlib.suppress(RayError):
+            health = ray.get(answer)
             if health.holder:
                 leases.append(Lease(health.holder, health.epoch))
     return max(leases, key=lambda lease: lease.epoch, default=None)

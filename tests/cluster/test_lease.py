@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
 from tiny import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster import supervisor as supervisor_module
@@ -280,6 +282,26 @@ def test_a_free_pipeline_is_adopted_as_it_was_made_also_where_nothing_could_be_p
         _kill(first, "contender-d")
         assert ray.get(second.start.remote(replace(spec, threads_per_stage=7), is_full=True)) == made
         ray.get(second.stop.remote())
+    assert not _actors_of(spec)
+
+
+@pytest.mark.ray
+def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(spec: PipelineSpec) -> None:
+    """The lease of a router that has just fallen is not always free at once. There is no room for another pipeline."""
+    others = placement_group([{"CPU": 1}] * 2)
+    ray.get(others.ready())
+    with _contenders("fg") as (first, second):
+        versioned = replace(spec, name=f"{spec.name}-0123abcd")
+        made = ray.get(first.start.remote(versioned))
+        starting = second.start.remote(versioned)
+        another = f"{made.name.removesuffix('0')}1{SUPERVISOR}"
+        while another not in actor_names(re.escape(another)):
+            time.sleep(0.05)
+        _kill(first, "contender-f")
+        assert ray.get(starting) == made
+        assert not actor_names(re.escape(another))
+        ray.get(second.stop.remote())
+    remove_placement_group(others)
     assert not _actors_of(spec)
 
 
