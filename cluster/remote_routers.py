@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
+from tramontane.cluster.room import Room
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
 from tramontane.proto import wire
@@ -36,10 +37,8 @@ MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serv
 ANSWERED_WITHIN_S = 10.0  # a router that was given a request says at once whether it takes it, unless its machine is gone
 AVOIDED_FOR_S = 30.0  # a router that has fallen silent, if there are others: it would seem to have least to do
 LAST_TOKENS_S = 10.0
-RETRY_AFTER_S = 5
 DRAINING = "the server is draining: it finishes what it has begun and takes nothing new; ask another one, or come back later"
 ENDED = "the server has stopped before this request ended; send it again"
-FULL_FOR_S = 0.25  # that routers are full is believed for so long, unless a request ends before
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +46,7 @@ logger = logging.getLogger(__name__)
 class RemoteRouters(RouterQuestions):
     """The routers behind a Ray Serve handle, as one ``TokenSource``.
 
-    ``max_unaccepted``: sequences that may be on their way to a router. Where no router is running they
-    would wait in Ray Serve, which has no bound and no end to its patience.
+    ``max_unaccepted``: see ``Room``.
     ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
     ``model``: what token ids are of, as ``mark_of`` has it. ``node``: ours, by Ray's id.
     """
@@ -57,17 +55,14 @@ class RemoteRouters(RouterQuestions):
         self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf, model: str = "", node: str = ""
     ) -> None:
         super().__init__(handle)
-        self._max_unaccepted, self._stays_s, self._meant_for = max_unaccepted, stays_s, meant_for(model)
+        self._room, self._stays_s, self._meant_for = Room(max_unaccepted), stays_s, meant_for(model)
         self._node = node
         self._name = self._new_name()
         self._numbers = itertools.count()
         self._mailboxes: dict[int, Mailbox] = {}
-        self._unaccepted: dict[int, int] = {}  # sequences, by request
-        self._num_waiting = 0  # sequences of requests that wait until a router can be asked again
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_draining = self._is_ending = False
         self._num_requests = 0
-        self._full: dict[int, tuple[FullError, float]] = {}  # what all routers said, and until when it holds, by owner
         self._silent: set[str] = set()  # replicas
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
         self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
@@ -78,16 +73,10 @@ class RemoteRouters(RouterQuestions):
         return self._num_requests
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        """See ``TokenSource``. What routers have said is an answer for those who come soon after, too."""
+        """See ``TokenSource``."""
         if self._is_draining:
             raise DrainingError(DRAINING)
-        on_their_way = sum(self._unaccepted.values()) + self._num_waiting
-        if num_sequences <= self._max_unaccepted < on_their_way + num_sequences:  # what is larger is refused for good, by others
-            raise OverloadedError("too many requests are on their way to a pipeline", RETRY_AFTER_S)
-        error, until = self._full.get(owner, (None, 0.0))
-        if error is not None and asyncio.get_running_loop().time() < until:
-            raise FullError(str(error), error.retry_after_s)
-        self._full.pop(owner, None)
+        self._room.check(num_sequences, owner)
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """See ``TokenSource``."""
@@ -113,14 +102,14 @@ class RemoteRouters(RouterQuestions):
                         yield so_far.add(batch)
             except (PipelineError, OverloadedError) as error:
                 if isinstance(error, FullError):
-                    self._full[owner] = error, asyncio.get_running_loop().time() + FULL_FOR_S
+                    self._room.is_full(owner, error)
                 so_far.was_accepted |= isinstance(error, RouterLostError)
                 waiting = so_far.num_unfinished
-                self._num_waiting += waiting
+                self._room.num_waiting += waiting
                 try:
                     await patience.wait(error)
                 finally:
-                    self._num_waiting -= waiting
+                    self._room.num_waiting -= waiting
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
                 logger.warning("a request is given to another router: %s", error)
@@ -129,7 +118,7 @@ class RemoteRouters(RouterQuestions):
         """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails."""
         number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
-        self._unaccepted[number] = len(specs)
+        self._room.unaccepted[number] = len(specs)
         call = self._start(self._call(number, encoded, mailbox))
         self._in(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
@@ -139,13 +128,12 @@ class RemoteRouters(RouterQuestions):
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
         except PipelineError as error:
-            raise error if number in self._unaccepted else RouterLostError(str(error)) from None
+            raise error if number in self._room.unaccepted else RouterLostError(str(error)) from None
         finally:
             self._timers.pop(number).cancel()
             del self._mailboxes[number]
             self._streams_of.pop(number, None)
-            if self._unaccepted.pop(number, None) is None:
-                self._full.clear()  # it had a place, or stood in the way of others
+            self._room.left(number)
             if num_unfinished:
                 call.cancel()
 
@@ -186,7 +174,7 @@ class RemoteRouters(RouterQuestions):
         if refusal is not None:
             mailbox.put(refusal)
         elif number in self._timers:  # the last tokens are on their way, unless the router has died since
-            self._unaccepted.pop(number, None)
+            self._room.unaccepted.pop(number, None)
             self._in(LAST_TOKENS_S, number, PipelineError("the router is gone"))
 
     async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:
@@ -239,7 +227,7 @@ class RemoteRouters(RouterQuestions):
                 self._silent.add(replica)
                 asyncio.get_running_loop().call_later(AVOIDED_FOR_S, self._silent.discard, replica)
             lost = [number for number, ends in self._streams_of.items() if ends == (name, replica)]
-            for number in (*lost, *self._unaccepted):  # of these, any may have been accepted without our hearing of it
+            for number in (*lost, *self._room.unaccepted):  # of these, any may have been accepted without our hearing of it
                 self._mailboxes[number].put(PipelineError("the stream from the router broke"))
             if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
                 self._name = self._new_name()
@@ -260,7 +248,7 @@ class RemoteRouters(RouterQuestions):
 
     def _deliver(self, number: int, what: TokenBatch | TramontaneError, stream: tuple[str, str]) -> None:
         mailbox = self._mailboxes.get(number)
-        if self._unaccepted.pop(number, None) is not None:
+        if self._room.unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
             self._streams_of[number] = stream
         if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait

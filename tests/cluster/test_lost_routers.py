@@ -191,7 +191,7 @@ def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: p
                 _check(specs, await task)
             assert routers.num_requests == 0
             assert not routers._streams_of
-            assert not routers._unaccepted
+            assert not routers._room.unaccepted
 
     asyncio.run(scenario())
 
@@ -229,7 +229,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             with pytest.raises(NotRunningError):
                 await _told(others, [new])
             routers = RemoteRouters(routing, max_unaccepted=1)
-            routers._unaccepted[-1] = 1  # somebody else's sequence is on its way
+            routers._room.unaccepted[-1] = 1  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
             told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)

@@ -14,7 +14,7 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from scripted import ScriptedChain, no_gate
 
-from tramontane.cluster import patience, remote_routers, token_channel
+from tramontane.cluster import patience, remote_routers, room, token_channel
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -254,7 +254,7 @@ def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
 
 def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they said holds for the same owner's requests, until one of our own ends or it is old."""
-    monkeypatch.setattr(remote_routers, "FULL_FOR_S", 3600.0)
+    monkeypatch.setattr(room, "FULL_FOR_S", 3600.0)
 
     async def scenario() -> None:
         release = asyncio.Event()
@@ -293,7 +293,7 @@ def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.M
 
 
 def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_routers, "FULL_FOR_S", 0.0)
+    monkeypatch.setattr(room, "FULL_FOR_S", 0.0)
 
     async def scenario() -> None:
         replica = Replica("a", _stuck)
