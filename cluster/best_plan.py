@@ -24,10 +24,10 @@ def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> Clust
 def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
     """The fastest plan that fits, and what its stages and then its expert actors run on."""
     for_stages, for_experts = shared_out(config, hardware)
-    plan, places = _best_stages(config, args, for_stages)
+    plan, places = _best_stages(config, args, for_stages, hardware)
     if not config.expert_actors:
         return plan, places
-    holding = expert_places(config, len(plan.stages), for_experts)
+    holding = expert_places(config, len(plan.stages), for_experts, hardware)
     request = ExpertRequest(
         rooms=tuple(place.room for place in holding),
         dtype=plan.stages[0].dtype,
@@ -38,13 +38,15 @@ def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tupl
     return replace(plan, experts=plan_experts(args, request)), (*places, *holding)
 
 
-def _best_stages(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
-    """Of equally fast plans that on the roomiest GPUs.
+def _best_stages(
+    config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
+) -> tuple[ClusterPlan, tuple[Place, ...]]:
+    """Of equally fast plans that on the roomiest GPUs, of the cluster's those that are for stages.
 
     No plan is faster than the sum of its stages' speeds, which is why most choices need no planning:
     once one takes 10, choices with speeds 2 and 2 are of no use to a model of cost 40.
     """
-    choices = place_choices(config, args.n_layers, hardware)
+    choices = place_choices(config, args.n_layers, hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors)
     best: tuple[Fraction, ClusterPlan, tuple[Place, ...]] | None = None
     for places in sorted(choices, key=lambda places: -_total_speed(places)):  # stable: the roomiest of equals first

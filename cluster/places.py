@@ -23,8 +23,13 @@ class Place:
     nodes: tuple[str, ...] = ()
 
 
-def place_choices(config: EngineConfig, n_layers: int, hardware: Hardware) -> list[tuple[Place, ...]]:
-    """What the stages may get, a place for each in order; ``config.replicas`` pipelines share the hardware."""
+def place_choices(
+    config: EngineConfig, n_layers: int, hardware: Hardware, cluster: Hardware | None = None
+) -> list[tuple[Place, ...]]:
+    """What the stages may get, a place for each in order; ``config.replicas`` pipelines share the hardware.
+
+    ``cluster``: all that there is, where that is more.
+    """
     hardware.check_threads(config.threads_per_stage)
     num_stages = _num_stages(config, n_layers, hardware)
     num_all = num_stages * config.replicas
@@ -36,7 +41,7 @@ def place_choices(config: EngineConfig, n_layers: int, hardware: Hardware) -> li
             f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas"
         )
     else:
-        choices = gpu_choices(hardware.gpus, num_stages, config.replicas)
+        choices = gpu_choices(hardware.gpus, num_stages, config.replicas, (cluster or hardware).gpus)
     return [_as_given(places, config.gpu_memory, config.gpu_speed) for places in choices]
 
 
@@ -61,29 +66,37 @@ def shared_out(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hard
     return replace(hardware, gpus=tuple(roomiest[num_experts:])), replace(hardware, gpus=tuple(roomiest[:num_experts]))
 
 
-def expert_places(config: EngineConfig, num_stages: int, hardware: Hardware) -> tuple[Place, ...]:
-    """Of one pipeline's expert actors, on their own share of the hardware."""
+def expert_places(config: EngineConfig, num_stages: int, hardware: Hardware, cluster: Hardware) -> tuple[Place, ...]:
+    """Of one pipeline's expert actors, on their own share of the cluster's hardware."""
     num_actors = config.expert_actors
     if hardware.gpus:
-        places = gpu_choices(hardware.gpus, num_actors, config.replicas)[0]
+        places = gpu_choices(hardware.gpus, num_actors, config.replicas, cluster.gpus)[0]
     else:
         places = (Place(StageRoom(hardware.stage_memory((num_stages + num_actors) * config.replicas))),) * num_actors
     memory = None if config.expert_memory is None else for_each_expert_actor(config.expert_memory, num_actors)
     return _as_given(places, memory, None)
 
 
-def gpu_choices(gpus: Sequence[Gpu], num_stages: int, num_pipelines: int) -> list[tuple[Place, ...]]:
+def gpu_choices(
+    gpus: Sequence[Gpu], num_stages: int, num_pipelines: int, cluster: Sequence[Gpu] | None = None
+) -> list[tuple[Place, ...]]:
     """Every way to take GPUs of the kinds; stages in order over the roomiest kind first, of equally roomy ones the fastest.
 
     Every pipeline gets the same number of each kind: of 3 GPUs of 80 GiB and 3 of 24 GiB two pipelines of two
     stages get [80, 24] each. Where that is too few (three stages each), or all are of one kind, each counts as
     the poorest, and stages go where there is room. One stage and both kinds: [80] or [24].
+
+    ``cluster``: all GPUs, where these are a share. Stages that get the 24 GiB of a cluster whose 80 GiB are for experts
+    are tied to those, although all of theirs are alike.
     """
-    kinds = sorted(_kinds(gpus), key=lambda kind: (-kind[0].room.memory, -kind[0].room.speed))
+    kinds = sorted(_kinds(gpus, cluster or gpus), key=lambda kind: (-kind[0].room.memory, -kind[0].room.speed))
     shares = [(place, count // num_pipelines) for place, count in kinds]
-    if len(kinds) == 1 or sum(share for _, share in shares) < num_stages:
-        return [(Place(StageRoom(min(gpu.memory for gpu in gpus))),) * num_stages]
-    return list(_dealt(shares, num_stages))
+    if len(kinds) > 1 and sum(share for _, share in shares) >= num_stages:
+        return list(_dealt(shares, num_stages))
+    homes = {node for place, _ in kinds for node in place.nodes}
+    is_all = homes >= {gpu.node for gpu in cluster or gpus}
+    poorest = Place(StageRoom(min(place.room.memory for place, _ in kinds)), () if is_all else tuple(sorted(homes)))
+    return [(poorest,) * num_stages]
 
 
 def _dealt(shares: Sequence[tuple[Place, int]], num_stages: int) -> Iterator[tuple[Place, ...]]:
@@ -99,13 +112,14 @@ def _dealt(shares: Sequence[tuple[Place, int]], num_stages: int) -> Iterator[tup
             yield (place,) * number + rest
 
 
-def _kinds(gpus: Iterable[Gpu]) -> list[tuple[Place, int]]:
-    """What a GPU of each kind can be counted on for, where they are, and how many there are."""
+def _kinds(gpus: Sequence[Gpu], cluster: Iterable[Gpu]) -> list[tuple[Place, int]]:
+    """What a GPU of each of their kinds can be counted on for, where the cluster has it, and how many of them there are."""
     alike: dict[object, list[Gpu]] = {}
-    for here in by_node(gpus):  # whole GiB: drivers of different versions keep different megabytes for themselves
+    for here in by_node(cluster):  # whole GiB: drivers of different versions keep different megabytes for themselves
         kind = (frozenset(gpu.name for gpu in here), round(min(gpu.memory for gpu in here) / GIB))
         alike.setdefault(kind, []).extend(here)
-    return [(_place(kind), len(kind)) for kind in alike.values()]
+    counted = ((_place(kind), len(set(kind) & set(gpus))) for kind in alike.values())
+    return [(place, count) for place, count in counted if count]
 
 
 def _place(kind: Sequence[Gpu]) -> Place:

@@ -12,7 +12,7 @@ from tiny import tiny_args
 from tramontane.cluster.best_plan import best_plan, plan_for
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Gpu, Hardware
-from tramontane.cluster.places import Place, gpu_choices, place_choices
+from tramontane.cluster.places import Place, expert_places, gpu_choices, place_choices, shared_out
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, StageRoom, layer_costs
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.plan import kv_bytes_per_position, ring_pages
@@ -57,6 +57,27 @@ def test_on_a_node_of_unlike_gpus_each_counts_as_the_poorest() -> None:
     big, poorest = Place(StageRoom(80 * GIB, 2), ("a",)), Place(StageRoom(24 * GIB, 20), ("m",))
     assert gpu_choices([*mixed, *A], 4, 1) == [(big,) * 2 + (poorest,) * 2]
     assert gpu_choices(mixed, 2, 1) == [(Place(StageRoom(24 * GIB)),) * 2]
+
+
+@pytest.mark.parametrize("num_experts", [1, 2, 3])
+def test_experts_and_stages_keep_to_the_kinds_that_they_were_planned_for(num_experts: int) -> None:
+    """Although of the GPUs that are left to either all may be alike. Ray may take any GPU of a kind, whoever it was meant for."""
+    hardware, config = _hardware([*B, *A, *C]), _config(stages=2, expert_actors=num_experts)
+    for_stages, for_experts = shared_out(config, hardware)
+    assert {gpu.name for gpu in for_experts.gpus} == {"A100"}
+    assert expert_places(config, 2, for_experts, hardware) == (Place(StageRoom(BIG.room.memory), BIG.nodes),) * num_experts
+    choices = place_choices(config, 8, for_stages, hardware)
+    if num_experts == 3:  # no A100 is left
+        assert choices == [(Place(StageRoom(SMALL.room.memory), SMALL.nodes),) * 2]
+    else:
+        assert choices == [(BIG,) * n + (SMALL,) * (2 - n) for n in range(min(2, 3 - num_experts), -1, -1)]
+
+
+def test_in_a_cluster_of_one_kind_experts_and_stages_go_anywhere() -> None:
+    hardware, config = _hardware([*A, *C]), _config(stages=1, expert_actors=2)
+    for_stages, for_experts = shared_out(config, hardware)
+    assert {place.nodes for place in expert_places(config, 1, for_experts, hardware)} == {()}
+    assert {place.nodes for place in place_choices(config, 8, for_stages, hardware)[0]} == {()}
 
 
 def test_pipelines_share_each_kind_evenly() -> None:
