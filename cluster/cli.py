@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ import typer
 from tramontane.cluster.batch_command import batch
 from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
+from tramontane.cluster.config_command import config
 from tramontane.cluster.display import Display
 from tramontane.cluster.drain_command import drain
 from tramontane.cluster.entry import INTERRUPTED
@@ -37,6 +37,7 @@ from tramontane.cluster.options import (
 from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
 from tramontane.cluster.run_summary import as_json, cut_short, summary
+from tramontane.cluster.serve_options import SERVING
 from tramontane.cluster.simulate_command import simulate
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
@@ -94,53 +95,9 @@ def generate(
 
 
 @app.command()
-@takes(PIPELINE, BATCHING)
+@takes(PIPELINE, BATCHING, SERVING)
 def serve(
     context: typer.Context,
-    served_model_name: Annotated[
-        str | None, option("--served-model-name", help="What clients call the model. Default: the folder's name.")
-    ] = None,
-    host: Annotated[str | None, option("--host", help="Address to listen on. Default 127.0.0.1.")] = None,
-    port: Annotated[int | None, option("--port", help="HTTP port. Default 8000.")] = None,
-    grpc_port: Annotated[int | None, option("--grpc-port", help="gRPC port; 0 for none. Default 9000.")] = None,
-    replicas: Annotated[int | None, option("--replicas", help="Pipelines behind the door. Default 1.")] = None,
-    max_queued_requests: Annotated[
-        int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
-    ] = None,
-    max_queued_tokens: Annotated[
-        int | None, option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
-    ] = None,
-    drain_timeout: Annotated[
-        float | None, option("--drain-timeout", help="Seconds to finish what runs, once it is to stop. Default 30.")
-    ] = None,
-    slow_reader_timeout: Annotated[
-        float | None, option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60.")
-    ] = None,
-    move_experts: Annotated[
-        bool | None, flag("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
-    ] = None,
-    api_key: Annotated[
-        list[str] | None, option("--api-key", help="Clients must have this key, or another of those given.")
-    ] = None,
-    api_key_file: Annotated[
-        Path | None, option("--api-key-file", help="Keys, one per line; read again whenever the file changes.")
-    ] = None,
-    jobs_database: Annotated[
-        str | None, option("--jobs-database", help="Of batch jobs: sqlite:////FILE or postgresql://HOST/NAME.")
-    ] = None,
-    jobs_storage: Annotated[
-        str | None, option("--jobs-storage", help="Of batch jobs' files: a folder or any URL of fsspec.")
-    ] = None,
-    jobs_concurrency: Annotated[
-        int | None, option("--jobs-concurrency", help="Lines of batch jobs in progress at once. Default: a bit more than fit.")
-    ] = None,
-    jobs_retention: Annotated[
-        int | None, option("--jobs-retention", help="Days for which ended jobs and files are kept; 0: for ever. Default 30.")
-    ] = None,
-    jobs_url_prefixes: Annotated[
-        str | None,
-        option("--jobs-url-prefixes", help="What batch jobs may be read from: file:///in,s3://bucket. Default: nothing."),
-    ] = None,
     json: Annotated[bool | None, flag("--json", help="The line that says it is ready as JSON.")] = None,
 ) -> None:
     """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
@@ -158,6 +115,7 @@ def serve(
 
 app.command()(chat)
 app.command()(bench)
+app.command()(config)
 app.command()(drain)
 app.add_typer(batch)
 app.command()(plan)

@@ -1,0 +1,59 @@
+"""Options of ``serve`` beside those of every pipeline: its doors, its queue and its batch jobs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+from tramontane.cluster.options import flag, option
+
+SERVING: Mapping[str, Any] = MappingProxyType(
+    {
+        "served_model_name": Annotated[
+            str | None, option("--served-model-name", help="What clients call the model. Default: the folder's name.")
+        ],
+        "host": Annotated[str | None, option("--host", help="Address to listen on. Default 127.0.0.1.")],
+        "port": Annotated[int | None, option("--port", help="HTTP port. Default 8000.")],
+        "grpc_port": Annotated[int | None, option("--grpc-port", help="gRPC port; 0 for none. Default 9000.")],
+        "replicas": Annotated[int | None, option("--replicas", help="Pipelines behind the door. Default 1.")],
+        "max_queued_requests": Annotated[
+            int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
+        ],
+        "max_queued_tokens": Annotated[
+            int | None, option("--max-queued-tokens", help="Prompt tokens that may wait, per pipeline. Default 131072.")
+        ],
+        "drain_timeout": Annotated[
+            float | None, option("--drain-timeout", help="Seconds to finish what runs, once it is to stop. Default 30.")
+        ],
+        "slow_reader_timeout": Annotated[
+            float | None,
+            option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60."),
+        ],
+        "move_experts": Annotated[
+            bool | None, flag("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")
+        ],
+        "api_key": Annotated[
+            list[str] | None, option("--api-key", help="Clients must have this key, or another of those given.")
+        ],
+        "api_key_file": Annotated[
+            Path | None, option("--api-key-file", help="Keys, one per line; read again whenever the file changes.")
+        ],
+        "jobs_database": Annotated[
+            str | None, option("--jobs-database", help="Of batch jobs: sqlite:////FILE or postgresql://HOST/NAME.")
+        ],
+        "jobs_storage": Annotated[
+            str | None, option("--jobs-storage", help="Of batch jobs' files: a folder or any URL of fsspec.")
+        ],
+        "jobs_concurrency": Annotated[
+            int | None,
+            option("--jobs-concurrency", help="Lines of batch jobs in progress at once. Default: a bit more than fit."),
+        ],
+        "jobs_retention": Annotated[
+            int | None, option("--jobs-retention", help="Days for which ended jobs and files are kept; 0: for ever. Default 30.")
+        ],
+        "jobs_url_prefixes": Annotated[
+            str | None,
+            option("--jobs-url-prefixes", help="What batch jobs may be read from: file:///in,s3://bucket. Default: nothing."),
+        ],
+    }
+)
