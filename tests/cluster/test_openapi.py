@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import schemathesis
 from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
+from past_activity import pipeline_data
 from pydantic import BaseModel, SecretStr
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -24,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tramontane.cluster.activity_door import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
@@ -47,7 +50,17 @@ async def _move(load: ExpertLoad) -> tuple[int, int]:
 
 PLACE = TemporaryDirectory()
 BATCHES = BatchService(JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny"))
-EVERYTHING = {"move_experts": _move, "more_routes": BatchDoor(BATCHES).routes(), "more_operations": BATCH_OPERATIONS}
+
+
+async def _activity(_after: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [pipeline_data()]
+
+
+EVERYTHING = {
+    "move_experts": _move,
+    "more_routes": [*BatchDoor(BATCHES).routes(), *ActivityDoor(_activity).routes()],
+    "more_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+}
 APP = door_of(ScriptedSource(), **EVERYTHING).app()
 
 
