@@ -33,6 +33,7 @@ from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.expert_load import ExpertLoad
 from tramontane.cluster.openapi import Operation
+from tramontane.cluster.ui_page import ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.answer_schema import Detokenized
 from tramontane.router.batch_service import BatchService, JobSettings
@@ -193,7 +194,7 @@ def test_every_route_is_described() -> None:
     there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
     routes = [route for route in door_of(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
     taken = {(method, route.path_format) for route in routes for method in (route.methods or set()) - {"HEAD"}}
-    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in docs_routes())}
+    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [*docs_routes(), *ui_routes()])}
     assert taken - of_the_page == there
     assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
     assert "post" not in _get("/openapi.json").json()["paths"]["/experts"]
