@@ -10,6 +10,7 @@ import { count, sentence } from "./words.js";
 
 const ASK_MS = 350;
 const EXPERTS_MS = 2000;
+const STALE_MS = 4000; // after which nobody wants to catch up with what was missed
 const RETRY_MS = [500, 1000, 2000, 5000];
 
 const part = (id) => document.getElementById(id);
@@ -17,13 +18,14 @@ const clock = new Clock();
 const experts = new Experts(part("experts"));
 const pipelines = new Map();
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const page = { timer: 0, failures: 0, nextExperts: 0, isAsking: false, hasModel: false, wantsKey: false, pausedAt: null };
+const page = { timer: 0, failures: 0, nextExperts: 0, heardAt: 0, isAsking: false, hasModel: false, wantsKey: false, pausedAt: null };
 let colour = colours();
 
 async function ask() {
   clearTimeout(page.timer);
-  if (document.hidden || page.wantsKey || page.isAsking) return;
+  if (document.hidden || page.pausedAt !== null || page.wantsKey || page.isAsking) return;
   page.isAsking = true;
+  if (performance.now() - page.heardAt > STALE_MS) for (const pipeline of pipelines.values()) pipeline.batches.forget();
   try {
     await askModel();
     const told = await asked(`activity${query()}`);
@@ -33,7 +35,7 @@ async function ask() {
     fail(error);
   }
   page.isAsking = false;
-  if (!page.wantsKey) page.timer = setTimeout(ask, page.failures ? wait() : ASK_MS);
+  page.timer = setTimeout(ask, page.failures ? wait() : ASK_MS);
 }
 
 const wait = () => RETRY_MS[Math.min(page.failures, RETRY_MS.length) - 1];
@@ -56,7 +58,7 @@ async function askModel() {
   page.nextExperts = 0;
 }
 
-/** Nobody waits for it: the door asks every stage. */
+/** The timeline does not wait for it: the door asks every stage. */
 async function askExperts() {
   if (performance.now() < page.nextExperts) return;
   page.nextExperts = Infinity;
@@ -66,6 +68,7 @@ async function askExperts() {
 
 function take(told) {
   clock.hear(told.now);
+  page.heardAt = performance.now();
   const names = told.pipelines.map(({ name }) => name);
   for (const [name, pipeline] of pipelines) {
     if (names.includes(name)) continue;
@@ -77,10 +80,10 @@ function take(told) {
     pipelines.get(each.name).tell(each, told.now);
   }
   page.failures = 0;
-  part("watch").hidden = part("forget").hidden = false;
+  part("watch").hidden = false;
   part("forget").hidden = key.get() === null;
   say(told.pipelines.length ? "" : "No pipeline can tell what it does now; the server may be starting one.");
-  showState(page.pausedAt === null ? "live" : "paused", page.pausedAt === null ? "Live" : "Paused");
+  showRunning();
 }
 
 function fail(error) {
@@ -89,7 +92,7 @@ function fail(error) {
   page.hasModel = false;
   const next = `Trying again in ${count(Math.ceil(wait() / 1000), "second")}.`;
   say(`${sentence(error.message)} ${next}`);
-  showState("away", error instanceof Refused ? "Refused" : "Server away");
+  showState("away", error instanceof Refused ? "Trouble" : "Server away");
 }
 
 function askForKey() {
@@ -116,6 +119,11 @@ function showState(state, text) {
   shown.dataset.state = state;
 }
 
+function showRunning() {
+  if (page.pausedAt === null) showState("live", "Live");
+  else showState("paused", "Paused");
+}
+
 let lastDrawn = 0;
 function animate(at) {
   requestAnimationFrame(animate);
@@ -140,12 +148,10 @@ part("forget").addEventListener("click", () => {
 part("pause").addEventListener("click", () => {
   page.pausedAt = page.pausedAt === null ? clock.now() : null;
   part("pause").textContent = page.pausedAt === null ? "Pause" : "Go on";
-  if (!page.failures) showState(page.pausedAt === null ? "live" : "paused", page.pausedAt === null ? "Live" : "Paused");
-});
-document.addEventListener("visibilitychange", () => {
-  if (document.hidden) for (const pipeline of pipelines.values()) pipeline.batches.forget();
+  showRunning();
   ask();
 });
+document.addEventListener("visibilitychange", ask);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colour = colours()));
 startPrompt(askForKey);
 requestAnimationFrame(animate);

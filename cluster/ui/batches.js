@@ -1,6 +1,6 @@
 // The micro-batches of one pipeline that may still be seen, in the order in which they came back.
 
-const KEPT_S = 60;
+const KEPT_S = 30; // more than is ever shown
 
 export class Batches {
   #kept = [];

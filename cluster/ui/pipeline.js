@@ -36,7 +36,7 @@ export class Pipeline {
     this.batches.add(told, now);
     this.#tellStages(told);
     this.#tellFigures(told);
-    const facts = [count(told.stages.length, "stage"), `epoch ${told.epoch}`];
+    const facts = [count(told.stages.length, "stage")];
     if (told.recoveries) facts.push(count(told.recoveries, "recovery", "recoveries"));
     this.#part(".facts").textContent = facts.join(" · ");
     const shares = told.stages.map(({ label }, stage) => `${label} busy ${percent(told.busy[stage] ?? 0)}`);

@@ -26,7 +26,7 @@ export async function asked(path) {
   try {
     return await answer.json();
   } catch {
-    throw new Away("the server's answer broke off");
+    throw new Away("the server's answer cannot be read");
   }
 }
 

@@ -150,22 +150,21 @@ def test_it_asks_for_what_follows_and_tells_what_is_in_a_micro_batch(place: Plac
     expect(page.locator(".picked")).to_contain_text("Point at")
 
 
-def test_a_timeline_that_is_paused_stands_still(place: Place) -> None:
+def test_a_page_that_is_paused_stands_still_and_asks_for_nothing(place: Place) -> None:
     page = place.page()
+    page.clock.install()
     _drawn(page, "prefill", "decode")
     page.click("#pause")
     expect(page.locator("#state")).to_have_text("Paused")
-    picture = "canvas => new Promise(then => requestAnimationFrame(() => requestAnimationFrame(() => then(canvas.toDataURL()))))"
-    for _ in range(2):  # one may have been on its way
-        with page.expect_response("**/activity*"):
-            pass
+    page.clock.run_for(1000)  # what had been asked has been answered, and drawn
+    asked, picture = place.activity.asked, "canvas => canvas.toDataURL()"
     before = page.eval_on_selector("canvas", picture)
-    with page.expect_response("**/activity*"):
-        pass
+    page.clock.run_for(60_000)
+    assert place.activity.asked == asked
     assert page.eval_on_selector("canvas", picture) == before
-    page.click("#pause")
+    with page.expect_request(re.compile("/activity$")):  # nobody wants to know all of that minute
+        page.click("#pause")
     expect(page.locator("#state")).to_have_text("Live")
-    page.wait_for_function("before => document.querySelector('canvas').toDataURL() !== before", arg=before)
 
 
 @pytest.mark.parametrize("kind", ["completion", "chat"])
@@ -224,6 +223,17 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(place: Place) -> None:
     expect(page.locator("#key")).to_be_focused()
 
 
+def test_experts_are_shown_where_there_are_some(place: Place) -> None:
+    page = place.page()
+    expect(page.locator("#heat tbody tr").nth(1)).to_have_text(re.compile("1.*100%.*0%"))
+    assert page.eval_on_selector_all(".most", "cells => cells.map(cell => cell.textContent)") == ["67%", "100%"]
+    page.check("input[value=recent]", force=True)
+    expect(page.locator("#heat tbody tr").nth(1)).to_have_text(re.compile("1.*–.*–"))
+    none = {"error": {"message": "the model has no experts", "code": "no_experts"}}
+    page.route("**/experts", lambda route: route.fulfill(status=404, json=none))
+    expect(page.locator("#experts")).to_be_hidden()
+
+
 def test_it_fits_a_phone_and_pipelines_are_below_one_another(place: Place) -> None:
     place.activity.pipelines = {"here-0": 4, "here-1": 2}
     page = place.page(viewport=PHONE, device_scale_factor=2, has_touch=True)
@@ -263,7 +273,7 @@ def test_a_server_that_went_away_is_missed_and_found_again(place: Place) -> None
     place.server.start_again()
     expect(page.locator("#trouble")).to_be_hidden()
     expect(page.locator("#state")).to_have_text("Live")
-    expect(page.locator(".facts")).to_have_text("3 stages · epoch 2 · 1 recovery")
+    expect(page.locator(".facts")).to_have_text("3 stages · 1 recovery")
 
 
 def test_a_tab_that_nobody_sees_asks_for_nothing(place: Place) -> None:
