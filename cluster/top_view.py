@@ -65,14 +65,14 @@ def frames(looks: Iterable[Look], url: str, width: int, ask_load: AskLoad) -> It
 def _head(look: Activity, url: str) -> Text:
     num = len(look.pipelines)
     what = "no pipeline runs now" if not num else f"{num} pipelines" if num > 1 else "1 pipeline"
-    return Text.assemble((f"{url}: {what}", "bold"), f"   the last {SPAN_S:.0f} s: ", legend())
+    return Text.assemble((f"{url}: {what}", "bold"), f"\nthe last {SPAN_S:.0f} s: ", legend())
 
 
 def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: int) -> Group:
     name = Text.assemble("\n", (pipeline.name, "bold"))
     numbers = Text(
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
-        f"{pipeline.pages_held} of {pipeline.pages} pages, epoch {pipeline.epoch}, {_counted(pipeline.recoveries)}"
+        f"{pipeline.pages_held} of {pipeline.pages} pages, {_counted(pipeline.recoveries)}"
     )
     waits = Text(f"first token {_waits(pipeline.first_token_s)}, between tokens {_waits(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
