@@ -66,7 +66,7 @@ def _show(shown: Iterator[Group], console: Console, once: bool) -> None:
 
 def _experts_of(client: "httpx.Client") -> "Callable[[], MeasuredLoad | None]":
     """Asks for their load; None where it is not told, and from then on where there are none."""
-    from tramontane.cluster.expert_watch import ask_load
+    from tramontane.cluster.expert_watch import NoExpertsError, ask_load
 
     are_there = True
 
@@ -74,10 +74,10 @@ def _experts_of(client: "httpx.Client") -> "Callable[[], MeasuredLoad | None]":
         nonlocal are_there
         try:
             return ask_load(client) if are_there else None
-        except NotRunningError:
-            return None
-        except ConfigError:
+        except NoExpertsError:
             are_there = False
-            return None
+        except (ConfigError, NotRunningError):
+            pass
+        return None
 
     return ask

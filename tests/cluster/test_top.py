@@ -206,12 +206,13 @@ def test_once_is_one_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_experts_are_asked_for_until_there_are_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It ends when it is interrupted, without a complaint."""
     load = MeasuredLoad(((1, 2), (3, 0)), 1).as_data()
-    experts = iter([(200, load), (503, {"error": {"message": "wait", "code": None}}), (200, load)])
+    wait, none = {"error": {"message": "wait", "code": None}}, {"error": {"message": "sorry", "code": "no_experts"}}
+    experts = iter([(200, load), (503, wait), (500, wait), (200, load), (404, none)])
     num_asked = itertools.count(1)
 
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/experts":
-            status, data = next(experts, (404, {"error": {"message": "sorry", "code": "no_experts"}}))
+            status, data = next(experts)
             return httpx.Response(status, json=data)
         if next(num_asked) > 6:
             raise KeyboardInterrupt
