@@ -38,6 +38,8 @@ from tramontane.cluster.plan_command import plan
 from tramontane.cluster.prompts import given_prompts
 from tramontane.cluster.run_summary import as_json, cut_short, summary
 from tramontane.cluster.simulate_command import simulate
+from tramontane.cluster.top_command import top
+from tramontane.cluster.trace_command import trace
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 
@@ -163,6 +165,8 @@ app.add_typer(batch)
 app.command()(plan)
 app.command()(k8s)
 app.command()(experts)
+app.command()(top)
+app.command()(trace)
 app.command()(make_random)
 app.command()(simulate)
 

@@ -4,7 +4,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class _Shape(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ShownStage(_Shape):
