@@ -39,6 +39,8 @@ from tramontane.cluster.prompts import given_prompts
 from tramontane.cluster.run_summary import as_json, cut_short, summary
 from tramontane.cluster.serve_options import SERVING
 from tramontane.cluster.simulate_command import simulate
+from tramontane.cluster.top_command import top
+from tramontane.cluster.trace_command import trace
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 
@@ -121,6 +123,8 @@ app.add_typer(batch)
 app.command()(plan)
 app.command()(k8s)
 app.command()(experts)
+app.command()(top)
+app.command()(trace)
 app.command()(make_random)
 app.command()(simulate)
 

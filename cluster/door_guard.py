@@ -5,11 +5,12 @@ import uuid
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tramontane.cluster import ui_page
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.http_errors import json_error
 from tramontane.cluster.serve_headers import GOOD_ID, REQUEST_ID
 
-OPEN_TO_ALL = "/health"  # whoever restarts servers has no key
+OPEN_TO_ALL = {"/health"} | ui_page.PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
 
 
 class DoorGuard:
@@ -37,7 +38,7 @@ class DoorGuard:
             await send(message)
 
         answer = send_with_id if self._sends_id else send
-        owner = 0 if _path(scope) == OPEN_TO_ALL else self._keys.owner_of(_authorization(scope))
+        owner = 0 if _path(scope) in OPEN_TO_ALL else self._keys.owner_of(_authorization(scope))
         if owner is not None:
             scope["state"]["owner"] = owner
             await self._app(scope, receive, answer)

@@ -23,13 +23,19 @@ WHAT = f"% of each layer's tokens, {BUSIEST} its busiest"
 Look = tuple[float, MeasuredLoad | None]  # at so many seconds of a clock; None: no pipeline could tell
 
 
+class NoExpertsError(ConfigError):
+    """The server's model has none."""
+
+
 def client_of(url: str, headers: Mapping[str, str]) -> httpx.Client:
     """Raises ConfigError as ``base_url`` does."""
     return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE_S)
 
 
 def ask_load(client: httpx.Client) -> MeasuredLoad:
-    """Raises ConfigError where no server of ours answers or its model has no experts, NotRunningError while none can tell."""
+    """Raises ConfigError where no server of ours answers, NoExpertsError where its model has none, NotRunningError while none can
+    tell.
+    """
     try:
         answer = client.get("/experts")
     except httpx.HTTPError as error:
@@ -43,7 +49,7 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _no_tramontane(client, answer) from error
     if code == NO_EXPERTS:
-        raise ConfigError(f"--url {client.base_url} serves a model that has no experts")
+        raise NoExpertsError(f"--url {client.base_url} serves a model that has no experts")
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise NotRunningError(f"--url {client.base_url}: {message}; try again soon")
     raise _no_tramontane(client, answer)

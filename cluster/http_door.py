@@ -26,6 +26,7 @@ from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, Measured
 from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, owner_of, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
+from tramontane.cluster.ui_page import ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
@@ -104,6 +105,7 @@ class HttpDoor:
             Route("/health", self.health, methods=["GET"]),
             Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
             *docs_routes(),
+            *ui_routes(),
             Route("/experts", self.experts, methods=["GET", *(["POST"] if self._move_experts else [])]),
             *self._more_routes,
         ]

@@ -1,8 +1,8 @@
-"""What an ingress asks of every router: whether it is well, its load, and to move experts."""
+"""What an ingress asks of every router: whether it is well, what it does, its experts' load, and to move experts."""
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -38,6 +38,16 @@ class RouterQuestions:
             async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("expert_load")) as answers:
                 loads += [load async for load in answers if load is not None]
         return MeasuredLoad.summed(loads)
+
+    async def activity(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
+        """Of all pipelines that can tell theirs in time, by name; see ``RouterReplica.activity``."""
+        told: list[dict[str, Any]] = []
+        with suppress(Exception):  # the others have told theirs
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("activity", after)) as answers:
+                async for activity in answers:
+                    if activity is not None:
+                        told.append(activity)
+        return sorted(told, key=lambda each: str(each["name"]))
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
         """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,6 +25,7 @@ from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.cluster.worker_actor import naming_the_node
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
+from tramontane.router.activity import ActivityLog
 from tramontane.router.router import Router
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
@@ -60,6 +61,7 @@ class RouterReplica:
         new_spec = partial(_new_spec, config, fingerprint, application)
         pipeline = any_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
         self._spec, self._chain = await self._exit.enter_async_context(pipeline)
+        self._activity = ActivityLog()
         self._router = self._new_router()
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_running:
@@ -125,6 +127,26 @@ class RouterReplica:
         whole = len(by_layer) == args.n_layers  # a stage that is loading has none
         return (tuple(tokens for _, tokens in sorted(by_layer.items())) if whole else None), self._name
 
+    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+        """What ``GET /activity`` tells of this pipeline, or None if it is not driven now; and which replica says so.
+
+        ``after``: by pipeline, see ``ActivityLog.as_data``.
+        """
+        if not self._router.has_begun:
+            return None, self._name
+        scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
+        told = {
+            "name": name,
+            "stages": [{"label": stage.label, "stage": stage.stage_id} for stage in plan.stages],
+            "running": scheduler.num_running,
+            "waiting": scheduler.num_waiting,
+            "pages_held": scheduler.ledger.num_held,
+            "pages": scheduler.ledger.num_pages,
+            "epoch": scheduler.epoch,
+            "recoveries": self._router.progress.num_recoveries,
+        }
+        return told | self._activity.as_data(len(plan.stages), after.get(name)), self._name
+
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
         """Follow a plan for this load: how many experts were loaded for that, or why not; and which replica says so."""
         return await self._moved_experts(load), self._name
@@ -158,14 +180,13 @@ class RouterReplica:
         """What is held at this moment, and by whom. Without ``stages`` they need not answer."""
         scheduler = self._router.scheduler
         scheduler.check_integrity()
-        pages = [c.num_pages for c in scheduler.ledger.cache.classes]
         return {
             "pipeline": self._spec.name,
             "epoch": scheduler.epoch,
             "requests": self._router.num_requests,
             "sequences": scheduler.num_running,
             "waiting": scheduler.num_waiting,
-            "pages_held": sum(pages) - sum(scheduler.ledger.num_free),
+            "pages_held": scheduler.ledger.num_held,
             "steps": scheduler.num_steps,
             "preempted": scheduler.num_preempted,
             "recoveries": self._router.progress.num_recoveries,
@@ -189,7 +210,7 @@ class RouterReplica:
 
     def _new_router(self) -> Router:
         scheduler = scheduler_for(self._config, self._spec.plan, bounded=True)
-        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout)
+        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:

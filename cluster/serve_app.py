@@ -13,6 +13,7 @@ from ray.serve.config import RequestRouterConfig, gRPCOptions
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from tramontane.cluster.activity_door import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
@@ -180,8 +181,8 @@ class IngressReplica(GrpcServicer):
             self._routers.move_experts if config.move_experts else None,
             chat=chat_format(config, model),
             keys=keys,
-            more_routes=BatchDoor(self._batches).routes(),
-            more_operations=BATCH_OPERATIONS,
+            more_routes=[*BatchDoor(self._batches).routes(), *ActivityDoor(self._routers.activity).routes()],
+            more_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
             sign=(node, mark),

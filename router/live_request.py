@@ -20,6 +20,9 @@ class LiveRequest:
         self.index_of = {s.seq_id: index for index, s in enumerate(sequences)}
         self.priority = sequences[0].priority
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
+        self.is_single = len(sequences) == 1
+        has_begun = any(s.output_ids for s in sequences)  # with another router
+        self.told_at = now if has_begun else math.inf  # of tokens, last
         self._experts = ExpertHistory()
         self._logprobs = LogprobHistory()
         for index, sequence in enumerate(sequences):
@@ -36,7 +39,7 @@ class LiveRequest:
         self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
 
     def deliver(self, events: list[TokenEvent], now: float) -> None:
-        self.first_token_at = min(self.first_token_at, now)
+        self.first_token_at, self.told_at = min(self.first_token_at, now), now
         own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
         experts = tuple(choices for event in own for choices in self._experts.take(event.seq_id))
         self.sink(TokenBatch(own, self._times(now), experts, self._logprobs.take(own)))

@@ -26,6 +26,16 @@ class PageLedger:
     def num_free(self) -> list[int]:
         return [len(free) for free in self._free]
 
+    @property
+    def num_pages(self) -> int:
+        """Of all classes."""
+        return sum(window_class.num_pages for window_class in self.cache.classes)
+
+    @property
+    def num_held(self) -> int:
+        """Of all classes."""
+        return self.num_pages - sum(self.num_free)
+
     def fits_ever(self, sequence: Sequence) -> bool:
         """Could this sequence be admitted if nothing else ran?"""
         return self._is_possible(self._pages(sequence.max_cached))

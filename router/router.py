@@ -3,25 +3,21 @@
 import asyncio
 import itertools
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import FullError, LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import (
-    NUM_PRIORITIES,
-    SequenceSpec,
-    TokenBatch,
-    TokenEvent,
-)
+from tramontane.proto.request import SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.activity import ActivityLog
 from tramontane.router.in_flight import InFlight
 from tramontane.router.live_request import LiveRequest, Sink
 from tramontane.router.mailbox import Mailbox
 from tramontane.router.progress import Progress
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
+from tramontane.router.starts import Starts
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +36,7 @@ class Router:
         observe: Callable[[StepResult], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        activity: ActivityLog | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
@@ -49,9 +46,10 @@ class Router:
         self._wake = asyncio.Event()
         self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set)
         self._seq_ids = itertools.count()
-        self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
+        self._starts = Starts(clock)
         self.failure: PipelineError | None = None
         self.progress = Progress(clock)
+        self.activity = activity or ActivityLog()
         self._num_verdicts = 0  # against requests, since the last token of any
         self._loss: PipelineError | None = None  # that somebody else has seen
 
@@ -133,11 +131,7 @@ class Router:
         return len(set(map(id, self._requests.values())))
 
     def _retry_after_s(self, priority: int) -> int:
-        """As long as the request like it that started last has waited, or one that has not for longer, in whole seconds."""
-        now = self._clock()
-        waiting = (r for r in self._requests.values() if r.priority == priority and r.started_at == math.inf)
-        longest = max((now - request.arrived_at for request in waiting), default=0.0)
-        return max(1, math.ceil(max(longest, self._last_queue_s[priority])))
+        return self._starts.retry_after_s(priority, self._requests.values())
 
     async def run(self) -> None:
         """Submit and collect until cancelled, or until the pipeline is lost for good.
@@ -205,14 +199,8 @@ class Router:
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:
-            self._note_starts(batch)
+            self._starts.note(batch, self._requests)
             self._in_flight.submit(batch)
-
-    def _note_starts(self, batch: MicroBatch) -> None:
-        for chunk in batch.chunks:
-            if chunk.start == 0 and (request := self._requests.get(chunk.seq_id)) and request.started_at == math.inf:
-                request.started_at = self._clock()
-                self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 
     def _collect(self) -> None:
         while (done := self._in_flight.take()) is not None:
@@ -222,6 +210,7 @@ class Router:
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
         if self._observe is not None:
             self._observe(result)
+        self.activity.note(batch, result)
         if result.epoch == self.scheduler.epoch:
             self._note(result)
         ready: dict[LiveRequest, list[TokenEvent]] = {}
@@ -232,6 +221,7 @@ class Router:
             self._num_verdicts = 0
             self.progress.told_tokens()
         now = self._clock()
+        self.activity.note_tokens(ready, now)
         for request, events in ready.items():
             request.deliver(events, now)
 

@@ -3,7 +3,8 @@
     python tests/bench/scheduling.py [--sequences 256] [--steps 400] [--json]
 
 The real scheduler and policy against a modelled pipeline, timed: choosing, making the micro-batch, and taking in its
-result. Median of the steps after the policy has learned what stages take.
+result. Median of the steps after the policy has learned what stages take. Beside it what the router's activity log takes,
+where every sequence is a client that hears of its token.
 """
 
 import argparse
@@ -18,8 +19,10 @@ from rich.table import Table
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
+from tramontane.router.activity import ActivityLog
 from tramontane.router.admission import Limits
 from tramontane.router.balanced import BalancedPolicy
+from tramontane.router.live_request import LiveRequest
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence
 
@@ -28,18 +31,21 @@ WARM_UP = 200  # steps
 CONTEXT, WINDOW, PAGE_SIZE, BUDGET = 32768, 4096, 16, 512
 
 
-def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float, int]:
-    """Median seconds of a step, and how many decodes the last one had."""
+def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float, float, int]:
+    """Median seconds of a step and of its noting, and how many decodes the last one had."""
     ring = ring_pages(WINDOW, PAGE_SIZE, CONTEXT)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * num_sequences),))
     policy = BalancedPolicy(num_stages, BUDGET)
     scheduler = Scheduler(cache, Limits(num_sequences, BUDGET, CONTEXT, 32_000), policy)
     sampling = SamplingParams(max_tokens=CONTEXT // 2, temperature=0.0)
-    for seq_id in range(num_sequences):
-        scheduler.add(Sequence(seq_id, tuple(range(10, 74)), sampling, CONTEXT))
+    sequences = [Sequence(seq_id, tuple(range(10, 74)), sampling, CONTEXT) for seq_id in range(num_sequences)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    requests = {sequence.seq_id: LiveRequest([sequence], lambda _: None, 0.0) for sequence in sequences}
+    log = ActivityLog()
     now, free_at = 0.0, [0.0] * num_stages
     in_flight: deque[tuple[MicroBatch, tuple[StageTiming, ...]]] = deque()
-    taken = []
+    taken, noting = [], []
     for _ in range(WARM_UP + num_steps):
         started, made = time.perf_counter(), []
         while (batch := scheduler.schedule()) is not None:
@@ -50,9 +56,16 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
         now = max(now, timings[-1].ended_at)
         result = StepResult(batch.epoch, batch.step_id, (50,) * len(batch.sampled_ids), timings)
         started = time.perf_counter()
-        scheduler.complete(batch, result)
+        events = scheduler.complete(batch, result)
         taken.append(choosing + time.perf_counter() - started)
-    return statistics.median(taken[WARM_UP:]), len(batch.decodes.seq_ids)
+        hearing = [requests[event.seq_id] for event in events]
+        started = time.perf_counter()
+        log.note(batch, result)
+        log.note_tokens(hearing, now)
+        noting.append(time.perf_counter() - started)
+        for request in hearing:
+            request.told_at = now
+    return statistics.median(taken[WARM_UP:]), statistics.median(noting[WARM_UP:]), len(batch.decodes.seq_ids)
 
 
 def _timings(batch: MicroBatch, now: float, free_at: list[float]) -> tuple[StageTiming, ...]:
@@ -73,11 +86,13 @@ def main() -> None:
     options = parser.parse_args()
     figures = {stages: measure(stages, options.sequences, options.steps) for stages in STAGES}
     if options.json:
-        print(json.dumps([{"stages": k, "step_s": seconds, "decodes": n} for k, (seconds, n) in figures.items()]))
+        print(json.dumps([{"stages": k, "step_s": s, "noting_s": noting, "decodes": n} for k, (s, noting, n) in figures.items()]))
         return
-    table = Table("stages", "decodes in a micro-batch", "us a step", title=f"{options.sequences} sequences decode")
-    for stages, (seconds, decodes) in figures.items():
-        table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}")
+    table = Table(
+        "stages", "decodes in a micro-batch", "us a step", "us to note it", title=f"{options.sequences} sequences decode"
+    )
+    for stages, (seconds, noting, decodes) in figures.items():
+        table.add_row(str(stages), str(decodes), f"{seconds * 1e6:.0f}", f"{noting * 1e6:.0f}")
     Console().print(table)
 
 

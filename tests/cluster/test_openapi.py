@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import schemathesis
 from http_fuzz import check_error
 from hypothesis import HealthCheck, Phase, settings
+from past_activity import pipeline_data
 from pydantic import BaseModel, SecretStr
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -24,12 +26,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from tramontane.cluster.activity_door import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.expert_load import ExpertLoad
 from tramontane.cluster.openapi import Operation
+from tramontane.cluster.ui_page import ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.answer_schema import Detokenized
 from tramontane.router.batch_service import BatchService, JobSettings
@@ -47,7 +51,17 @@ async def _move(load: ExpertLoad) -> tuple[int, int]:
 
 PLACE = TemporaryDirectory()
 BATCHES = BatchService(JobSettings(f"sqlite:///{PLACE.name}/jobs.sqlite", f"{PLACE.name}/storage", "tiny"))
-EVERYTHING = {"move_experts": _move, "more_routes": BatchDoor(BATCHES).routes(), "more_operations": BATCH_OPERATIONS}
+
+
+async def _activity(_after: Mapping[str, int]) -> list[dict[str, Any]]:
+    return [pipeline_data()]
+
+
+EVERYTHING = {
+    "move_experts": _move,
+    "more_routes": [*BatchDoor(BATCHES).routes(), *ActivityDoor(_activity).routes()],
+    "more_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+}
 APP = door_of(ScriptedSource(), **EVERYTHING).app()
 
 
@@ -180,7 +194,7 @@ def test_every_route_is_described() -> None:
     there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
     routes = [route for route in door_of(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
     taken = {(method, route.path_format) for route in routes for method in (route.methods or set()) - {"HEAD"}}
-    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in docs_routes())}
+    of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [*docs_routes(), *ui_routes()])}
     assert taken - of_the_page == there
     assert all(described["summary"] != path for path, methods in page["paths"].items() for described in methods.values())
     assert "post" not in _get("/openapi.json").json()["paths"]["/experts"]

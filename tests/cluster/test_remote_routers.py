@@ -4,7 +4,7 @@ import asyncio
 import math
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -44,6 +44,7 @@ class Replica:
         self._channels = TokenChannels(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it cannot tell
+        self.told: dict[str, Any] | None = None
         self.is_dead = False
         self.is_cut_off = False  # nothing comes or goes any more, and nobody is told
         self._kept: list[AsyncIterator[bytes]] = []
@@ -74,6 +75,11 @@ class Replica:
         if self.is_dead:
             raise ConnectionError("the replica is gone")
         return self.load, self.name
+
+    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
+        return self.told and self.told | {"after": after}, self.name
 
 
 class Response:
@@ -223,6 +229,23 @@ def test_every_router_is_asked_for_its_experts_load() -> None:
             for each in replicas:
                 each.load, each.is_dead = (), True
             assert await routers.expert_load() == MeasuredLoad((), 0)
+
+    asyncio.run(scenario())
+
+
+def test_every_router_is_asked_for_its_activity() -> None:
+    """One that drives nothing, or is gone, does not keep the others from telling theirs."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abcd"]
+        async with _house(replicas, running="") as routers:
+            replicas[0].told, replicas[2].told = {"name": "app-2"}, {"name": "app-1"}
+            after = {"app-1": 7}
+            assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
+            assert sorted(each.asked["activity"] for each in replicas) == [1, 1, 1, 2], "one of them to find that all were"
+            for each in replicas:
+                each.is_dead = True
+            assert await routers.activity({}) == []
 
     asyncio.run(scenario())
 

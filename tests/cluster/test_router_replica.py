@@ -1,6 +1,7 @@
 """When a Router replica calls itself healthy, and which pipelines are its own; without Ray."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tiny import tiny_args
+from past_activity import log_of, pipeline_data
+from tiny import tiny_args, tiny_plan
 
 from tramontane.cluster import any_pipeline as any_pipeline_module
 from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
@@ -20,6 +22,12 @@ from tramontane.cluster.router_replica import MAX_FAILED_STARTS, RouterReplica
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto import wire
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError
+from tramontane.proto.request import SamplingParams
+from tramontane.router.activity_schema import PipelineActivity
+from tramontane.router.admission import Limits
+from tramontane.router.policy import EvenPolicy
+from tramontane.router.scheduler import Scheduler
+from tramontane.router.sequence import Sequence
 
 
 @dataclass
@@ -217,6 +225,30 @@ def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad 
         assert await replica.expert_load() == (expected, "replica")
         replica._spec = SimpleNamespace(plan=SimpleNamespace(args=tiny_args(n_layers=3, moe=False)))
         assert await replica.expert_load() == ((), "replica"), "whoever has no experts need not be asked"
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_tells_what_it_is_and_does() -> None:
+    plan = tiny_plan(tiny_args(n_layers=8), 2)
+    scheduler = Scheduler(plan.cache, Limits(8, 64, 256, 96), EvenPolicy(2, 64), epoch=5)
+    scheduler.add(Sequence(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
+    scheduler.schedule()
+
+    async def scenario() -> None:
+        router: Any = SimpleNamespace(has_begun=True, scheduler=scheduler, progress=SimpleNamespace(num_recoveries=3))
+        replica = _replica(router, asyncio.get_running_loop().create_future())
+        replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
+        told, name = await replica.activity({"app-1": 1, "other": 2})
+        shown = PipelineActivity.model_validate_json(json.dumps(told))
+        assert (name, shown.name, shown.epoch, shown.recoveries) == ("replica", "app-1", 5, 3)
+        assert [stage.label for stage in shown.stages] == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7"]
+        assert (shown.running, shown.waiting, shown.pages_held) == (1, 0, 2)
+        assert shown.pages == plan.cache.classes[0].num_pages
+        assert [batch.number for batch in shown.micro_batches] == [2, 3]
+        assert told.keys() == pipeline_data().keys()
+        router.has_begun = False
+        assert await replica.activity({}) == (None, "replica"), "it drives none now"
 
     asyncio.run(scenario())
 

@@ -8,9 +8,11 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import grpc
@@ -54,6 +56,7 @@ from serving import (
 )
 
 from tramontane.cluster import serve_checks
+from tramontane.cluster.activity_client import ask_activity, known_of
 from tramontane.cluster.cli import app
 from tramontane.cluster.config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.expert_load import MeasuredLoad, read_load
@@ -365,6 +368,33 @@ def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.
     assert read_load(tmp_path / "load.json") == after.tokens
     app(["experts", "--url", URL], standalone_mode=False)
     assert "since loading, 1 pipeline:" in capsys.readouterr().out
+
+
+def test_the_activity_is_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every micro-batch passes both stages; the trace is of what runs while it is taken."""
+    wait_until_idle()
+    with httpx.Client(base_url=URL, timeout=30) as client:
+        before = ask_activity(client)
+        usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
+        wait_until_idle()
+        (told,) = ask_activity(client, known_of(before)).pipelines
+    assert sum(batch.prefill_tokens for batch in told.micro_batches) == usage["prompt_tokens"]
+    assert sum(batch.decodes for batch in told.micro_batches) == 19, "the first token is the prompt's"
+    for batch in told.micro_batches:
+        assert [stage for stage, *_ in batch.stages] == [0, 1]
+        assert all(0 < busy_s <= elapsed_s for _, _, busy_s, elapsed_s in batch.stages)
+    assert (told.running, told.waiting, told.pages_held) == (0, 0, 0)
+    assert told.first_token_s is not None
+    app(["top", "--once", "--url", URL], standalone_mode=False)
+    assert "Stage 2/2 layers 4-7" in capsys.readouterr().out
+    is_over = Event()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)])
+        app(["trace", "-o", str(tmp_path / "trace.json"), "--seconds", "1", "--url", URL], standalone_mode=False)
+        is_over.set()
+        asking.result()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1000}
 
 
 def test_streamed_equals_unstreamed_for_200_random_requests() -> None:

@@ -1,0 +1,93 @@
+// A prompt, and the answer as it comes.
+
+import { isStopped, Refused, streamed } from "./server.js";
+import { count, rate, seconds, sentence } from "./words.js";
+
+const PATHS = { completion: "v1/completions", chat: "v1/chat/completions" };
+const part = (id) => document.getElementById(id);
+
+/** `onRefusedKey` is told when the server no longer takes the key. */
+export function startPrompt(onRefusedKey) {
+  const form = part("try");
+  let running = null;
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    if (running) return;
+    running = new AbortController();
+    setRunning(true);
+    tell(...(await answered(form, running, onRefusedKey)));
+    setRunning(false);
+    running = null;
+  });
+  part("stop").addEventListener("click", () => running?.abort());
+  part("prompt").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+}
+
+function setRunning(isRunning) {
+  part("send").disabled = isRunning;
+  part("stop").disabled = !isRunning;
+  part("answer").ariaBusy = isRunning; // read aloud when it has ended, not token by token
+  if (isRunning) part("stop").focus();
+  else if (document.activeElement === document.body) part("send").focus();
+}
+
+/** What is to be said below the answer, and whether it is bad. */
+async function answered(form, running, onRefusedKey) {
+  const kind = form.elements.kind.value;
+  const so = { begun: performance.now(), first: null, usage: null, finish: null };
+  part("answer").textContent = "";
+  tell("Waiting for the first token …");
+  try {
+    for await (const event of streamed(PATHS[kind], body(kind), running.signal)) take(event, so);
+  } catch (error) {
+    if (isStopped(error)) return [`Stopped after ${seconds((performance.now() - so.begun) / 1000)}.`];
+    if (error instanceof Refused && error.status === 401) onRefusedKey(error);
+    return [sentence(error.message), true];
+  }
+  return [summary(so)];
+}
+
+function body(kind) {
+  const text = part("prompt").value;
+  const given = kind === "chat" ? { messages: [{ role: "user", content: text }] } : { prompt: text };
+  const numbers = { max_tokens: part("max-tokens").valueAsNumber, temperature: part("temperature").valueAsNumber };
+  return { ...given, ...numbers, stream: true, stream_options: { include_usage: true } };
+}
+
+function take(event, so) {
+  so.usage = event.usage ?? so.usage;
+  for (const choice of event.choices) {
+    const text = choice.text ?? choice.delta?.content ?? "";
+    so.finish = choice.finish_reason ?? so.finish;
+    if (!text) continue;
+    so.first ??= performance.now();
+    append(text);
+    tell(`First token after ${seconds((so.first - so.begun) / 1000)} …`);
+  }
+}
+
+/** Stays at the end where it was at the end. */
+function append(text) {
+  const answer = part("answer");
+  const isAtEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 8;
+  answer.append(text);
+  if (isAtEnd) answer.scrollTop = answer.scrollHeight;
+}
+
+function summary({ begun, first, usage, finish }) {
+  const tokens = usage?.completion_tokens ?? 0;
+  const parts = [count(tokens, "token")];
+  if (first !== null) parts.push(`first after ${seconds((first - begun) / 1000)}`);
+  const spent = (performance.now() - (first ?? begun)) / 1000;
+  if (tokens > 1 && spent > 0) parts.push(`then ${rate((tokens - 1) / spent)} per second`);
+  if (finish === "length") parts.push("cut off at the most that was asked for");
+  return `${parts.join(", ")}.`;
+}
+
+function tell(text, isBad = false) {
+  const told = part("answer-told");
+  if (told.textContent !== text) told.textContent = text;
+  told.classList.toggle("bad", isBad);
+}
