@@ -9,16 +9,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 from tramontane.proto.errors import FullError, LeaseError, OverloadedError, PipelineError, PoisonError, RequestError
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import (
-    NUM_PRIORITIES,
-    SequenceSpec,
-    TokenBatch,
-    TokenEvent,
-)
+from tramontane.proto.request import NUM_PRIORITIES, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.in_flight import InFlight
 from tramontane.router.live_request import LiveRequest, Sink
 from tramontane.router.mailbox import Mailbox
+from tramontane.router.pipeline_counts import PipelineCounts
 from tramontane.router.progress import Progress
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
@@ -47,7 +43,8 @@ class Router:
         self._clock = clock
         self._requests: dict[int, LiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._wake = asyncio.Event()
-        self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set)
+        self.counts = PipelineCounts(chain.num_stages)
+        self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set, self.counts)
         self._seq_ids = itertools.count()
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
         self.failure: PipelineError | None = None
