@@ -64,8 +64,8 @@ class RouterReplica:
         pipeline = any_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
         self._spec, self._chain = await self._exit.enter_async_context(pipeline)
         self._router = self._new_router()
-        metrics = PipelineMetrics(RayMetrics(), self._spec.name)
-        repeat_for_ever(EXPORT_EVERY_S, lambda: metrics.tell(self._router))
+        self._metrics = PipelineMetrics(RayMetrics(), self._spec.name)
+        repeat_for_ever(EXPORT_EVERY_S, self._tell_metrics)
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_running:
             if self._router.failure is not None:
@@ -82,6 +82,9 @@ class RouterReplica:
             await self._driving
         if not self._is_given_up:  # else the next replica adopts the pipeline, with its weights
             await self._exit.aclose()
+
+    def _tell_metrics(self) -> None:
+        self._metrics.tell(self._router)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """The stream of tokens to one ingress; see ``TokenChannels``."""

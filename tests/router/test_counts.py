@@ -10,9 +10,12 @@ import pytest
 from tramontane.proto.errors import DeadlineError, DrainingError, FullError, OverloadedError, PipelineError
 from tramontane.proto.request import FinishReason, RequestTimes, TokenBatch, TokenEvent
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.router.completions import Completion
+from tramontane.router.openai_schema import parse_completion
 from tramontane.router.pipeline_counts import PipelineCounts
 from tramontane.router.recent import Recent
 from tramontane.router.request_counts import CountingRoom, RequestCounts
+from tramontane.router.served_model import ServedModel
 
 TIMES = RequestTimes(queue_s=0.25, prefill_s=0.0, decode_s=0.0)
 
@@ -127,6 +130,30 @@ def test_a_request_that_does_not(
         {reason: 1} if reason else {}
     )
     assert counts.whole_s.take() == []
+
+
+class TwoTokens:
+    """The second one ends the answer."""
+
+    async def generate(self, _specs: object) -> AsyncGenerator[TokenBatch, None]:
+        yield _tokens(0)
+        yield TokenBatch((TokenEvent(0, 7, FinishReason.LENGTH),), TIMES)
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        pass
+
+
+def test_every_completion_is_counted_by_its_model() -> None:
+    model = ServedModel("m", None, max_model_len=64, max_sequences=8, vocab_size=100)
+
+    async def complete() -> None:
+        request = parse_completion(b'{"prompt": [1, 2, 3], "max_tokens": 2}')
+        await (await Completion.prepare(model, request, arrived_at=0.0)).run(TwoTokens())
+
+    asyncio.run(complete())
+    counts = model.counts
+    assert (counts.prompt_tokens, counts.generation_tokens, counts.finished[FinishReason.LENGTH]) == (3, 2, 1)
+    assert [len(each.take()) for each in (counts.first_token_s, counts.inter_token_s, counts.whole_s)] == [1, 1, 1]
 
 
 class FullSource:
