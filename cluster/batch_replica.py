@@ -14,13 +14,16 @@ from typing import Any
 import ray
 from ray.serve.handle import DeploymentHandle
 
+from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.batch_nodes import OneMachineService
 from tramontane.cluster.config import EngineConfig
+from tramontane.cluster.metrics import RayMetrics
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.replica_log import log_beside_ray_serve
+from tramontane.cluster.request_metrics import RequestMetrics
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.served_model import chat_format, served_model
-from tramontane.cluster.worker_actor import naming_the_node
+from tramontane.cluster.worker_actor import EXPORT_EVERY_S, naming_the_node
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import SequenceSpec, TokenBatch
@@ -134,6 +137,7 @@ class BatchReplica:
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
         node = ray.get_runtime_context().get_node_id()
         self._routers = RemoteRouters(router, model.max_sequences * config.replicas, model=mark_of(fingerprint), node=node)
+        repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").tell)
         self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)

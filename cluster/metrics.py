@@ -1,15 +1,52 @@
-"""What Ray exports of a pipeline for Prometheus. Its own names put ``ray_`` before these, and ``_total`` behind counters."""
+"""How what is counted elsewhere gets to Ray's metrics: once a second, and only what is new."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from ray.util.metrics import Counter
+from ray.util import metrics as of_ray
+
+from tramontane.cluster.metric_table import EXPERT_BUSY, EXPERT_ROWS, EXPERT_TOKENS, PREFIX, Metric
+
+Tags = dict[str, str]
 
 
 class Counting(Protocol):
     """As much of Ray's ``Counter`` as is used here."""
 
-    def inc(self, value: float, tags: dict[str, str]) -> None: ...
+    def inc(self, value: float, tags: Tags) -> None: ...
+
+
+class Setting(Protocol):
+    """Likewise of its ``Gauge``. Ray forgets one that is not set again within two of its reports."""
+
+    def set(self, value: float, tags: Tags) -> None: ...
+
+
+class Observing(Protocol):
+    """Likewise of its ``Histogram``."""
+
+    def observe(self, value: float, tags: Tags) -> None: ...
+
+
+class Metrics(Protocol):
+    """Makes them. In a process there is one for each name."""
+
+    def counter(self, metric: Metric) -> Counting: ...
+    def gauge(self, metric: Metric) -> Setting: ...
+    def histogram(self, metric: Metric) -> Observing: ...
+
+
+class RayMetrics:
+    """Exported by the process that makes them."""
+
+    def counter(self, metric: Metric) -> Counting:
+        return of_ray.Counter(PREFIX + metric.name, metric.meaning, metric.labels)
+
+    def gauge(self, metric: Metric) -> Setting:
+        return of_ray.Gauge(PREFIX + metric.name, metric.meaning, metric.labels)
+
+    def histogram(self, metric: Metric) -> Observing:
+        return of_ray.Histogram(PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels)
 
 
 class Follower:
@@ -19,13 +56,17 @@ class Follower:
         self._counter = counter
         self._told: dict[tuple[str, ...], float] = {}
 
-    def tell(self, value: float, tags: dict[str, str]) -> None:
+    def tell(self, value: float, tags: Tags) -> None:
         """``value``: all that was counted so far under these tags."""
         series = tuple(tags.values())
         grown = value - self._told.get(series, 0)
         if grown > 0:  # Ray's counter refuses to be given nothing
             self._counter.inc(grown, tags)
             self._told[series] = value
+
+    def begin_anew(self) -> None:
+        """What it follows from now on is counted from nothing."""
+        self._told.clear()
 
 
 class ExpertTokens:
@@ -57,13 +98,10 @@ class ExpertWork:
 
 def expert_tokens(pipeline: str, stage_id: int) -> ExpertTokens:
     """Exported by the process that calls this."""
-    tags = ("pipeline", "stage", "layer", "expert")
-    return ExpertTokens(Counter("tramontane_expert_tokens", "Tokens that an expert was given.", tags), pipeline, stage_id)
+    return ExpertTokens(RayMetrics().counter(EXPERT_TOKENS), pipeline, stage_id)
 
 
 def expert_work(pipeline: str, actor_id: int) -> ExpertWork:
     """Exported by the process that calls this."""
-    tags = ("pipeline", "actor")
-    busy_s = Counter("tramontane_expert_busy_seconds", "Seconds in which an expert actor's experts worked.", tags)
-    rows = Counter("tramontane_expert_rows", "Rows of hidden states that an expert actor was given.", tags)
-    return ExpertWork(busy_s, rows, pipeline, actor_id)
+    made = RayMetrics()
+    return ExpertWork(made.counter(EXPERT_BUSY), made.counter(EXPERT_ROWS), pipeline, actor_id)

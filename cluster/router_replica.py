@@ -13,17 +13,20 @@ import psutil
 from ray import serve
 
 from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
+from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.deployments import is_superseded, note_deployment
 from tramontane.cluster.expert_load import ExpertLoad, by_expert
 from tramontane.cluster.expert_planner import replanned
 from tramontane.cluster.hardware import joined_cluster
 from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_for
+from tramontane.cluster.metrics import RayMetrics
+from tramontane.cluster.pipeline_metrics import PipelineMetrics
 from tramontane.cluster.pipeline_spec import Application, PipelineSpec
 from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.cluster.worker_actor import naming_the_node
+from tramontane.cluster.worker_actor import EXPORT_EVERY_S, naming_the_node
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
 from tramontane.router.activity import ActivityLog
 from tramontane.router.router import Router
@@ -63,6 +66,8 @@ class RouterReplica:
         self._spec, self._chain = await self._exit.enter_async_context(pipeline)
         self._activity = ActivityLog()
         self._router = self._new_router()
+        self._metrics = PipelineMetrics(RayMetrics(), self._spec.name)
+        repeat_for_ever(EXPORT_EVERY_S, self._tell_metrics)
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_running:
             if self._router.failure is not None:
@@ -79,6 +84,9 @@ class RouterReplica:
             await self._driving
         if not self._is_given_up:  # else the next replica adopts the pipeline, with its weights
             await self._exit.aclose()
+
+    def _tell_metrics(self) -> None:
+        self._metrics.tell(self._router)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
         """The stream of tokens to one ingress; see ``TokenChannels``."""

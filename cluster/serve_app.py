@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.activity_door import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.batch_replica import BatchReplica, batch_service
@@ -25,16 +26,19 @@ from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.job_urls import has_password
 from tramontane.cluster.launch import fingerprint_for
 from tramontane.cluster.least_loaded import LeastLoaded
+from tramontane.cluster.metrics import RayMetrics
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.replica_log import log_beside_ray_serve
+from tramontane.cluster.request_metrics import RequestMetrics
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.served_model import chat_format, served_model
 from tramontane.cluster.slow_readers import note_queues_of_answers
-from tramontane.cluster.worker_actor import naming_the_node
+from tramontane.cluster.worker_actor import EXPORT_EVERY_S, naming_the_node
 from tramontane.proto.errors import ConfigError
 from tramontane.router.grpc_servicer import GrpcServicer
+from tramontane.router.request_counts import CountingRoom
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
 APPLICATION = "tramontane"
@@ -159,12 +163,14 @@ class IngressReplica(GrpcServicer):
         self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s, mark, node)
         if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
             self._routers.drain()
+        source = CountingRoom(self._routers, model.counts)
+        repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "interactive").tell)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
         super().__init__(
             model,
-            self._routers,
+            source,
             self._batches,
             keys=keys,
             admits=is_from_here if grpc_from_here_only else lambda _: True,
@@ -173,7 +179,7 @@ class IngressReplica(GrpcServicer):
         )
         self._door = HttpDoor(
             model,
-            self._routers,
+            source,
             self._routers.is_ready,
             self._routers.expert_load,
             config.max_body_bytes,

@@ -104,14 +104,17 @@ class Completion:
         """What has changed, choice by choice, each time something is ready; ends with the last choice."""
         yielded, specs = set(self._begun.choices), self.specs()
         going = [index for index, choice in enumerate(self._choices) if not choice.finish]
-        async with aclosing(source.generate([specs[index] for index in going])) as batches:
-            async for batch in batches:
-                changes = self._take(batch if len(going) == len(specs) else renumbered(batch, going), yielded)
-                self._times = batch.times
-                if changes:
-                    yield changes
-                if self.is_finished:
-                    return
+        num_prompt, has_begun = sum(map(len, self._prompt_ids)), bool(self._begun.choices)
+        with self._model.counts.counted(self._arrived_at, num_prompt, self._choices, has_begun=has_begun) as counted:
+            async with aclosing(source.generate([specs[index] for index in going])) as batches:
+                async for batch in batches:
+                    counted.heard(batch)
+                    changes = self._take(batch if len(going) == len(specs) else renumbered(batch, going), yielded)
+                    self._times = batch.times
+                    if changes:
+                        yield changes
+                    if self.is_finished:
+                        return
 
     def take_news(self) -> list[ChoiceNews]:
         """What another door would have to know to go on after the last changes."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.pipeline_counts import PipelineCounts
 from tramontane.router.step_watch import StepWatch
 
 WATCH_EVERY_S = 0.2
@@ -16,8 +17,16 @@ LOOK_AGAIN_S = 1.0  # where somebody was computing or loading still
 class InFlight:
     """Of one pipeline, oldest first. ``on_result`` is called whenever one of them has come back, or failed."""
 
-    def __init__(self, chain: StageChain, timeout_s: float, clock: Callable[[], float], on_result: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chain: StageChain,
+        timeout_s: float,
+        clock: Callable[[], float],
+        on_result: Callable[[], None],
+        counts: PipelineCounts,
+    ) -> None:
         self._chain = chain
+        self._counts = counts
         self._clock = clock
         self._on_result = on_result
         self._batches: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
@@ -36,7 +45,9 @@ class InFlight:
         future = asyncio.ensure_future(self._chain.submit(batch))
         future.add_done_callback(lambda _: self._on_result())
         self._batches.append((batch, future))
-        self._watch.submitted(self._clock())
+        now = self._clock()
+        self._watch.submitted(now)
+        self._counts.submitted(now)
 
     def take(self) -> tuple[MicroBatch, StepResult] | None:
         """The oldest, if it has come back: results come in the order of submission.
@@ -48,7 +59,9 @@ class InFlight:
         batch, future = self._batches[0]
         result = future.result()
         self._batches.popleft()
-        self._watch.came_back(self._clock(), len(self._batches))
+        now, num_left = self._clock(), len(self._batches)
+        self._watch.came_back(now, num_left)
+        self._counts.came_back(batch, result, now, num_left)
         return batch, result
 
     def drop(self) -> None:
@@ -58,6 +71,7 @@ class InFlight:
                 future.exception()  # looked at, or asyncio would log it
         self._batches.clear()
         self._watch.forget()
+        self._counts.dropped()
 
     async def until_stuck(self) -> PipelineError:
         """Returns once something that stood still had to be replaced. Looks now and then: no timer for each step."""

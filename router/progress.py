@@ -22,6 +22,7 @@ class Progress:
         self._at = clock()  # when something was last done, or there was last nothing to do
         self.is_fenced = self.has_begun = False
         self.num_recoveries = 0
+        self.paused_s = 0.0  # in recoveries, from what was seen of the failure to the first token after it
         self.last_recovery: Recovery | None = None
 
     def note(self) -> None:
@@ -44,7 +45,9 @@ class Progress:
 
     def told_tokens(self) -> None:
         if self.last_recovery is not None and self.last_recovery.resumed_at is None:
-            self.last_recovery = replace(self.last_recovery, resumed_at=self._clock())
+            now = self._clock()
+            self.paused_s += now - self.last_recovery.seen_at
+            self.last_recovery = replace(self.last_recovery, resumed_at=now)
 
     def was_made_within(self, limit_s: float) -> bool:
         return self._clock() - self._at < limit_s

@@ -14,6 +14,7 @@ from tramontane.router.activity import ActivityLog
 from tramontane.router.in_flight import InFlight
 from tramontane.router.live_request import LiveRequest, Sink
 from tramontane.router.mailbox import Mailbox
+from tramontane.router.pipeline_counts import PipelineCounts
 from tramontane.router.progress import Progress
 from tramontane.router.scheduler import Scheduler
 from tramontane.router.sequence import Sequence as LiveSequence
@@ -44,7 +45,8 @@ class Router:
         self._clock = clock
         self._requests: dict[int, LiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._wake = asyncio.Event()
-        self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set)
+        self.counts = PipelineCounts(chain.num_stages)
+        self._in_flight = InFlight(chain, step_timeout_s, clock, self._wake.set, self.counts)
         self._seq_ids = itertools.count()
         self._starts = Starts(clock)
         self.failure: PipelineError | None = None

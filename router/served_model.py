@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tramontane.proto.errors import RequestError
 from tramontane.router.openai_schema import ParameterError
+from tramontane.router.request_counts import RequestCounts
 from tramontane.router.tokenizer import Tokenizer
 
 LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
@@ -16,7 +17,7 @@ LONG_TEXT = 4096  # characters of one request; more are tokenized beside the eve
 class ServedModel:
     """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only.
 
-    ``num_layers`` and ``experts_per_token`` are those of a model with experts, else 0.
+    ``num_layers`` and ``experts_per_token`` are those of a model with experts, else 0. ``counts``: what becomes of its requests.
     """
 
     name: str
@@ -26,6 +27,7 @@ class ServedModel:
     vocab_size: int
     num_layers: int = 0
     experts_per_token: int = 0
+    counts: RequestCounts = field(default_factory=RequestCounts, compare=False)
 
 
 async def encoded(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:

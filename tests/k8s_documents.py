@@ -18,7 +18,7 @@ K8S = ROOT / "k8s"
 CRDS = ROOT.parent / "shared" / "schemas" / "kuberay"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 PIECES = ("base", "models-volume", "models-bucket", "ingress", "monitoring", "redis")
-WITHOUT_A_SCHEMA = {"PodMonitor"}  # of the Prometheus operator
+WITHOUT_A_SCHEMA = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operator
 
 
 @cache

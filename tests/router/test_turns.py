@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from imagined import ImaginedPipeline, new_cache, new_sequence
+from scripted import ScriptedChain
 
 from tramontane.proto.errors import FullError, OverloadedError
 from tramontane.proto.request import SamplingParams, SequenceSpec
@@ -110,9 +111,13 @@ def test_owners_are_admitted_in_turns_and_end_all() -> None:
     assert [event.seq_id for event in pipe.events] == [0, 1, 6, 2, 7, 3, 4, 5], "0 had nobody to share with"
 
 
+async def _never(_batch: object) -> None:
+    raise AssertionError("nothing runs here")
+
+
 def _router(max_queued: int) -> Router:
     limits = Limits(1, 64, 256, 1000, max_queued_seqs=max_queued)
-    return Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), None)  # type: ignore[arg-type]
+    return Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), ScriptedChain(_never))
 
 
 def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
@@ -148,8 +153,7 @@ def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_lar
 def test_when_to_come_back_counts_what_still_waits() -> None:
     now = [0.0]
     limits = Limits(1, 64, 256, 1000, max_queued_seqs=1)
-    chain = None
-    router = Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), chain, clock=lambda: now[0])  # type: ignore[arg-type]
+    router = Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), ScriptedChain(_never), clock=lambda: now[0])
     spec = SequenceSpec((1,), SamplingParams(max_tokens=4))
     for _ in range(2):
         router.submit([spec], lambda _: None)
