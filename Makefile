@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos soak head-death bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos soak head-death ray-up bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -74,6 +74,9 @@ chaos: $(STAMP)  ## 200 faults of eight kinds while streams run: what was lost, 
 
 head-death: $(STAMP)  ## the head node is killed and comes back, with Redis (redis-server), while streams run
 	$(BIN)/python -m pytest -q tests/head_death.py
+
+ray-up: $(STAMP)  ## as root: ray up on three hosts with sshd (openssh-server, rsync), one of which is lost while the cluster serves
+	$(BIN)/python -m pytest -q -s tests/ray_up.py
 
 soak: $(STAMP)  ## half an hour of clients that leave, stall and ask for nonsense: is everything back where it was?
 	$(BIN)/python tests/bench/soak.py

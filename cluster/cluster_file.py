@@ -20,7 +20,9 @@ ROLE_LABEL, HEAD, STAGE = "tramontane-role", "head", "stage"
 STORE_BYTES = GIB  # Ray's object store on each node: some micro-batches of hidden states
 DISK_GIB = 256
 GCS_PORT = 6379
-ORPHANED_S = 15  # after which machines that ``ray down`` does not switch off stop what it leaves on them
+ORPHANED_S = 15  # after which a node of machines that ``ray down`` does not switch off misses its head and ends
+# What Ray then still leaves on it is stopped, unless Ray has been started again.
+STOP_ORPHANS = "tail --pid=$(pgrep -nx raylet) -f /dev/null; sleep 15; pgrep -x raylet || ray stop --force"
 SDKS = {  # with which Ray's autoscaler on the head node asks for machines
     "aws": ("boto3",),
     "gcp": ("google-api-python-client", "google-auth", "cryptography"),
@@ -161,6 +163,7 @@ def _ray(file: ClusterFile) -> dict[str, Any]:
     head = offered if file.stage_on_head else "--num-cpus=0 --num-gpus=0"
     config = f"--autoscaling-config=~/ray_bootstrap_config.yaml --system-config={shlex.quote(json.dumps(ray_settings))}"
     label = f"--labels={ROLE_LABEL}"
+    after = f" && (setsid nohup sh -c {shlex.quote(STOP_ORPHANS)} > /dev/null 2>&1 &)" if file.hosts else ""
     return {
         "head_start_ray_commands": [
             "ray stop",
@@ -168,6 +171,6 @@ def _ray(file: ClusterFile) -> dict[str, Any]:
         ],
         "worker_start_ray_commands": [
             "ray stop",
-            f"{before}; ray start --address=$RAY_HEAD_IP:{GCS_PORT} {offered} {common} {label}={STAGE}",
+            f"{before}; ray start --address=$RAY_HEAD_IP:{GCS_PORT} {offered} {common} {label}={STAGE}{after}",
         ],
     }

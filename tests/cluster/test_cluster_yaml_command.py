@@ -48,7 +48,7 @@ def _ray_start(document: dict[str, Any], kind: str) -> dict[str, Any]:
     """The options of ``ray start``, as Ray reads them."""
     stop, command = document[f"{kind}_start_ray_commands"]
     assert stop == "ray stop"
-    words = shlex.split(command.split("; ")[-1])
+    words = shlex.split(re.sub(r".*; (?=ray start )| && .*", "", command))
     assert words[:2] == ["ray", "start"]
     options: dict[str, Any] = start.make_context("start", words[2:]).params
     return options
