@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos soak bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos ray-up soak bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -71,6 +71,9 @@ bench-batch-kills: $(STAMP)  ## a batch job while the server, stages and the Bat
 
 chaos: $(STAMP)  ## 200 faults of ten kinds while streams run: what was lost, told twice or different, and how long streams paused
 	$(BIN)/python tests/bench/chaos.py --experts --nodes
+
+ray-up: $(STAMP)  ## as root: ray up on three hosts with sshd (openssh-server, rsync), one of which is lost while the cluster serves
+	$(BIN)/python -m pytest -q -s tests/ray_up.py
 
 soak: $(STAMP)  ## half an hour of clients that leave, stall and ask for nonsense: is everything back where it was?
 	$(BIN)/python tests/bench/soak.py

@@ -13,6 +13,7 @@ import typer
 from tramontane.cluster.batch_command import batch
 from tramontane.cluster.bench_command import bench
 from tramontane.cluster.chat_command import chat
+from tramontane.cluster.cluster_yaml_command import cluster_yaml
 from tramontane.cluster.config_command import config
 from tramontane.cluster.display import Display
 from tramontane.cluster.drain_command import drain
@@ -122,6 +123,7 @@ app.command()(drain)
 app.add_typer(batch)
 app.command()(plan)
 app.command()(k8s)
+app.command()(cluster_yaml)
 app.command()(experts)
 app.command()(top)
 app.command()(trace)

@@ -1,29 +1,24 @@
 """``tramontane k8s``: the pods of a Kubernetes cluster that a model takes, as a kustomize overlay."""
 
 import re
-import shlex
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from tramontane.cluster.config import ConfigFile, EngineConfig
+from tramontane.cluster.imagined import THREADS, application_args, as_typed, folder_name, imagined_config, plan_of
 from tramontane.cluster.k8s_overlay import FILES, MARK, Overlay, overlay_files
 from tramontane.cluster.k8s_pods import Workers
 from tramontane.cluster.options import BATCHING, PIPELINE, flag, option, takes
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_folder import find_model_args, is_preset
-from tramontane.proto.plan import ClusterPlan
 
 ALIKE = ("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_memory", "threads_per_stage", "link")
 SHARED = MappingProxyType(
     {name: PIPELINE[name] for name in (*ALIKE, "step_timeout", "expert_actors", "expert_replicas", "config")}
 )
 OURS = {"placement_timeout", "ingress_replicas", "api_key_file", "replicas", "expert_memory", "gpu_speed"}
-THREADS = 4  # of a stage with a GPU, which launches kernels with them
-FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
 
@@ -53,14 +48,15 @@ def k8s(
     image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
     if not IMAGE_NAME.fullmatch(image):
         raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
-    args = _application_args(context)
-    config = _imagined_config(args, model, replicas)
+    args = application_args(context, OURS)
+    args.setdefault("threads_per_stage", 1 if cpu else THREADS)
+    config = imagined_config(args, model, replicas)
     workers = Workers(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
-    plan = _plan(config, workers)
+    plan = plan_of(config, workers)
     overlay = Overlay(
-        command=_command(context),
+        command=as_typed(context, "k8s", {"replicas": 1, "base": "../.."}),
         args=args,
-        model=None if model is None else _folder_name(model),
+        model=None if model is None else folder_name(model),
         num_stages=len(plan.stages),
         num_experts=config.expert_actors,
         workers=workers,
@@ -74,52 +70,6 @@ def k8s(
     _write(overlay_files(overlay), out)
     pods = (len(plan.stages) + config.expert_actors) * replicas
     typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, and the doors and the head; kubectl apply -k {out}")
-
-
-def _application_args(context: typer.Context) -> dict[str, Any]:
-    """The keys of ``--config`` and the flags that are keys, but for the model: it has another path there."""
-    path = context.params["config"]
-    keys = dict(ConfigFile.read(path).keys) if path else {}
-    if others := sorted((OURS | {"model"}) & keys.keys()):
-        raise ConfigError(f"{', '.join(others)} (in {path}): not for a file of this command, which decides it")
-    not_args = OURS | {"model", "config"}
-    flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names() - not_args}
-    args = keys | {name: value for name, value in flags.items() if value is not None}
-    args.setdefault("threads_per_stage", 1 if context.params["cpu"] else THREADS)
-    return args
-
-
-def _imagined_config(args: dict[str, Any], model: Path | None, replicas: int) -> EngineConfig:
-    """As the application's, with the model that there is here."""
-    from tramontane.cluster.serve_app import checked_config  # brings Ray Serve
-
-    where = {} if model is None else {"model": model}
-    presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
-    config = checked_config(presets | args | where | {"replicas": replicas})
-    if config.gpu_memory is None or len(config.gpu_memory) != 1:
-        raise ConfigError(
-            "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "
-            "and to Ray a pod that is replaced is another node"
-        )
-    return config
-
-
-def _plan(config: EngineConfig, workers: Workers) -> ClusterPlan:
-    """As it will be made there. Raises PlanError if the model does not fit."""
-    from tramontane.cluster.best_plan import plan_for
-    from tramontane.cluster.hardware import Gpu, Hardware
-
-    number = ((config.stages or 0) + config.expert_actors) * config.replicas
-    gpus = tuple(Gpu("gpu", workers.memory, node=str(node)) for node in range(number)) if workers.has_gpu else ()
-    hardware = Hardware((workers.threads,) * number, (workers.memory,) * number, gpus)
-    return plan_for(config, find_model_args(config.model), hardware)
-
-
-def _folder_name(model: Path) -> str:
-    name = model.name if is_preset(model) else model.resolve().name
-    if not FOLDER_NAME.fullmatch(name):
-        raise ConfigError(f"--model is {model}; the folder's name must be letters, digits, points, dashes and underscores")
-    return name
 
 
 def _write(files: dict[str, str], out: Path) -> None:
@@ -136,14 +86,3 @@ def _check_folder(out: Path) -> None:
     for path in (out / name for name in FILES):
         if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):
             raise ConfigError(f"{path} was not written by this command; choose another --out")
-
-
-def _command(context: typer.Context) -> str:
-    """As it would be typed, without the folder: the same for the same files."""
-    given = {name: value for name, value in context.params.items() if value not in (None, False) and name != "out"}
-    defaults = {"replicas": 1, "base": "../.."}
-    words = ["tramontane", "k8s"]
-    for name, value in sorted(given.items(), key=lambda item: list(context.params).index(item[0])):
-        if defaults.get(name) != value:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return shlex.join(words)

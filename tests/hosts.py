@@ -135,7 +135,7 @@ class Network:
         self._stack.callback(_remove, name)
 
     def _first_process(self, name: str, hostname: str, own_folders: Mapping[str, Path]) -> int:
-        mounts = [f"mount --bind '{folder}' '{path}'" for path, folder in own_folders.items()]
+        mounts = [f"mount --rbind '{folder}' '{path}'" for path, folder in own_folders.items()]
         script = "; ".join(["set -e", f"hostname {hostname}", *mounts, FIRST_PROCESS])
         apart = ["unshare", "--mount", "--pid", "--uts", "--fork", "--mount-proc", "--kill-child", "bash", "-c", script]
         command = ["ip", "netns", "exec", name, *apart]
