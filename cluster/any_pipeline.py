@@ -58,7 +58,8 @@ async def any_pipeline(
             async with AsyncExitStack() as stack:
                 try:
                     spec = await _specification(name)
-                    chain = await stack.enter_async_context(running_pipeline(spec, holder=holder))
+                    running = running_pipeline(spec, holder=holder, make_room=_ending_older(name, holder))
+                    chain = await stack.enter_async_context(running)
                 except LeaseError as error:
                     logger.warning("%s", error)
                     continue

@@ -5,7 +5,7 @@ Which is the newest: routers of older ones make way. And which have been drained
 
 import time
 
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 BELIEVED_FOR_NS = 900 * 10**9
 
@@ -25,6 +25,11 @@ def is_superseded(application: str, deployed_at: int) -> bool:
 def note_drained(application: str) -> None:
     """Its newest deployment takes nothing new any more; a later one will."""
     _internal_kv_put(_drained_key(application), str(newest_deployment(application)).encode())
+
+
+def forget_drained(application: str) -> None:
+    """It takes new requests again."""
+    _internal_kv_del(_drained_key(application))
 
 
 def is_drained(application: str, deployed_at: int) -> bool:

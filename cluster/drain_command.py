@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tramontane.cluster.display import Display
-from tramontane.cluster.options import option
+from tramontane.cluster.options import flag, option
 from tramontane.proto.errors import ConfigError, PipelineError
 
 DRAIN_S = 600.0
@@ -15,6 +15,7 @@ DRAIN_S = 600.0
 def drain(
     address: Annotated[str, option("--address", help="The Ray cluster that serves: host:port, or auto for this machine's.")],
     timeout: Annotated[float, option("--drain-timeout", help="Seconds to wait for what runs. Default 600.")] = DRAIN_S,
+    undo: Annotated[bool, flag("--undo", help="Have it take new requests again.")] = False,
 ) -> None:
     """Have the application on a running cluster finish what it has begun, and take nothing new."""
     if not 0 <= timeout < float("inf"):
@@ -30,12 +31,14 @@ def drain(
         with joined_ray(address, measured=False):
             if APPLICATION not in serve.status().applications:
                 raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
-            num_left = draining.drain(timeout, display.report, _slept)
+            if undo:
+                draining.undo()
+            num_left = 0 if undo else draining.drain(timeout, display.report, _slept)
     finally:
         display.stop()
     if num_left:
         raise PipelineError(f"{num_left} requests still run after {timeout:g} s; nothing new is taken")
-    typer.echo("drained: nothing runs, and nothing new is taken")
+    typer.echo("new requests are taken again" if undo else "drained: nothing runs, and nothing new is taken")
 
 
 def _slept(seconds: float) -> bool:

@@ -8,7 +8,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from tramontane.cluster.deployments import note_drained
+from tramontane.cluster.deployments import forget_drained, note_drained
 from tramontane.cluster.serve_app import APPLICATION
 
 POLL_S = 0.1
@@ -39,6 +39,12 @@ def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], boo
         if time.monotonic() >= deadline or is_broken_off(POLL_S):
             break
     return num_left
+
+
+def undo() -> None:
+    """Every ingress replica takes new requests again."""
+    forget_drained(APPLICATION)
+    _each("resume")
 
 
 def num_unfinished() -> int:

@@ -46,8 +46,10 @@ class LeaseBook:
         return self._last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
-        """False if the lease is not this holder's (any more)."""
-        if self.lease is None or self.lease.holder != holder:
+        """False if the lease is not this holder's (any more). One that the book has forgotten is whoever's renews it."""
+        if self.lease is None:
+            self.lease = Lease(holder, self._last_epoch)
+        if self.lease.holder != holder:
             return False
         self._renewed_at = now
         return True

@@ -23,12 +23,13 @@ from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
 from tramontane.cluster.supervisor import create_supervisor, remove_pipeline
-from tramontane.cluster.supervisor_calls import answered, answered_soon, keep_lease
+from tramontane.cluster.supervisor_calls import answered, answered_soon, keep_lease, renewed
 from tramontane.cluster.worker_actor import NAMESPACE
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
+SUPERVISOR_ANSWERS_S = 20.0  # also where it is starting again: else its pipeline would be removed although another router has it
 MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
 # Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
 # about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
@@ -97,12 +98,12 @@ async def running_pipeline(
 async def _is_ours(supervisor_name: str, holder: str) -> bool:
     """False if another router has taken the pipeline over, or has made one of the same name since.
 
-    A supervisor that is gone, or does not answer, denies nothing.
+    A supervisor that is gone, or does not answer for long, denies nothing.
     """
     try:
         supervisor = ray.get_actor(supervisor_name, NAMESPACE)
-        asked: ray.ObjectRef[bool] = supervisor.renew.options(concurrency_group="lease").remote(holder)
-        return bool(await asyncio.wait_for(asyncio.wrap_future(asked.future()), REMOVAL_TIMEOUT_S))
+        async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
+            return await renewed(supervisor, holder)
     except (RayError, TimeoutError, ValueError):
         return True
 

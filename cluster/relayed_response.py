@@ -11,7 +11,6 @@ from tramontane.router.openai_schema import error_body
 ANSWER = "tramontane.answer"  # a BegunAnswer, in the scope that a door gets: beside HTTP, where no client can write
 NEWS = "tramontane.news"  # in each message of a stream: what it tells of the choices; comes from doors only, and goes no further
 NODE = "tramontane.node"  # a message of its own, before all others: on which node this door is, and its model; it stays here, too
-FOR_NOW = (HTTPStatus.NOT_FOUND, HTTPStatus.TOO_MANY_REQUESTS)  # the first says Ray Serve where the application is being deployed
 TOO_LATE = HTTPStatus.GATEWAY_TIMEOUT  # for this client: the time that it gave is over
 OTHER_MODEL = "the server has another model now; send the request again"
 LOST = "the server lost this request, and could not take it up again; send it again"
@@ -35,7 +34,7 @@ class RelayedResponse:
 
     def begin_again(self, waited_s: float) -> None:
         """What comes now is another door's. ``waited_s``: since the request has arrived."""
-        self.answer.num_lost_doors += 1
+        self.answer.num_lost_doors += self.node is not None  # else that door has not heard of the request
         self.answer.waited_s = waited_s
         self._start, self._is_another, self._is_refused, self.node = None, True, False, None
 
@@ -48,8 +47,10 @@ class RelayedResponse:
             self.answer.model = self.answer.model if self.answer.choices else message["model"]
         elif message["type"] == "http.response.start":
             self._start, status = message, message["status"]
+            # Ray Serve says "not found" where the application is being deployed.
             is_failing = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != TOO_LATE
-            self._is_refused = self._is_another and (status in FOR_NOW or is_failing)
+            is_full = status == HTTPStatus.TOO_MANY_REQUESTS and self.answer.goes_on
+            self._is_refused = self._is_another and (status == HTTPStatus.NOT_FOUND or is_full or is_failing)
         elif message["type"] != "http.response.body":
             await self._send(message)
         elif not self._is_refused:

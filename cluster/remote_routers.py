@@ -154,6 +154,10 @@ class RemoteRouters(RouterQuestions):
         self._is_draining = True
         return self.num_requests
 
+    def resume(self) -> None:
+        """Take requests again."""
+        self._is_draining = False
+
     def end_all(self) -> None:
         """What has not ended ends with the reason."""
         self._is_ending = True

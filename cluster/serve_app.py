@@ -49,6 +49,7 @@ OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
+CHECK_TIMEOUT_S = 10.0  # of one that lives and does not answer: after three such checks, before doors lose patience
 HAND_OVER_S = 15.0  # then doors take what a router still has to another one, and it ends by itself
 NEW_FIRST = 100  # percent: of a new version all replicas are started before those of the old one are stopped
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
@@ -105,6 +106,7 @@ def application(
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
+        health_check_timeout_s=CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s + HAND_OVER_S,
@@ -116,6 +118,7 @@ def application(
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
+        health_check_timeout_s=CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
         logging_config=quiet,
@@ -126,6 +129,7 @@ def application(
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0, **off_head()},
         health_check_period_s=CHECK_EVERY_S,
+        health_check_timeout_s=CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=patience_s,
         max_surge_percent=NEW_FIRST,
@@ -204,6 +208,10 @@ class IngressReplica(GrpcServicer):
     async def drain(self) -> int:
         """Take nothing new; returns how many requests have not ended."""
         return self._routers.drain()
+
+    async def resume(self) -> None:
+        """Take new requests again."""
+        self._routers.resume()
 
     async def end_all(self) -> None:
         """What runs ends with an error that says why."""

@@ -34,7 +34,8 @@ LEASE_TTL_S = 10.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
 WATCH_EVERY_S = 1.0
-HEALTH_TIMEOUT_S = 1.0  # of all stages together; one that is stopped must not keep the others waiting
+HEALTH_TIMEOUT_S = 1.0  # of all stages together, where one is stopped; while none can tell the lease, for a few times as long
+HEALTH_LOOKS = 5
 LOOK_EVERY_S = 2.0  # while workers are waited for
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
@@ -244,10 +245,17 @@ def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
     asked: list[ray.ObjectRef[StageHealth]] = [
         stage.health.options(concurrency_group="control").remote() for stage in _existing_stages(spec)
     ]
-    leases: list[Lease] = []
-    for answer in ray.wait(asked, num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)[0] if asked else ():
+    for _ in range(HEALTH_LOOKS if asked else 0):
+        answers, silent = ray.wait(asked, num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)
+        leases = list(_leases(answers))
+        if leases or not silent:
+            return max(leases, key=lambda lease: lease.epoch, default=None)
+    return None
+
+
+def _leases(answers: list["ray.ObjectRef[StageHealth]"]) -> Iterator[Lease]:
+    for answer in answers:
         with contextlib.suppress(RayError):
             health = ray.get(answer)
             if health.holder:
-                leases.append(Lease(health.holder, health.epoch))
-    return max(leases, key=lambda lease: lease.epoch, default=None)
+                yield Lease(health.holder, health.epoch)

@@ -39,6 +39,12 @@ class Faults:
 
     def __init__(self, rng: random.Random, store_bytes: int, cluster: Cluster | None = None) -> None:
         self._rng, self._store_bytes, self._cluster = rng, store_bytes, cluster
+        self.num_filled = 0  # object stores, in all
+        self.rare: dict[str, Callable[[], None]] = {  # found by Ray Serve's checks, which takes it half a minute
+            "stop an expert": lambda: self._signal("expert", signal.SIGSTOP),
+            "stop the router": lambda: self._signal("router", signal.SIGSTOP),
+            "stop the door": lambda: self._signal("door", signal.SIGSTOP),
+        }
         self.kinds: dict[str, Callable[[], None]] = {
             "kill a stage": lambda: self._signal("stage", signal.SIGKILL),
             "stop a stage": lambda: self._signal("stage", signal.SIGSTOP),
@@ -75,8 +81,11 @@ class Faults:
         num_blocks = int(OF_STORE * self._store_bytes) >> 24
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        with suppress(RayError):  # one may be dying
-            ray.get([_fill_here.options(scheduling_strategy=place).remote(num_blocks) for place in there])
+        filling = [_fill_here.options(scheduling_strategy=place).remote(num_blocks) for place in there]
+        for filled in filling:
+            with suppress(RayError):  # one may be dying
+                ray.get(filled)
+                self.num_filled += 1
 
     def _kill_raylet(self) -> None:
         """With all that runs on it; another node comes in its place at once."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import time
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ class Load:
     last_piece_at: dict[int, float] = field(default_factory=dict)  # of streams that are on their way, by client
     pauses: dict[int, float] = field(default_factory=dict)  # the longest of each of those since the last ``watch``
     waits: list[float] = field(default_factory=list)  # of streams for their first piece, where it came since the last ``watch``
+    least_struck: float = math.inf  # of the unfinished ones, when a fault came
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:

@@ -35,7 +35,7 @@ class MortalDoors:
 
         async def send_alive(message: Message) -> None:
             nonlocal num_said
-            if num_said == life:
+            if num_said == life and message["type"] != NODE:
                 dead.set()
                 await asyncio.Event().wait()
             num_said += message["type"] != NODE

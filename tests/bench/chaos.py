@@ -105,7 +105,8 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
             load.watch()
             limit_s = await asyncio.to_thread(_step_limit_s) if kind == "stop a stage" else 0.0
             struck_at = time.monotonic()
-            await asyncio.to_thread(faults.kinds[kind])
+            load.least_struck = min(load.least_struck, load.unfinished)
+            await asyncio.to_thread({**faults.rare, **faults.kinds}[kind])
             if rng.random() < AT_ONCE:
                 continue
             watched = set(load.pauses)
@@ -179,6 +180,8 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
         "requests": load.num_done + len(load.failed),
         "failed": load.failed,
         "different": load.different,
+        "least_streams": load.least_struck,
+        "stores_filled": getattr(faults, "num_filled", 0),
         "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
         "faults": {kind: {"count": Counter(_turns(args, kinds))[kind], **_figures(told[kind])} for kind in kinds if kind in told},
     }
@@ -208,6 +211,8 @@ def _show(ledger: dict[str, Any]) -> None:
     console.print(table)
     for title in ("failed", "different"):
         console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
+    console.print(f"unfinished streams at a fault: {ledger['least_streams']} or more")
+    console.print(f"object stores filled: {ledger['stores_filled']}")
     console.print(f"left behind: {ledger['left'] or 'nothing'}")
 
 

@@ -270,11 +270,25 @@ def test_an_answer_keeps_its_place_when_its_door_dies(path: str, stream: bool, l
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        relay, _ = _relayed(source, (life,))
+        relay = DoorRelay(MortalDoors(SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)))
         body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
         client = await answered(relay, path, body | {"stream": stream})
         assert (client.status, client.is_answered) == (200, True)
         assert [[spec.was_accepted for spec in specs] for specs in source.asked] == [[False], [True]]
+
+    asyncio.run(scenario())
+
+
+def test_who_has_met_a_door_that_was_dead_already_is_new_to_the_next() -> None:
+    """A door that falls under load must not open the next one to all who come after."""
+
+    async def scenario() -> None:
+        source = Counting(SAYS)
+        source.num_new = 1  # somebody else has the room
+        relay, doors = _relayed(source, (0,))
+        client = await answered(relay, COMPLETIONS, {"prompt": "Hello"})
+        assert source.asked == []
+        assert (client.status, doors.num_asked) == (429, 2)
 
     asyncio.run(scenario())
 

@@ -138,6 +138,7 @@ def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytes
     kept: dict[str, bytes] = {}
     monkeypatch.setattr(deployments, "_internal_kv_put", kept.__setitem__)
     monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
+    monkeypatch.setattr(deployments, "_internal_kv_del", kept.pop)
     assert not deployments.is_drained("app", 7)
     deployments.note_drained("app")
     assert not deployments.is_drained("app", 7), "of no deployment that is known"
@@ -146,3 +147,5 @@ def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytes
     deployments.note_deployment("app", 8)
     assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
     assert not deployments.is_drained("another", 7)
+    deployments.forget_drained("app")
+    assert not deployments.is_drained("app", 7)

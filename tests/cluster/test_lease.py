@@ -77,6 +77,15 @@ def test_the_holder_may_claim_again() -> None:
     assert book.next_epoch(floor=0) > first
 
 
+def test_a_holder_that_the_book_has_forgotten_has_the_lease_again_when_it_renews() -> None:
+    """No stage could tell who drives it when the supervisor was born again. Who does drives on, and does not claim."""
+    book = LeaseBook(TTL, now=0.0)
+    assert book.renew("a", now=5.0)
+    assert book.idle_s(now=6.0) == 1.0
+    with pytest.raises(LeaseError, match="driven by a"):
+        book.claim("b", now=6.0)
+
+
 def test_a_book_found_in_stages_gives_its_holder_a_full_term() -> None:
     book = LeaseBook(TTL, now=100.0, found=Lease("a", 7))
     with pytest.raises(LeaseError):
@@ -93,7 +102,8 @@ def test_epochs_only_grow_and_belong_to_whoever_may_drive(events: list[tuple[str
         now += later
         free = holder in ("", who) or now - since > TTL
         if what == "renew":
-            assert book.renew(who, now) == (who == holder)
+            assert book.renew(who, now) == (holder in ("", who))
+            holder = holder or who
             since = now if who == holder else since
         elif free:
             book.claim(who, now)
@@ -381,7 +391,7 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
     """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them now."""
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor_module, "UNCLAIMED_AFTER_S", 3.0)
-    monkeypatch.setattr(supervisor_module, "is_claimable", lambda _application: True)
+    monkeypatch.setattr(supervisor_module, "is_claimable", lambda *_: True)
     _start_and_leave(replace(spec, application=Application("some application")), monkeypatch)
     while _actors_of(spec):
         time.sleep(0.05)

@@ -1,10 +1,14 @@
 """New versions roll in under a few streams, on a cluster with room for one pipeline; and the application is drained."""
 
 import asyncio
+import os
 import random
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -14,7 +18,21 @@ import ray
 from chaos_load import Load, bodies, undisturbed
 from ray import serve
 from ray.cluster_utils import Cluster
-from serving import GRPC_PORT, PORT, URL, deploy, events, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from serving import (
+    GRPC_PORT,
+    PORT,
+    URL,
+    deploy,
+    events,
+    ingress_stats,
+    is_rolled_in,
+    jobs_in,
+    router_stats,
+    start_serve,
+    wait_until_ready,
+)
 
 from tramontane.cluster.pipeline import RAY_SETTINGS
 
@@ -97,9 +115,25 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
     assert len(events(text)) > 0
     out, _ = command.communicate()
     assert (command.returncode, out) == (0, "drained: nothing runs, and nothing new is taken\n")
-    assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, "until it is deployed anew"
+    assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503
+    _kill_the_door()
+    assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, "the next one is drained, too"
+    subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address, "--undo"], check=True)
+    assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
+    subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address], check=True)
     former = router_stats()
     deploy(settings | {"max_queued_requests": 98})
     while not is_rolled_in(former):
         pass
     assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
+
+
+def _kill_the_door() -> None:
+    """And wait until there is another."""
+    former = ingress_stats()["pid"]
+    os.kill(former, signal.SIGKILL)
+    while True:
+        with suppress(RayError, RayServeException):
+            if ingress_stats()["pid"] != former:
+                return
+        time.sleep(0.1)
