@@ -33,21 +33,21 @@ class RouterQuestions:
 
     async def expert_load(self) -> MeasuredLoad:
         """Of all pipelines that can tell theirs in time."""
-        loads: list[ExpertLoad] = []
-        with suppress(Exception):  # the others have told theirs
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("expert_load")) as answers:
-                loads += [load async for load in answers if load is not None]
-        return MeasuredLoad.summed(loads)
+        return MeasuredLoad.summed(await self._told("expert_load"))
 
     async def activity(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
         """Of all pipelines that can tell theirs in time, by name; see ``RouterReplica.activity``."""
-        told: list[dict[str, Any]] = []
-        with suppress(Exception):  # the others have told theirs
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("activity", after)) as answers:
-                async for activity in answers:
-                    if activity is not None:
-                        told.append(activity)
-        return sorted(told, key=lambda each: str(each["name"]))
+        return sorted(await self._told("activity", after), key=lambda each: str(each["name"]))
+
+    async def _told(self, method: str, *args: object) -> list[Any]:
+        """What those answer that can, in time."""
+        told: list[Any] = []
+        with suppress(Exception):  # whatever keeps a router from answering: the others have told theirs
+            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each(method, *args)) as answers:
+                async for answer in answers:
+                    if answer is not None:
+                        told.append(answer)  # a comprehension would lose them all with one
+        return told
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
         """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.

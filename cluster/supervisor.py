@@ -10,17 +10,18 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError, RayError
+from ray.exceptions import ActorUnavailableError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors import StageHealth, create_stage
+from tramontane.cluster.actors import create_stage
 from tramontane.cluster.applications import end_application, head_answers, is_claimable
 from tramontane.cluster.expert_actors import create_experts
 from tramontane.cluster.expert_moving import move_experts
 from tramontane.cluster.expert_record import forget_plan
 from tramontane.cluster.fencing import fence_stages
+from tramontane.cluster.found_workers import existing_stages, existing_workers, lease_in_stages
 from tramontane.cluster.holders import must_make_way
-from tramontane.cluster.lease import Lease, LeaseBook
+from tramontane.cluster.lease import LeaseBook
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, PipelineSpec
 from tramontane.cluster.stuck import Silences, replace_stuck
@@ -34,8 +35,6 @@ LEASE_TTL_S = 10.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
 WATCH_EVERY_S = 1.0
-HEALTH_TIMEOUT_S = 1.0  # of all stages together, where one is stopped; while none can tell the lease, for a few times as long
-HEALTH_LOOKS = 5
 LOOK_EVERY_S = 2.0  # while workers are waited for
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
@@ -52,7 +51,7 @@ class Supervisor:
         self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
         self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
         self._is_ending = False
-        self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), _lease_in_stages(spec))
+        self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), lease_in_stages(spec))
         self._launcher_seen_at = time.monotonic()
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -81,7 +80,7 @@ class Supervisor:
         with self._lock:
             self._claim(holder)
             epoch = self._book.next_epoch(floor=time.time_ns() // 1_000_000)  # a book lost with its stages cannot repeat one
-        stages = _existing_stages(self.spec)
+        stages = existing_stages(self.spec)
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
         fence_stages(stages, epoch, holder, self.spec.link)
@@ -90,7 +89,7 @@ class Supervisor:
     @ray.method(concurrency_group="rescue")
     def replace_stuck(self, limit_s: float) -> str:
         """See ``stuck``; also while a fence waits for what is stuck."""
-        return replace_stuck(_existing_workers(self.spec), limit_s)
+        return replace_stuck(existing_workers(self.spec), limit_s)
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
@@ -221,41 +220,3 @@ def _group(spec: PipelineSpec) -> PlacementGroup:
         selectors = spec.node_selectors
         group = placement_group(spec.bundles, "PACK", spec.name, lifetime="detached", bundle_label_selector=selectors)
     return group
-
-
-def _existing_stages(spec: PipelineSpec) -> list[ActorHandle[Any]]:
-    stages = []
-    for stage in spec.plan.stages:
-        with contextlib.suppress(ValueError):
-            stages.append(ray.get_actor(spec.stage_name(stage.stage_id), NAMESPACE))
-    return stages
-
-
-def _existing_workers(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
-    """Stages and experts, by the names of their actors."""
-    workers = {}
-    for name in (*map(spec.stage_name, range(len(spec.plan.stages))), *(spec.expert_actors.names if spec.expert_actors else ())):
-        with contextlib.suppress(ValueError):
-            workers[name] = ray.get_actor(name, NAMESPACE)
-    return workers
-
-
-def _lease_in_stages(spec: PipelineSpec) -> Lease | None:
-    """The newest lease that any stage has been fenced for."""
-    asked: list[ray.ObjectRef[StageHealth]] = [
-        stage.health.options(concurrency_group="control").remote() for stage in _existing_stages(spec)
-    ]
-    for _ in range(HEALTH_LOOKS if asked else 0):
-        answers, silent = ray.wait(asked, num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)
-        leases = list(_leases(answers))
-        if leases or not silent:
-            return max(leases, key=lambda lease: lease.epoch, default=None)
-    return None
-
-
-def _leases(answers: list["ray.ObjectRef[StageHealth]"]) -> Iterator[Lease]:
-    for answer in answers:
-        with contextlib.suppress(RayError):
-            health = ray.get(answer)
-            if health.holder:
-                yield Lease(health.holder, health.epoch)

@@ -60,7 +60,7 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
         told.put("removed")
         threading.Event().wait()  # the thread that watches has nothing more to do
 
-    monkeypatch.setattr(supervisor_module, "_lease_in_stages", lambda _spec: None)
+    monkeypatch.setattr(supervisor_module, "lease_in_stages", lambda _spec: None)
     for name, value in {"WATCH_EVERY_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
         monkeypatch.setattr(supervisor_module, name, value)
     monkeypatch.setattr(supervisor_module, "is_claimable", lambda _application: True)
