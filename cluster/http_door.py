@@ -27,6 +27,7 @@ from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, 
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
 from tramontane.cluster.ui_page import ui_routes
+from tramontane.cluster.whole_answers import TELL
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
@@ -34,7 +35,7 @@ from tramontane.router.begun_answer import BegunAnswer
 from tramontane.router.chat import ChatPrompt
 from tramontane.router.chat_completions import ChatCompletion, NoChat
 from tramontane.router.chat_schema import parse_chat
-from tramontane.router.completions import Completion
+from tramontane.router.completions import Completion, tell_nobody
 from tramontane.router.openai_schema import parse_body, parse_completion
 from tramontane.router.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.tokenizing import DetokenizeRequest, TokenizeRequest, detokenized, tokenized
@@ -166,7 +167,7 @@ class HttpDoor:
             source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
         if not parsed.stream:
-            return JSONResponse(await completion.run(source))
+            return JSONResponse(await completion.run(source, request.scope.get(TELL, tell_nobody)))
         return await self._stream(request, completion, source, parsed.includes_usage)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -180,7 +181,7 @@ class HttpDoor:
             source.check_room(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
         if not parsed.stream:
-            return JSONResponse(await chat.run(source))
+            return JSONResponse(await chat.run(source, request.scope.get(TELL, tell_nobody)))
         return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
 
     async def _stream(

@@ -5,6 +5,7 @@ from http import HTTPStatus
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tramontane.cluster.whole_answers import TELL, TOLD, Teller
 from tramontane.router.begun_answer import BegunAnswer
 from tramontane.router.openai_schema import error_body
 
@@ -44,7 +45,11 @@ class RelayedResponse:
             self.node = ""  # it is well, and none of ours
         if message["type"] == NODE:
             self.node = message["id"]
-            self.answer.model = self.answer.model if self.answer.choices else message["model"]
+            self.answer.begin_with(message["model"])
+        elif message["type"] == TOLD:
+            self.answer.add(message["news"])
+            self.answer.parts += message["parts"]
+            self.num_news += 1
         elif message["type"] == "http.response.start":
             self._start, status = message, message["status"]
             # Ray Serve says "not found" where the application is being deployed.
@@ -92,7 +97,9 @@ class SaysItsNode:
         answer: BegunAnswer | None = scope.get(ANSWER)
         if self._node and answer is not None:
             await send({"type": NODE, "id": self._node, "model": self._model})
-            if answer.choices and answer.model != self._model:
+            answer.begin_with(self._model)
+            if answer.model != self._model:
                 await JSONResponse(error_body(OTHER_MODEL, "server_error"), HTTPStatus.SERVICE_UNAVAILABLE)(scope, receive, send)
                 return
+            scope = {**scope, TELL: Teller(send)}
         await self._app(scope, receive, send)

@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tramontane.proto.request import FinishReason
 from tramontane.router.logprobs import ChosenToken
@@ -28,7 +29,9 @@ class BegunAnswer:
     """``id`` is the part of it that endpoints have in common; ``seed`` counts where the client gave none.
 
     ``model`` is a mark of the one that it has begun with. ``choices`` has those of which a client has been told anything,
-    were it only that they have ended. ``num_lost_doors`` had it before, ``waited_s`` after its arrival the next one was asked.
+    were it only that they have ended; or, of a whole answer, that its proxy has: then ``parts`` has all changes so far, of
+    which it will be made (see ``Completion.stream``). ``num_lost_doors`` had it before, ``waited_s`` after its arrival the
+    next one was asked.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -36,6 +39,7 @@ class BegunAnswer:
     seed: int = field(default_factory=lambda: secrets.randbits(63))
     model: str = ""
     choices: dict[int, BegunChoice] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
     num_lost_doors: int = 0
     waited_s: float = 0.0
 
@@ -43,6 +47,19 @@ class BegunAnswer:
     def goes_on(self) -> bool:
         """It had its place with another door, and must not be refused for want of one."""
         return self.num_lost_doors > 0
+
+    @property
+    def is_whole(self) -> bool:
+        """No client has been told anything of it."""
+        return bool(self.parts)
+
+    def begin_with(self, model: str) -> None:
+        """It is this model's, unless clients have been told what another one says."""
+        if self.is_whole and self.model != model:
+            self.choices.clear()
+            self.parts.clear()
+        if not self.choices:
+            self.model = model
 
     def add(self, news: Iterable[ChoiceNews]) -> None:
         """Of one message."""

@@ -14,7 +14,7 @@ from tramontane.router.begun_answer import BegunAnswer, BegunChoice, ChoiceNews
 from tramontane.router.chat import ChatMessage, ChatPrompt, ToolFormat, ToolSpec, texts_of
 from tramontane.router.chat_schema import ChatRequest, chat_messages
 from tramontane.router.choice_text import ChoiceText
-from tramontane.router.completions import Completion
+from tramontane.router.completions import Completion, Tell, tell_nobody
 from tramontane.router.constraint_fields import Tool
 from tramontane.router.constraints import grammar_for, used_tools
 from tramontane.router.grammar_check import beside_others
@@ -71,9 +71,10 @@ class ChatChoice(ChoiceText):
         has_calls = self._parser is not None and self._parser.num_calls > 0
         return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
 
-    def go_on_after(self, told: BegunChoice) -> None:
-        super().go_on_after(told)
-        self._calls = []
+    def go_on_after(self, told: BegunChoice, *, is_whole: bool = False) -> None:
+        super().go_on_after(told, is_whole=is_whole)
+        if not is_whole:  # else calls are taken all together, at the end
+            self._calls = []
 
     def take_calls(self) -> list[CallDelta]:
         """What has become known of calls since the last time."""
@@ -123,9 +124,9 @@ class ChatCompletion:
         begun = begun or BegunAnswer()
         return cls(await Completion.prepare(model, inner, arrived_at, answer, begun), choices, begun)
 
-    async def run(self, source: TokenSource) -> dict[str, Any]:
-        """The whole answer at once."""
-        answer = await self._completion.run(source)
+    async def run(self, source: TokenSource, tell: Tell = tell_nobody) -> dict[str, Any]:
+        """As of a ``Completion``."""
+        answer = await self._completion.run(source, tell)
         choices = [self._whole(choice) for choice in answer["choices"]]
         return {**answer, "id": self._id, "object": "chat.completion", "choices": choices}
 

@@ -116,8 +116,8 @@ class ChoiceText:
             self._untold = self._begun_in_shown()
         return shown
 
-    def go_on_after(self, told: BegunChoice) -> None:
-        """As if its tokens had been pushed, and what they gave been taken, here."""
+    def go_on_after(self, told: BegunChoice, *, is_whole: bool = False) -> None:
+        """As if its tokens had been pushed, and what they gave been taken, here. ``is_whole``: see ``BegunAnswer``."""
         for token_id in told.token_ids:
             self.push(TokenEvent(0, token_id))
         self.finish, self._untold = told.finish, list(told.unscored)

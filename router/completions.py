@@ -1,7 +1,7 @@
 """``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from typing import Any
@@ -19,6 +19,12 @@ from tramontane.router.logprobs import TokenScore, chosen_prompt, prompt_logprob
 from tramontane.router.model_checks import check_prompts, check_request
 from tramontane.router.openai_schema import CompletionRequest, ParameterError
 from tramontane.router.served_model import ServedModel, encoded
+
+Tell = Callable[[list[ChoiceNews], list[dict[str, Any]]], Awaitable[None]]
+
+
+async def tell_nobody(_news: list[ChoiceNews], _changes: list[dict[str, Any]]) -> None:
+    """Whoever asks hears of the whole answer only."""
 
 
 class Completion:
@@ -51,7 +57,7 @@ class Completion:
         self._num_echoed: dict[int, int] = {}  # characters, by choice
         self._news: dict[int, list[int]] = {}  # tokens of the last changes, by choice
         for index, told in begun.choices.items():
-            self._choices[index].go_on_after(told)
+            self._choices[index].go_on_after(told, is_whole=begun.is_whole)
             self._num_echoed[index] = len(self._prompt_text(index // request.n)) if request.echo else 0
 
     @classmethod
@@ -90,13 +96,17 @@ class Completion:
             specs[index] = replace(specs[index], output_ids=tuple(told.token_ids))
         return specs
 
-    async def run(self, source: TokenSource) -> dict[str, Any]:
-        """The whole answer at once."""
+    async def run(self, source: TokenSource, tell: Tell = tell_nobody) -> dict[str, Any]:
+        """The whole answer at once. ``tell`` hears how it grows, until it is finished, for a door that may have to go on."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        for part in self._begun.parts:
+            parts[part["index"]].append(part)
         async with aclosing(self.stream(source)) as changes:
             async for choices in changes:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
+                if not self.is_finished:
+                    await tell(self.take_news(), choices)
         choices = [self._form.whole(changes, self._request) for changes in parts]
         return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 

@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, StreamingRespon
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tokenizer_files import SENTENCEPIECE
 
-from tramontane.cluster import door_relay, lost_nodes
+from tramontane.cluster import door_relay, lost_nodes, whole_answers
 from tramontane.cluster.door_relay import DoorRelay
 from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.cluster.relayed_response import LOST, SaysItsNode
@@ -134,6 +134,72 @@ def test_a_whole_answer_survives_doors_that_die_before_it_is_there(case: str) ->
     asyncio.run(scenario())
 
 
+class Counting(GoingOn):
+    """Has no room for whoever is new; the first to come had some. Remembers what it was asked for."""
+
+    def __init__(self, token_ids: tuple[int, ...]) -> None:
+        super().__init__(token_ids)
+        self.num_new = 0
+        self.asked: list[Sequence[SequenceSpec]] = []
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        self.num_new += 1
+        if self.num_new > 1:
+            raise OverloadedError("full", 3)
+
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        self.asked.append(specs)
+        async for batch in super().generate(specs):
+            yield batch
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+    path, token_ids, body = CASES[case]
+    body = {name: body[name] for name in body if name != "stream_options"}
+
+    async def scenario() -> None:
+        undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
+        for lives in ((), (1,), (2,), (1, 2), *([(15,), (8, 20)] if case == "tools" else [])):  # where calls are known already
+            source = Counting(token_ids)
+            doors = MortalDoors(SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
+            client = await answered(DoorRelay(doors), path, body)
+            assert (client.status, client.is_answered) == (200, True)
+            assert _without_chance(client.text) == _without_chance(undisturbed.text)
+            assert doors.num_asked == len(source.asked) == 1 + len(lives)
+            first, *others = [sum(len(spec.output_ids) for spec in specs) for specs in source.asked]
+            assert first == 0
+            assert all(others), "they begin further on"
+
+    if case != "score":  # which has one token
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("lives", [(1,), (2, 1), (1, 1, 3)])
+def test_another_model_makes_the_whole_of_an_answer_that_nobody_was_told(
+    lives: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        sources = [Counting(SAYS), Counting(ENDS)]
+        apps = [
+            SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", mark)
+            for source, mark in zip(sources, "ab", strict=True)
+        ]
+
+        async def rolled_in(scope: Scope, receive: Receive, send: Send) -> None:
+            await apps[doors.num_asked > 1](scope, receive, send)
+
+        doors = MortalDoors(rolled_in, lives)
+        client = await answered(DoorRelay(doors), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100})
+        assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
+        assert [spec.output_ids for spec in sources[1].asked[0]] == [()]
+
+    asyncio.run(scenario())
+
+
 # ---- with a router, which knows what of log-probabilities and experts is known already
 
 TOLD = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_token_ids": True}
@@ -148,6 +214,27 @@ async def _router() -> AsyncIterator[Router]:
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
+
+
+async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
+    """As ``_told``, but not streamed."""
+    async with _router() as router:
+        model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
+        relay = DoorRelay(MortalDoors(SaysItsNode(door_of(router, model).app(), "node", MARK), lives))
+        client = await answered(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **TOLD})
+        choices: list[dict[str, Any]] = json.loads(client.text)["choices"]
+        return choices
+
+
+def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_however_many_doors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        undisturbed = await _whole(())
+        for lives in ((1,), (2,), (1, 1, 2), (3, 1), (1, 1, 1, 1)):
+            assert await _whole(lives) == undisturbed
+
+    asyncio.run(scenario())
 
 
 async def _told(lives: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -242,25 +329,6 @@ def test_a_door_that_is_to_go_on_is_asked_again_where_it_is_full_or_failing(fail
         assert client.status == (200 if stream else 503)
 
     asyncio.run(scenario())
-
-
-class Counting(GoingOn):
-    """Has no room for whoever is new; the first to come had some."""
-
-    def __init__(self, token_ids: tuple[int, ...]) -> None:
-        super().__init__(token_ids)
-        self.num_new = 0
-        self.asked: list[Sequence[SequenceSpec]] = []
-
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        self.num_new += 1
-        if self.num_new > 1:
-            raise OverloadedError("full", 3)
-
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
-        self.asked.append(specs)
-        async for batch in super().generate(specs):
-            yield batch
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
