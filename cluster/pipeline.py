@@ -8,7 +8,6 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from types import MappingProxyType
 from typing import Any
 
 import ray
@@ -22,6 +21,7 @@ from tramontane.cluster.interrupts import held_back
 from tramontane.cluster.loading import ShowLoading, shown_loading
 from tramontane.cluster.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain, last_line
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.supervisor_calls import answered, answered_soon, keep_lease, renewed
 from tramontane.cluster.worker_actor import NAMESPACE
@@ -30,28 +30,6 @@ from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, Pi
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
 SUPERVISOR_ANSWERS_S = 20.0  # also where it is starting again: else its pipeline would be removed although another router has it
-MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
-# Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
-SERVE_SETTINGS = {
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
-    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that does nothing any more would keep its pipeline
-    "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_headers:proxy_middlewares",
-}
-RAY_SETTINGS = MappingProxyType(  # of a cluster: the head tells all other nodes
-    {
-        "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
-        "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
-        "health_check_initial_delay_ms": 1000,  # a dead node is seen within three or four seconds
-        "health_check_period_ms": 1000,
-        "health_check_timeout_ms": 1000,
-        "health_check_failure_threshold": 3,
-    }
-)
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
 MakeRoom = Callable[[], Awaitable[bool]]
 

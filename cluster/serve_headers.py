@@ -26,7 +26,7 @@ HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart p
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """Ray Serve's proxies call it by name, before they open their ports: see ``pipeline.SERVE_SETTINGS``."""
+    """Ray Serve's proxies call it by name, before they open their ports: see ``ray_settings.SERVE_SETTINGS``."""
     keep_grpc_door_on_http_host()
     return [Middleware(DoorRelay), Middleware(WithoutOrders), Middleware(DropSlowReaders)]  # from the inside out
 

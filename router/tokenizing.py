@@ -14,7 +14,10 @@ from tramontane.router.sampling_fields import MAX_TOKEN_ID
 from tramontane.router.served_model import LONG_TEXT, ServedModel
 from tramontane.router.tokenizer import Tokenizer
 
-EITHER: list[JsonValue] = [{"required": ["prompt"]}, {"required": ["messages"]}]
+EITHER: list[JsonValue] = [  # a null is as good as nothing
+    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+    {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+]
 TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 
 

@@ -20,7 +20,8 @@ import ray
 from chaos_faults import TITLES, Faults, title_of
 from hosts import Host, network, why_impossible
 
-from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.pipeline import OBJECT_STORE_BYTES
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 HEAD_PORT = 6379
 POLL_S = 0.05

@@ -17,7 +17,7 @@ from ray._private.parameter import RayParams
 from serving import free_port
 
 from tramontane.cluster.off_head import HEAD_GROUP
-from tramontane.cluster.pipeline import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 STORE_BYTES = 80 * 2**20
 SETTINGS = {f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()} | SERVE_SETTINGS

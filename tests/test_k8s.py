@@ -17,7 +17,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from tramontane.cluster.cli import app
 from tramontane.cluster.k8s_overlay import MARK, RAY_VERSION
-from tramontane.cluster.pipeline import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.serve_app import checked_config
 
 REGISTRIES = re.compile(r"pypi\.org|pythonhosted|pytorch\.org|anaconda|conda\.io|debian\.org|npmjs|index-url", re.IGNORECASE)

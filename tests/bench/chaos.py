@@ -40,7 +40,8 @@ from rich.progress import Progress
 from rich.table import Table
 from serving import URL, ingress_stats, leftovers, router_stats, served
 
-from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, RAY_SETTINGS, SERVE_SETTINGS, own_ray
+from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, own_ray
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 WANTED = 16  # streams with unfinished tokens, at each fault
 REQUESTS = 40

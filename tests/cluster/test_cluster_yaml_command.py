@@ -18,7 +18,7 @@ from tramontane.cluster import cluster_file
 from tramontane.cluster.cli import app
 from tramontane.cluster.cluster_file import MARK, SERVE_FILE, SETTINGS_FILE
 from tramontane.cluster.config import ConfigFile, EngineConfig
-from tramontane.cluster.pipeline import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.proto.errors import ConfigError, PlanError
 
 SHIPPED = Path(cluster_file.__file__).parent / "clouds"

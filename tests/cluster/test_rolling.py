@@ -34,7 +34,7 @@ from serving import (
     wait_until_ready,
 )
 
-from tramontane.cluster.pipeline import RAY_SETTINGS
+from tramontane.cluster.ray_settings import RAY_SETTINGS
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
 
