@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import httpx
 
-from tramontane.cluster.server_url import check_allowed
+from tramontane.cluster.server_url import answer_of
 from tramontane.proto.errors import ConfigError, NotRunningError
 from tramontane.router.activity_schema import Activity
 
@@ -21,11 +21,7 @@ def ask_activity(client: httpx.Client, after: Mapping[str, int] = NOTHING) -> Ac
 
     Raises ConfigError where no server of ours answers, NotRunningError where it does not want to now.
     """
-    try:
-        answer = client.get("/activity", params=[("after", f"{name}:{last}") for name, last in after.items()])
-    except httpx.HTTPError as error:
-        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
-    check_allowed(client, answer)
+    answer = answer_of(client, "GET", "/activity", params=[("after", f"{name}:{last}") for name, last in after.items()])
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
         raise NotRunningError(f"--url {client.base_url} answers GET /activity with HTTP 503; try again soon")
     try:

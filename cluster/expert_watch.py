@@ -12,7 +12,7 @@ from rich.text import Text
 
 from tramontane.cluster.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data
 from tramontane.cluster.heat_map import BUSIEST, busiest_line, heat_map, legend
-from tramontane.cluster.server_url import base_url, check_allowed
+from tramontane.cluster.server_url import answer_of, base_url
 from tramontane.proto.errors import ConfigError, NotRunningError
 
 PATIENCE_S = 20.0  # a door waits for its routers for five
@@ -36,11 +36,7 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
     """Raises ConfigError where no server of ours answers, NoExpertsError where its model has none, NotRunningError while none can
     tell.
     """
-    try:
-        answer = client.get("/experts")
-    except httpx.HTTPError as error:
-        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
-    check_allowed(client, answer)
+    answer = answer_of(client, "GET", "/experts")
     try:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
@@ -57,11 +53,7 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
 
 def adopt(client: httpx.Client, load: ExpertLoad) -> str:
     """What the server says that it did. Raises ConfigError where it will not or cannot."""
-    try:
-        answer = client.post("/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
-    except httpx.HTTPError as error:
-        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
-    check_allowed(client, answer)
+    answer = answer_of(client, "POST", "/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
     if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
         raise ConfigError(f"--url {client.base_url} does not let clients move experts; start it with --move-experts")
     try:

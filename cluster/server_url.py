@@ -1,5 +1,7 @@
 """Where a server is, as ``--url`` says, and whether it lets us in."""
 
+from typing import Any
+
 import httpx
 
 from tramontane.proto.errors import ConfigError
@@ -14,6 +16,16 @@ def base_url(url: str) -> httpx.URL:
         return httpx.URL(base)
     except httpx.InvalidURL as error:
         raise ConfigError(f"--url is {url!r}: {error}") from error
+
+
+def answer_of(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
+    """Of a server that is there and lets us in, whatever it answers. Raises ConfigError."""
+    try:
+        answer = client.request(method, path, **options)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+    check_allowed(client, answer)
+    return answer
 
 
 def check_allowed(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:
