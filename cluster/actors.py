@@ -11,6 +11,8 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.cluster.expert_record import current_plan
+from tramontane.cluster.logs import LogSettings
+from tramontane.cluster.step_log import failures_logged
 from tramontane.cluster.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     from tramontane.workers.remote_experts import RemoteExperts
     from tramontane.workers.stage_worker import StageWorker
     from tramontane.workers.steps import Steps
+
+OPEN_ON_GPU = 2  # steps: one that the device computes, and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +65,7 @@ class ExpertActors:
 
 
 class StageActor(WorkerActor["StageWorker"]):
-    """A ``StageWorker`` behind Ray. Its steps are computed by one thread, in their order."""
+    """A ``StageWorker`` behind Ray. Its steps are computed in their order, one at a time."""
 
     def __init__(
         self,
@@ -73,7 +77,10 @@ class StageActor(WorkerActor["StageWorker"]):
         experts: ExpertActors | None = None,
         pipeline: str = "",
         pieces: "PiecesOf | None" = None,
+        logs: LogSettings | None = None,
     ) -> None:
+        if logs is not None:
+            logs.to_stderr("stage", pipeline=pipeline, stage=plan.stage_id)
         self._plan, self._threads, self._experts, self._pipeline = plan, threads, experts, pipeline
         self._pieces = pieces
         self._holder = ""
@@ -142,18 +149,23 @@ class StageActor(WorkerActor["StageWorker"]):
         self._refuse_while_loading()
         if self._link is None:
             raise StaleEpochError(f"{self.label} has not been linked since it was loaded")
-        return wire.encode_result(self._link.step(wire.decode_batch(batch)))
+        decoded = wire.decode_batch(batch)
+        with failures_logged(self._worker, decoded):
+            return wire.encode_result(self._link.step(decoded))
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
-        from tramontane.workers.activation import Activation
+        from tramontane.workers.activation import Activation, Outbox
 
         self._refuse_while_loading()
         decoded = wire.decode_batch(batch)
-        self._wait_until_loaded().check_epoch(decoded)
+        worker = self._wait_until_loaded()
+        worker.check_epoch(decoded)
         assert self._steps is not None
-        outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming))
-        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outcome.pack()
+        outbox = Outbox()
+        with failures_logged(worker, decoded):
+            outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.put)
+        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.packed(outcome)
 
     @ray.method(concurrency_group="control")
     def look_for_experts(self) -> None:
@@ -181,11 +193,12 @@ class StageActor(WorkerActor["StageWorker"]):
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 
     def _new_steps(self) -> "Steps":
+        from tramontane.workers.overlapped import Overlapped
         from tramontane.workers.steps import OneAtATime
 
         worker = self._wait_until_loaded()
         if self._experts is None:
-            return OneAtATime(worker, self._threads)
+            return Overlapped(worker, OPEN_ON_GPU) if worker.device.type == "cuda" else OneAtATime(worker, self._threads)
         from tramontane.cluster.expert_connections import connect
         from tramontane.workers.ping_pong import PingPong
         from tramontane.workers.remote_experts import RemoteExperts
@@ -217,23 +230,34 @@ def as_stage_actor(stage: type[StageActor], steps_at_once: int = 1) -> ActorClas
 def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
     """Make the named, detached actor of one stage in its bundle, or find the one that is there."""
     experts = spec.expert_actors
-    kind = as_stage_actor(StageActor, 1 if experts is None else experts.max_open + 1)
-    make = kind.options(**placed_in(spec, plan.stage_id, group), name=spec.stage_name(plan.stage_id)).remote
+    kind = as_stage_actor(StageActor, _steps_at_once(spec))
+    place = placed_in(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
+    make = kind.options(**place, name=spec.stage_name(plan.stage_id)).remote
     device = "cuda" if spec.use_gpus else "cpu"
     return cast(
         "ActorHandle[Any]",
-        make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name, spec.pieces),
+        make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name, spec.pieces, spec.logs),
     )
 
 
-def placed_in(spec: "PipelineSpec", bundle: int, group: PlacementGroup) -> dict[str, Any]:
-    """Ray's options of a detached actor that has one bundle of the pipeline's to itself."""
+def _steps_at_once(spec: "PipelineSpec") -> int:
+    """Threads for steps: one for each that can be open, and one that waits for them or fences."""
+    if spec.expert_actors is not None:
+        return spec.expert_actors.max_open + 1
+    return OPEN_ON_GPU + 1 if spec.use_gpus else 1
+
+
+def placed_in(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1) -> dict[str, Any]:
+    """Ray's options of a detached actor in one of the pipeline's bundles, of whose GPU it has a share.
+
+    A share is of that one GPU, also for those who come after it: the bundle has no other.
+    """
     return {
         "namespace": NAMESPACE,
         "lifetime": "detached",
         "get_if_exists": True,
         "num_cpus": spec.threads_per_stage,
-        "num_gpus": 1 if spec.use_gpus else 0,
+        "num_gpus": gpu_share if spec.use_gpus else 0,
         "runtime_env": {"env_vars": THREADS_WAIT} if spec.plan.takes_turns else None,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     }

@@ -61,7 +61,8 @@ async def any_pipeline(
                     running = running_pipeline(spec, holder=holder, make_room=_ending_older(name, holder))
                     chain = await stack.enter_async_context(running)
                 except LeaseError as error:
-                    logger.warning("%s", error)
+                    is_driven = isinstance(error.__cause__, LeaseError)  # as all are, where another one is to be made
+                    logger.log(logging.INFO if is_driven else logging.WARNING, "%s", error)
                     continue
                 yield spec, chain
                 return

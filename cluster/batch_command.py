@@ -146,10 +146,10 @@ def results(
         where = "standard output" if is_shown else output
         raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
     if is_shown:
-        console.print(f"{num_lines} lines", markup=False)
+        console.print(f"{num_lines} line{'s' * (num_lines != 1)}", markup=False)
     else:
         said = {"id": job_id, "output": output, "lines": num_lines}
-        print(json.dumps(said) if as_json else f"{num_lines} lines in {output}")
+        print(json.dumps(said) if as_json else f"{num_lines} line{'s' * (num_lines != 1)} in {output}")
 
 
 @batch.command(name="list")

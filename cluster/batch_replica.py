@@ -129,14 +129,14 @@ class BatchReplica:
         router: "DeploymentHandle[Any]",
     ) -> None:
         keep_internal_port_on_node_address()
-        log_beside_ray_serve()
+        log_beside_ray_serve(config.logs, "batch")
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
-        at_once = config.max_num_seqs * config.replicas
+        at_once = config.max_num_seqs * config.most_replicas
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
         node = ray.get_runtime_context().get_node_id()
-        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, model=mark_of(fingerprint), node=node)
+        self._routers = RemoteRouters(router, model.max_sequences * config.most_replicas, model=mark_of(fingerprint), node=node)
         repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").tell)
         self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
         settings = job_settings(config)

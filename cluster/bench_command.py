@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,6 +14,9 @@ from tramontane.cluster.interrupts import stoppable
 from tramontane.cluster.options import BATCHING, PIPELINE, RUN, configured, given_options, option, takes
 from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tramontane.cluster.bench_rounds import Outcome
 
 ONLINE = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
 OF_ENGINE = {*PIPELINE, *BATCHING, *RUN} - {"seed", "json", "config"}
@@ -49,8 +52,7 @@ def bench(
     plot: Annotated[Path | None, option("--plot", help="Write a picture: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
-    from tramontane.cluster.bench_display import BenchDisplay, as_data, summary
-    from tramontane.cluster.bench_plot import write_plot
+    from tramontane.cluster.bench_display import BenchDisplay
     from tramontane.cluster.bench_rounds import Rounds
     from tramontane.cluster.bench_work import Workload
 
@@ -75,9 +77,16 @@ def bench(
             outcome = asyncio.run(stoppable(measuring))
         finally:
             display.stop()
+    _show(outcome, plot, settings.json_output)
+
+
+def _show(outcome: "Outcome", plot: Path | None, as_json: bool) -> None:
+    from tramontane.cluster.bench_display import as_data, summary
+    from tramontane.cluster.bench_plot import write_plot
+
     if plot is not None:
         write_plot(plot, outcome)
-    if settings.json_output:
+    if as_json:
         print(json.dumps(as_data(outcome)))
     else:
         Console(highlight=False).print(summary(outcome))

@@ -44,7 +44,7 @@ async def bench_offline(config: EngineConfig, workload: Workload, rounds: Rounds
             f"--input-len and --output-len come to {workload.longest} positions, and the context has {context}; ask for less"
         )
     recorder = Recorder()
-    alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
+    alone = config.alone()
     async with open_engine(alone, display.report, recorder.observe, display.loading) as engine:
 
         async def one(number: int) -> Round:

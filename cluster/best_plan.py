@@ -17,7 +17,7 @@ from tramontane.proto.plan import ClusterPlan
 
 
 def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
-    """The plan of one of ``config.replicas`` pipelines that share the hardware."""
+    """The plan of one of ``config.most_replicas`` pipelines that share the hardware."""
     return best_plan(config, args, hardware)[0]
 
 
@@ -63,15 +63,17 @@ def _best_stages(
         if best is None or time < best[0]:
             best = time, plan, places
     if best is None:
-        raise _impossible(args, _request(config, args, choices[0]), of_gpus=bool(hardware.gpus))
+        raise _impossible(args, _request(config, args, choices[0]), config.stages_per_gpu if hardware.gpus else None)
     _, plan, places = best
-    threads = stage_threads(config, len(plan.stages), hardware)
-    return replace(plan, stages_at_once=hardware.stages_at_once(len(plan.stages), threads, config.replicas)), places
+    threads, together = stage_threads(config, len(plan.stages), hardware), hardware.together(config.stages_per_gpu)
+    at_once = hardware.stages_at_once(len(plan.stages), threads, config.most_replicas, together)
+    return replace(plan, stages_at_once=at_once), places
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
     """CPU threads of each stage and expert actor of a pipeline: as was asked for, or an even share of the cores."""
-    return config.threads_per_stage or hardware.threads_per_stage((num_stages + config.expert_actors) * config.replicas)
+    num_all = (num_stages + config.expert_actors) * config.most_replicas
+    return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.together(config.stages_per_gpu))
 
 
 def _total_speed(places: Sequence[Place]) -> int:
@@ -91,9 +93,9 @@ def _request(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> 
     )
 
 
-def _impossible(args: ModelArgs, request: PlanRequest, *, of_gpus: bool) -> PlanError:
+def _impossible(args: ModelArgs, request: PlanRequest, per_gpu: int | None) -> PlanError:
     try:
         make_plan(args, request)
     except TooLittleMemoryError as error:
-        return PlanError(f"{error}; {ways_out(args, request, of_gpus=of_gpus)}")
+        return PlanError(f"{error}; {ways_out(args, request, per_gpu)}")
     raise AssertionError("it was impossible before")

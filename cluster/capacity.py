@@ -43,24 +43,30 @@ def held_together(plan: ClusterPlan) -> dict[int, int]:
     return {n: min(c.num_pages // c.pages_for(n, cache.page_size) for c in cache.classes) for n in lengths}
 
 
-def ways_out(args: ModelArgs, request: PlanRequest, *, of_gpus: bool = True) -> str:
-    """To be said of a request that is impossible: each alone would make it possible. Without ``of_gpus`` the
-    memory is a machine's, which more stages would only cut into smaller pieces.
+def ways_out(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
+    """To be said of a request that is impossible: each alone would make it possible. ``per_gpu``: stages that share a GPU;
+    None: the memory is a machine's, which more stages would only cut into smaller pieces.
     """
-    ways = (_other_gpus(args, request) if of_gpus else []) + _smaller_needs(args, request)
+    ways = ([] if per_gpu is None else _other_gpus(args, request, per_gpu)) + _smaller_needs(args, request)
     return f"possible: {', or '.join(ways)}" if ways else "nothing of this kind is possible with so little memory"
 
 
-def _other_gpus(args: ModelArgs, request: PlanRequest) -> list[str]:
+def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str]:
+    """3 stages, 2 to a GPU, are on 2 GPUs; on one more there would be 6."""
     ways = []
+    num_gpus = -(-request.num_stages // per_gpu)
     smallest = min(request.rooms, key=lambda room: room.memory)
-    more = range(request.num_stages + 1, args.n_layers + 1)
+    more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
     enough = next((n for n in more if is_possible(args, replace(request, rooms=(smallest,) * n))), None)
     if enough is not None:
-        ways.append(f"{enough} GPUs of {smallest.memory / GIB:.3g} GiB")
-    memory = _least(lambda gib: is_possible(args, replace(request, rooms=(StageRoom(gib * GIB),) * request.num_stages)), 2**14)
+        ways.append(f"{enough // per_gpu} GPUs of {smallest.memory * per_gpu / GIB:.3g} GiB")
+
+    def is_enough(gib: int) -> bool:
+        return is_possible(args, replace(request, rooms=(StageRoom(gib * GIB // per_gpu),) * request.num_stages))
+
+    memory = _least(is_enough, 2**14)
     if memory is not None:
-        ways.append(f"{request.num_stages} GPU{'s' * (request.num_stages > 1)} of {memory} GiB")
+        ways.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
     return ways
 
 

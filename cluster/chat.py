@@ -50,7 +50,7 @@ async def run_chat(
     prompt = open_chat(config.model, tokenizer)
     head = (ChatMessage("system", system),) if system else ()
     prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
-    alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
+    alone = config.alone()
     async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         display.stop()
         if isinstance(said, Terminal):

@@ -15,7 +15,7 @@ from tramontane.cluster.k8s_pods import Workers
 from tramontane.cluster.options import BATCHING, flag, option, takes
 from tramontane.proto.errors import ConfigError, PlanError
 
-OURS = {"address", "replicas", "api_key_file", "expert_memory", "gpu_speed"}
+OURS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
 MODELS = "/models"
 DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
@@ -118,7 +118,7 @@ def _hosts(given: str | None, num_nodes: int) -> tuple[str, ...]:
         raise ConfigError(f"--hosts is {given!r}; it must be addresses, all different, with commas between them")
     if len(hosts) not in (num_nodes, num_nodes + 1):
         raise ConfigError(
-            f"--hosts has {len(hosts)} addresses, and there are {num_nodes} stages; "
+            f"--hosts has {len(hosts)} address{'es' * (len(hosts) > 1)} for {num_nodes} stage{'s' * (num_nodes > 1)}; "
             "give one for each, or one more, which is then a head without a stage"
         )
     return hosts

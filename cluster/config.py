@@ -11,13 +11,14 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Se
 from tramontane.cluster.config_values import api_keys, expert_sizes, gpu_sizes, gpu_speeds, url_prefixes
 from tramontane.cluster.expert_load import ExpertLoad, given_load
 from tramontane.cluster.job_urls import absolute_database, absolute_folder
+from tramontane.cluster.logs import LogFormat, LogLevel, LogSettings
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
 from tramontane.proto.plan import Link
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
-    *("model", "load_format", "stages", "dtype", "quantize", "max_model_len", "max_num_seqs"),
+    *("model", "load_format", "stages", "stages_per_gpu", "dtype", "quantize", "max_model_len", "max_num_seqs"),
     *("page_size", "kv_cache_memory", "threads_per_stage", "link", "gpu_memory", "gpu_speed"),
     *("expert_actors", "expert_replicas", "expert_memory", "expert_load", "ping_pong"),
 }
@@ -27,6 +28,8 @@ DEMO_MODEL = Path(__file__).parent / "demo_model"
 # Bounds beyond which a number can only be a slip: what is allotted in advance must stay small.
 Count = Annotated[int, Field(ge=1, le=2**24)]
 Few = Annotated[int, Field(ge=1, le=2**14)]
+MOST_TOGETHER = 64  # stages on one GPU, of which each is a process
+Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
 class EngineConfig(BaseModel):
@@ -37,6 +40,7 @@ class EngineConfig(BaseModel):
     model: Path = DEMO_MODEL
     load_format: Literal["auto", "dummy"] = "auto"
     stages: Few | None = None
+    stages_per_gpu: Annotated[int, Field(ge=1, le=MOST_TOGETHER)] = 1
     local: bool = False
     address: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
@@ -70,6 +74,11 @@ class EngineConfig(BaseModel):
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(9000, description="0: no gRPC")
     replicas: Few = 1
+    max_replicas: Few | None = Field(None, description="pipelines when there is much to do; as many as replicas if not given")
+    target_load: Annotated[float, Field(gt=0, le=100)] = Field(0.75, description="how full each is to be; above 1 some wait")
+    target_tokens: Count | None = Field(None, description="that each is to have in flight, if they are to count beside that")
+    upscale_delay: Seconds = Field(30.0, description="seconds for which more pipelines have to be wanted")
+    downscale_delay: Seconds = Field(600.0, description="seconds for which fewer have to be enough")
     ingress_replicas: Few = 1
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")
     max_queued_tokens: Count = Field(2**17, description="prompt tokens waiting for a place")
@@ -86,6 +95,10 @@ class EngineConfig(BaseModel):
     jobs_concurrency: Few | None = Field(None, description="lines of batch jobs in progress; a quarter more than run at once")
     jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = Field(30, description="days; 0: for ever")
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
+    log_format: LogFormat = Field("text", description="of what the log says; json: an object a line")
+    log_level: LogLevel = Field("warning", description="of Tramontane's own lines")
+    tracing_exporter: Annotated[str, Field(min_length=1)] | None = Field(None, description="of spans; none: no tracing")
+    tracing_sampling_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.01, description="of requests without a trace")
     json_output: bool = Field(False, alias="json")
 
     @classmethod
@@ -99,9 +112,22 @@ class EngineConfig(BaseModel):
         return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
     @property
+    def most_replicas(self) -> int:
+        """Pipelines that there may be at once."""
+        return self.max_replicas or self.replicas
+
+    def alone(self) -> Self:
+        """Of a file that was written for ``serve``: one pipeline."""
+        return self.model_copy(update={"replicas": 1, "max_replicas": None})
+
+    @property
     def weights(self) -> Weights:
         """Where every stage gets its own."""
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
+
+    @property
+    def logs(self) -> LogSettings:
+        return LogSettings(self.log_format, self.log_level)
 
     def for_other_directories(self) -> Self:
         """The same files, for processes that run elsewhere."""
@@ -127,6 +153,10 @@ class EngineConfig(BaseModel):
             config = cls(**keys)
         except ValidationError as error:
             raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
+        if config.most_replicas < config.replicas:
+            raise ConfigError(
+                f"--max-replicas is {config.max_replicas}, and --replicas is {config.replicas}; there are never fewer"
+            )
         if config.local and config.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
         if config.local and config.link == "direct":

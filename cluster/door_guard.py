@@ -1,5 +1,7 @@
 """Before any endpoint: who asks, as a number, and what the request is called in answers and logs."""
 
+import logging
+import time
 import uuid
 
 from starlette.datastructures import MutableHeaders
@@ -8,7 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster import ui_page
 from tramontane.cluster.api_keys import ApiKeys
 from tramontane.cluster.http_errors import json_error
-from tramontane.cluster.serve_headers import GOOD_ID, REQUEST_ID
+from tramontane.cluster.serve_headers import REQUEST_ID
+from tramontane.proto.log_fields import GOOD_ID, about
+
+logger = logging.getLogger(__name__)
 
 OPEN_TO_ALL = {"/health"} | ui_page.PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
 
@@ -38,6 +43,16 @@ class DoorGuard:
             await send(message)
 
         answer = send_with_id if self._sends_id else send
+        if not logger.isEnabledFor(logging.INFO):
+            await self._let_in(scope, receive, answer)
+            return
+        logged = _Logged(answer)
+        try:
+            await self._let_in(scope, receive, logged.send)
+        finally:
+            logged.tell(scope, own_id)
+
+    async def _let_in(self, scope: Scope, receive: Receive, answer: Send) -> None:
         owner = 0 if _path(scope) in OPEN_TO_ALL else self._keys.owner_of(_authorization(scope))
         if owner is not None:
             scope["state"]["owner"] = owner
@@ -51,6 +66,27 @@ class DoorGuard:
                 headers={"www-authenticate": "Bearer"},
             )
             await refusal(scope, receive, answer)
+
+
+class _Logged:
+    """One request's answer on its way, for a line about it when it has ended."""
+
+    def __init__(self, send: Send) -> None:
+        self._send, self._begun_at = send, time.monotonic()
+        self._status = 0  # none: its client left before, or its last message was lost
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        await self._send(message)
+
+    def tell(self, scope: Scope, own_id: str) -> None:
+        """What asks whether we are well asks often."""
+        path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._begun_at, 6)
+        level = logging.DEBUG if path in OPEN_TO_ALL else logging.INFO
+        words = "request %s: %s %r was answered with %d in %.3f s"
+        extra = about(own_id, method=scope["method"], path=path, status=self._status, seconds=seconds)
+        logger.log(level, words, own_id, scope["method"], path, self._status, seconds, extra=extra)
 
 
 def _id_of(scope: Scope) -> str:

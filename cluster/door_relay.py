@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.cluster.relayed_response import ANSWER, RelayedResponse
+from tramontane.proto.log_fields import about
 
 REQUEST_ID = b"x-request-id"
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -46,7 +47,8 @@ class DoorRelay:
                 was_lost = await self._ask({**scope, ANSWER: response.answer}, self._keeping(body), response)
                 if response.has_ended or body.has_left or not (body.is_kept and response.can_go_on):
                     return
-                logger.warning("the door of answer %s is gone; another is asked to go on", response.answer.id)
+                why = "the door of answer %s is gone; another is asked to go on"
+                logger.warning(why, response.answer.id, extra=about(_request_id(scope)))
                 pause = tries.pause_after(response, was_lost)
                 await asyncio.sleep(pause)
                 response.begin_again(tries.waited_s)
@@ -85,6 +87,10 @@ class DoorRelay:
             return message
 
         return receive
+
+
+def _request_id(scope: Scope) -> str:
+    return next((str(value, "latin-1") for name, value in scope["headers"] if name == REQUEST_ID), "")
 
 
 class _Tries:

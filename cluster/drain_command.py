@@ -1,5 +1,6 @@
 """``tramontane drain``."""
 
+import logging
 import time
 from typing import Annotated
 
@@ -26,9 +27,10 @@ def drain(
     from tramontane.cluster.pipeline import joined_ray
     from tramontane.cluster.serve_app import APPLICATION
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the command reports itself
     display = Display(live=False)
     try:
-        with joined_ray(address, measured=False):
+        with joined_ray(address, measured=False, needed=True):
             if APPLICATION not in serve.status().applications:
                 raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
             if undo:
@@ -37,7 +39,8 @@ def drain(
     finally:
         display.stop()
     if num_left:
-        raise PipelineError(f"{num_left} requests still run after {timeout:g} s; nothing new is taken")
+        those = "1 request still runs" if num_left == 1 else f"{num_left} requests still run"
+        raise PipelineError(f"{those} after {timeout:g} s; nothing new is taken")
     typer.echo("new requests are taken again" if undo else "drained: nothing runs, and nothing new is taken")
 
 

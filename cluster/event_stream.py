@@ -16,6 +16,7 @@ from tramontane.cluster.http_errors import failed
 from tramontane.cluster.relayed_response import ANSWER, NEWS, event_of
 from tramontane.cluster.slow_readers import LIMIT, SlowReaderError, patient
 from tramontane.proto.errors import TramontaneError
+from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource
 from tramontane.router.begun_answer import ChoiceNews
 
@@ -97,9 +98,8 @@ class EventStream(StreamingResponse):
                 try:
                     await super().__call__(scope, receive, patient(send, self._slow_reader_s))
                 except SlowReaderError:
-                    logger.warning(
-                        "request %s was dropped: its client did not read for %g s", self._request_id, self._slow_reader_s
-                    )
+                    why = "request %s was dropped: its client did not read for %g s"
+                    logger.warning(why, self._request_id, self._slow_reader_s, extra=about(self._request_id))
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

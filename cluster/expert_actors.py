@@ -9,6 +9,7 @@ from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
 from tramontane.cluster.actors import ExpertActors, placed_in
+from tramontane.cluster.logs import LogSettings
 from tramontane.cluster.worker_actor import WorkerActor, WorkerHealth
 from tramontane.proto.errors import ExpertLostError
 from tramontane.proto.expert_plan import ExpertId
@@ -36,8 +37,17 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
     """An ``ExpertWorker`` behind Ray. It keeps nothing between calls, so that one which is repeated does no harm."""
 
     def __init__(
-        self, experts: ExpertActors, actor_id: int, weights: Weights, device: str, threads: int, fingerprint: Fingerprint = ()
+        self,
+        experts: ExpertActors,
+        actor_id: int,
+        weights: Weights,
+        device: str,
+        threads: int,
+        fingerprint: Fingerprint = (),
+        logs: LogSettings | None = None,
     ) -> None:
+        if logs is not None:
+            logs.to_stderr("experts", pipeline=experts.pipeline, actor=actor_id)
         self._plan, self._actor_id, self._threads = experts.current_plan(), actor_id, threads
         self._pipeline = experts.pipeline
         self._door: ExpertDoor | None = None
@@ -69,13 +79,14 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         import torch
 
         from tramontane.workers.expert_worker import ExpertCall
+        from tramontane.workers.pinned import to_device, to_host
 
         worker, expert_call = self._wait_until_loaded(), ExpertCall(*call)
         torch.set_num_threads(self._threads)  # counts per thread
         dtype = getattr(torch, self._plan.dtype)
         rows_CD = torch.from_numpy(rows).view(dtype).view(expert_call.num_rows, -1)
-        reply = worker.run(expert_call, rows_CD.to(worker.device))
-        return reply.busy_s, reply.rows_CD.cpu().view(torch.uint8).reshape(-1).numpy()
+        reply = worker.run(expert_call, to_device(rows_CD, worker.device))
+        return reply.busy_s, to_host(reply.rows_CD).view(torch.uint8).reshape(-1).numpy()
 
     @ray.method(concurrency_group="control")
     def open(self, calls: "Address") -> "Address":
@@ -114,7 +125,7 @@ def create_experts(spec: "PipelineSpec", actor_id: int, group: PlacementGroup) -
     """Make the named, detached actor of some experts in its bundle, or find the one that is there."""
     groups = {"control": 2, "moving": 1}
     kind: Any = ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(ExpertActor)  # type: ignore[call-overload]
-    options = placed_in(spec, len(spec.plan.stages) + actor_id, group) | {"name": spec.expert_name(actor_id)}
+    options = placed_in(spec, spec.bundle_of_experts(actor_id), group) | {"name": spec.expert_name(actor_id)}
     device = "cuda" if spec.use_gpus else "cpu"
-    arguments = (spec.expert_actors, actor_id, spec.weights, device, spec.threads_per_stage, spec.fingerprint)
+    arguments = (spec.expert_actors, actor_id, spec.weights, device, spec.threads_per_stage, spec.fingerprint, spec.logs)
     return cast("ActorHandle[Any]", kind.options(**options).remote(*arguments))

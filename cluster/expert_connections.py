@@ -21,6 +21,7 @@ from tramontane.workers.edge import Address
 from tramontane.workers.expert_link import RETRY_S, DirectExpert, RowFormat
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.link import edges_for
+from tramontane.workers.pinned import to_device, to_host
 from tramontane.workers.remote_experts import Connect, ExpertConnection
 
 logger = logging.getLogger(__name__)
@@ -71,7 +72,7 @@ class StoreExpert:
         if not self.is_up:
             future.set_exception(ExpertLostError(f"{self._label} is not there"))
             return future
-        rows = rows_CD.contiguous().cpu().view(torch.uint8).reshape(-1).numpy()
+        rows = to_host(rows_CD).view(torch.uint8).reshape(-1).numpy()
         answer: ray.ObjectRef[tuple[float, Any]] = self._actor.run.remote(tuple(call), rows)
         answer.future().add_done_callback(lambda done: self._hear(future, call, done))
         return future
@@ -97,7 +98,7 @@ class StoreExpert:
 
     def _unpacked(self, call: ExpertCall, busy_s: float, rows: Any) -> ExpertReply:  # noqa: ANN401 - a numpy array
         rows_CD = torch.from_numpy(rows).view(self._format.dtype).view(call.num_rows, -1)
-        return ExpertReply(rows_CD.to(self._format.device), busy_s)
+        return ExpertReply(to_device(rows_CD, self._format.device), busy_s)
 
     def _seek(self) -> None:
         """Until it is found the actor is not up."""

@@ -1,6 +1,7 @@
 """Giving stages a new epoch, and with it new edges."""
 
 import contextlib
+import time
 from typing import Any
 
 import ray
@@ -10,6 +11,7 @@ from tramontane.proto.errors import LinkError
 from tramontane.proto.plan import Link
 
 INTERRUPT_TIMEOUT_S = 5.0  # it is answered at once, unless a process is only starting, or does nothing any more
+LOOK_EVERY_S = 2.0
 FENCE_TIMEOUT_S = 60.0  # a stage that is loading again may take longer: the router asks again
 
 
@@ -18,9 +20,17 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
     # A step that waits, for a neighbour or for experts, must not keep the fence waiting.
     interrupted = [stage.interrupt.options(concurrency_group="control").remote(epoch) for stage in stages]
     ray.get(interrupted, timeout=INTERRUPT_TIMEOUT_S)
-    ray.get([stage.fence.remote(epoch, holder) for stage in stages], timeout=FENCE_TIMEOUT_S)
+    _wait_for([stage.fence.remote(epoch, holder) for stage in stages], stages)
     if link == "direct":
         _link_up(stages, epoch)
+
+
+def _wait_for(asked: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
+    """A stage that stops meanwhile is not waited for: one that is loading says how it is."""
+    give_up_at = time.monotonic() + FENCE_TIMEOUT_S
+    while ray.wait(asked, num_returns=len(asked), timeout=LOOK_EVERY_S)[1] and time.monotonic() < give_up_at:
+        ray.get([stage.health.options(concurrency_group="control").remote() for stage in stages], timeout=INTERRUPT_TIMEOUT_S)
+    ray.get(asked, timeout=0)
 
 
 def _link_up(stages: list[ActorHandle[Any]], epoch: int) -> None:

@@ -54,7 +54,7 @@ async def generate(
         colours = TokenColours(show_experts, check_layer(config, show_experts))
         sampling = replace(sampling, return_experts=(show_experts,))
     tokenizer, prompt_ids = encode_prompts(config, prompts)
-    alone = config.model_copy(update={"replicas": 1})  # of a file that was written for serve
+    alone = config.alone()
     async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         ready = time.time()
         display.start([prompt.text for prompt in prompts], colours)

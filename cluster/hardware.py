@@ -44,28 +44,37 @@ class Hardware:
     node_memory: tuple[int, ...]
     gpus: tuple[Gpu, ...] = ()
 
-    def default_stages(self, num_pipelines: int = 1) -> int:
-        """One per GPU, shared evenly; 2 where there is none."""
+    def together(self, stages_per_gpu: int) -> int:
+        """How many stages have one place: a GPU, or, where there is none, what a stage has to itself."""
+        return stages_per_gpu if self.gpus else 1
+
+    def default_places(self, num_pipelines: int = 1) -> int:
+        """Of one pipeline: GPUs, shared out evenly; 2 where there is none."""
         return max(len(self.gpus) // num_pipelines, 1) if self.gpus else 2
 
     def stage_memory(self, num_stages: int) -> int:
-        """Bytes one stage may use: the smallest GPU (shared only in one process), or an even share of the smallest node."""
+        """Bytes one stage may use, or those of one place: the smallest GPU (shared so only in one process), or an even share of
+        the smallest node.
+        """
         if self.gpus:
             return min(gpu.memory for gpu in self.gpus) // -(-num_stages // len(self.gpus))
         return min(self.node_memory) // self._stages_per_node(num_stages)
 
-    def threads_per_stage(self, num_stages: int) -> int:
+    def threads_per_stage(self, num_stages: int, together: int = 1) -> int:
         """Cores of the smallest node, shared by the stages that it would hold."""
-        return max(1, min(self.node_cpus) // self._stages_per_node(num_stages))
+        return max(1, min(self.node_cpus) // self._stages_per_node(num_stages, together))
 
-    def stages_at_once(self, num_stages: int, threads: int, num_pipelines: int = 1) -> int:
+    def stages_at_once(self, num_stages: int, threads: int, num_pipelines: int = 1, together: int = 1) -> int:
         """How many of a pipeline's stages can compute at the same time; the others wait for their turn.
 
         Threads of a stage wait for each other at every product: where two stages' threads share cores, all wait for
         those that were put aside, ten times as long as for the product. A single thread waits for nobody.
         2 stages of 2 threads: 1 on a node of 2 cores, or of 3, 2 on two such nodes. Pipelines do not wait for each other.
+        Stages that share a GPU share its memory's bandwidth: 5 stages, 2 together, are 3 at once.
         """
-        if self.gpus or threads == 1:
+        if self.gpus:
+            return -(-num_stages // together)
+        if threads == 1:
             return num_stages
         return max(min(sum(cpus // threads for cpus in self.node_cpus) // num_pipelines, num_stages), 1)
 
@@ -78,8 +87,10 @@ class Hardware:
                 f"use at most {most}, or leave it out"
             )
 
-    def _stages_per_node(self, num_stages: int) -> int:
-        return -(-num_stages // len(self.node_cpus))
+    def _stages_per_node(self, num_stages: int, together: int = 1) -> int:
+        """Those of one GPU stay on one node: of 6 stages, 4 together, one of two nodes has 4."""
+        groups = -(-num_stages // together)
+        return min(-(-groups // len(self.node_cpus)) * together, num_stages)
 
 
 def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:

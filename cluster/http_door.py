@@ -29,6 +29,7 @@ from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
 from tramontane.cluster.ui_page import ui_routes
 from tramontane.cluster.whole_answers import TELL
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
 from tramontane.router.begun_answer import BegunAnswer
@@ -162,7 +163,7 @@ class HttpDoor:
         deadline = _deadline(request, begun)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, owner_of(request), deadline)
+        source = Asked(self._source, owner_of(request), deadline, request_id(request))
         if not begun.goes_on:
             source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
@@ -176,7 +177,7 @@ class HttpDoor:
         deadline = _deadline(request, begun)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, owner_of(request), deadline)
+        source = Asked(self._source, owner_of(request), deadline, request_id(request))
         if not begun.goes_on:
             source.check_room(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
@@ -241,7 +242,7 @@ def _methods(routes: Sequence[Route], request: Request) -> list[str]:
 def _our_fault(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(request: Request, error: Exception) -> Response:
         own_id = request_id(request)
-        logger.error("request %s met a defect of the server", own_id, exc_info=error)
+        logger.error("request %s met a defect of the server", own_id, exc_info=error, extra=about(own_id))
         headers = {"x-request-id": own_id} if sends_request_id else {}  # the guard is further inside, and does not see this
         return json_error(500, "the server has a defect; its log says more", "server_error", headers=headers)
 

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler
 
 from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.proto.log_fields import about
 from tramontane.router.error_shapes import ErrorShape, shape_of
 from tramontane.router.openai_schema import ErrorType, error_body
 
@@ -58,7 +59,7 @@ def failed(error: TramontaneError, request_id: str) -> JSONResponse:
     """As ``error_response``; what is not the client's fault goes into the log, unless the server is meant to refuse it."""
     response = error_response(error)
     if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
-        logger.warning("request %s failed: %s", request_id, error)
+        logger.warning("request %s failed: %s", request_id, error, extra=about(request_id))
     return response
 
 

@@ -49,7 +49,7 @@ def plan_of(config: EngineConfig, workers: Workers) -> ClusterPlan:
     from tramontane.cluster.best_plan import plan_for
     from tramontane.cluster.hardware import Gpu, Hardware
 
-    number = ((config.stages or 0) + config.expert_actors) * config.replicas
+    number = ((config.stages or 0) + config.expert_actors) * config.most_replicas
     gpus = tuple(Gpu("gpu", workers.memory, node=str(node)) for node in range(number)) if workers.has_gpu else ()
     hardware = Hardware((workers.threads,) * number, (workers.memory,) * number, gpus)
     return plan_for(config, find_model_args(config.model), hardware)

@@ -18,7 +18,10 @@ ALIKE = ("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_
 SHARED = MappingProxyType(
     {name: PIPELINE[name] for name in (*ALIKE, "step_timeout", "expert_actors", "expert_replicas", "config")}
 )
-OURS = {"placement_timeout", "ingress_replicas", "api_key_file", "replicas", "expert_memory", "gpu_speed"}
+OURS = {
+    *("placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"),
+    *("expert_memory", "gpu_speed", "stages_per_gpu"),  # pods and their GPUs are alike, and have a stage each
+}
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
 
@@ -70,6 +73,9 @@ def k8s(
     _write(overlay_files(overlay), out)
     pods = (len(plan.stages) + config.expert_actors) * replicas
     typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, and the doors and the head; kubectl apply -k {out}")
+    needed = out / base / "base"
+    if "//" not in base and not needed.is_dir():  # a URL is for kubectl to look at
+        typer.echo(f"that needs {needed}, which is not there: copy Tramontane's k8s/ to {out / base}, or give --base")
 
 
 def _write(files: dict[str, str], out: Path) -> None:

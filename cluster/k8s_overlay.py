@@ -97,11 +97,14 @@ def serve_config(overlay: Overlay) -> Document:
 
 
 def _pipelines(overlay: Overlay) -> Document:
+    from tramontane.cluster.autoscaling import policy_for  # brings Ray Serve
+
     if not overlay.grows:
         return {"num_replicas": overlay.replicas}
-    scaling = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
+    scaling: Document = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
     scaling["target_ongoing_requests"] = max(int(overlay.places * BUSY_SHARE), 1)
-    return {"autoscaling_config": scaling | {"upscale_delay_s": GROW_AFTER_S, "downscale_delay_s": SHRINK_AFTER_S}}
+    scaling |= {"upscale_delay_s": GROW_AFTER_S, "downscale_delay_s": SHRINK_AFTER_S}
+    return {"autoscaling_config": scaling | {"policy": policy_for(BUSY_SHARE, None)}}
 
 
 def _on_door(resource: str, amount: float) -> Document:

@@ -114,6 +114,11 @@ def _policy_for(config: EngineConfig, plan: ClusterPlan) -> Policy:
     return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once, open_per_stage)
 
 
+def local_devices(num_gpus: int, together: int) -> list[str]:
+    """That stages go to in turn: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2 stages together."""
+    return [f"cuda:{index}" for index in range(num_gpus) for _ in range(together)] or ["cpu"]
+
+
 @asynccontextmanager
 async def _local_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
@@ -126,7 +131,7 @@ async def _local_pipeline(
     from tramontane.cluster.local_chain import LocalStageChain
 
     torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
-    devices = [f"cuda:{i}" for i in range(len(hardware.gpus))] or ["cpu"]
+    devices = local_devices(len(hardware.gpus), config.stages_per_gpu)
     stopped = threading.Event()
 
     def show_unless_stopped(loading: Sequence[Loading]) -> None:
@@ -159,7 +164,7 @@ async def _ray_pipeline(
         return
     spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
     report("starting Ray")
-    with own_ray(num_cpus=spec.num_bundles * spec.threads_per_stage):
+    with own_ray(num_cpus=spec.num_workers * spec.threads_per_stage):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain
 
@@ -167,21 +172,24 @@ async def _ray_pipeline(
 def pipeline_spec(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
 ) -> PipelineSpec:
-    """One of ``config.replicas`` pipelines.
+    """One of ``config.most_replicas`` pipelines.
 
     Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
     """
     plan, places = best_plan(config, args, hardware)
+    together, num_stages = hardware.together(config.stages_per_gpu), len(plan.stages)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
         weights=config.weights,
-        threads_per_stage=stage_threads(config, len(plan.stages), hardware),
+        threads_per_stage=stage_threads(config, num_stages, hardware),
         use_gpus=bool(hardware.gpus),
-        nodes=tuple(place.nodes for place in places),
+        stages_per_gpu=together,
+        nodes=tuple(place.nodes for place in (*places[:num_stages:together], *places[num_stages:])),
         fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
         link=config.link,
         ping_pong=config.ping_pong,
         pieces=PiecesOf(config.model, args.vocab_size),
         placement_timeout_s=config.placement_timeout,
+        logs=config.logs,
     )

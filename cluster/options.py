@@ -28,11 +28,12 @@ LoadFormat = Annotated[
     str | None,
     option("--load-format", help="auto: the folder's weights. dummy: random ones; --model may be a geometry, as for plan."),
 ]
-Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default: one per GPU, or 2.")]
+Stages = Annotated[int | None, option("--stages", help="Pipeline depth. Default: all that GPUs take, or 2.")]
+StagesPerGpu = Annotated[int | None, option("--stages-per-gpu", help="Stages that share a GPU. Default 1.")]
 Local = Annotated[bool | None, flag("--local", help="Stages as plain objects in this process, no Ray.")]
 Address = Annotated[str | None, option("--address", help="Join a running Ray cluster: auto or host:port.")]
 Dtype = Annotated[str | None, option("--dtype", help="auto, bfloat16, float16 or float32.")]
-Quantize = Annotated[str | None, option("--quantize", help="int8: half the memory for weights. Default: not quantised.")]
+Quantize = Annotated[str | None, option("--quantize", help="int8 or fp8: half the memory for weights. Default: not quantised.")]
 MaxModelLen = Annotated[int | None, option("--max-model-len", help="Positions per sequence.")]
 MaxNumSeqs = Annotated[int | None, option("--max-num-seqs", help="Sequences admitted at once. Default 64.")]
 MaxNumBatchedTokens = Annotated[int | None, option("--max-num-batched-tokens", help="Tokens in one micro-batch. Default 512.")]
@@ -79,6 +80,7 @@ PIPELINE: Mapping[str, Any] = MappingProxyType(
         "model": Model,
         "load_format": LoadFormat,
         "stages": Stages,
+        "stages_per_gpu": StagesPerGpu,
         "address": Address,
         "dtype": Dtype,
         "quantize": Quantize,
@@ -128,6 +130,30 @@ def takes(*shared: Mapping[str, Any]) -> Callable[[Command], Command]:
         return run
 
     return decorate
+
+
+def _as_defaults(context: typer.Context, path: Path | None) -> Path | None:
+    """What of the file is an option of this command is what that is where nobody gives it. A plan has a stage per GPU."""
+    if path is not None:
+        keys = {key: value for key, value in ConfigFile.read(path).keys.items() if value is not None}
+        names = {parameter.name for parameter in context.command.params}
+        if "stages" in keys and "stages" not in names:
+            keys["gpus"] = _num_gpus(keys["stages"], keys.get("stages_per_gpu", 1))
+        texts = {key: ",".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in keys.items()}
+        context.default_map = {key: text for key, text in texts.items() if key in names}
+    return path
+
+
+def _num_gpus(stages: object, together: object) -> object:
+    """5 stages, 2 to a GPU: 3. What is no number is for the option to refuse."""
+    return -(-stages // together) if isinstance(stages, int) and isinstance(together, int) and together > 0 else stages
+
+
+# For commands that plan or model something, of which only some keys are options.
+Defaults = Annotated[
+    Path | None,
+    typer.Option("--config", is_eager=True, callback=_as_defaults, help="YAML file; those of its keys that are options here."),
+]
 
 
 def given_options(context: typer.Context) -> list[str]:

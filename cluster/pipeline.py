@@ -98,11 +98,11 @@ def _quiet_ray() -> Iterator[None]:
 
 
 @contextmanager
-def joined_ray(address: str, measured: bool = True) -> Iterator[Hardware]:
-    """A cluster that is already running; ``measured`` is that of ``joined_cluster``."""
-    from tramontane.cluster.ray_address import check_cluster  # brings gRPC, which a Ray of our own does not need
+def joined_ray(address: str, measured: bool = True, needed: bool = False) -> Iterator[Hardware]:
+    """A cluster that is already running; ``measured`` is that of ``joined_cluster``. ``needed``: the command has no other way."""
+    from tramontane.cluster.ray_address import ADVICE, JOIN, check_cluster  # brings gRPC, which a Ray of our own does not need
 
-    check_cluster(address)
+    check_cluster(address, JOIN if needed else ADVICE)
     try:
         with _starting_ray():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -206,8 +206,9 @@ async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: Ma
     if stages is None:
         available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         free = {name: available.get(name, 0) for name in spec.bundles[0]}
+        of = "of" if spec.stages_per_gpu == 1 else "in bundles of"
         raise PlanError(
-            f"the cluster has no room for {spec.workers_of()} of {spec.bundles[0]}"
+            f"the cluster has no room for {spec.workers_of()} {of} {spec.bundles[0]}"
             f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
             f"use fewer --stages{', --expert-actors' if spec.plan.experts else ''} or --threads-per-stage"
         )

@@ -2,7 +2,8 @@
 
 Nodes with the same GPUs are of one *kind*, and a stage is tied to a kind rather than to a GPU. Which node of
 the kind it gets is Ray's to say, which packs stage after stage; and so is which GPU of the node, so on a node
-of unlike GPUs each counts as the smallest and slowest of them.
+of unlike GPUs each counts as the smallest and slowest of them. Stages that share a GPU are neighbours, and have equal
+shares of its memory.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,23 +27,36 @@ class Place:
 def place_choices(
     config: EngineConfig, n_layers: int, hardware: Hardware, cluster: Hardware | None = None
 ) -> list[tuple[Place, ...]]:
-    """What the stages may get, a place for each in order; ``config.replicas`` pipelines share the hardware.
+    """What the stages may get, a place for each in order; ``config.most_replicas`` pipelines share the hardware.
 
     ``cluster``: all that there is, where that is more.
     """
     hardware.check_threads(config.threads_per_stage)
+    together = hardware.together(config.stages_per_gpu)
     num_stages = _num_stages(config, n_layers, hardware)
-    num_all = num_stages * config.replicas
+    num_places = -(-num_stages // together)
+    num_all = num_places * config.most_replicas
     if not hardware.gpus or config.local:
-        share = hardware.stage_memory(num_all + config.expert_actors * config.replicas)
-        choices: list[tuple[Place, ...]] = [(Place(StageRoom(share)),) * num_stages]
+        share = hardware.stage_memory(num_all + config.expert_actors * config.most_replicas)
+        choices: list[tuple[Place, ...]] = [(Place(StageRoom(share)),) * num_places]
     elif num_all > len(hardware.gpus):
-        raise TooFewNodesError(
-            f"{num_all} stages need a GPU each, and there are {len(hardware.gpus)}; use fewer --stages or --replicas"
-        )
+        raise TooFewNodesError(_too_few_gpus(config, num_stages, num_all, len(hardware.gpus)))
     else:
-        choices = gpu_choices(hardware.gpus, num_stages, config.replicas, (cluster or hardware).gpus)
-    return [_as_given(places, config.gpu_memory, config.gpu_speed) for places in choices]
+        choices = gpu_choices(hardware.gpus, num_places, config.most_replicas, (cluster or hardware).gpus)
+    return [_shared(_as_given(places, config.gpu_memory, config.gpu_speed), num_stages, together) for places in choices]
+
+
+def _too_few_gpus(config: EngineConfig, num_stages: int, num_needed: int, num_there: int) -> str:
+    flag = "--max-replicas" if config.max_replicas else "--replicas"
+    needed = f"{num_needed} stages need a GPU each"
+    if config.stages_per_gpu > 1:
+        needed = f"{num_stages * config.most_replicas} stages, {config.stages_per_gpu} to a GPU, need {num_needed} GPUs"
+    return f"{needed}, and there are {num_there}; use fewer --stages or {flag}"
+
+
+def _shared(places: tuple[Place, ...], num_stages: int, together: int) -> tuple[Place, ...]:
+    """Of each stage. 3 stages, 2 together, on places of 80 and 24 GiB: 40, 40 and 12 GiB."""
+    return tuple(_with(place, memory=place.room.memory // together) for place in places for _ in range(together))[:num_stages]
 
 
 def shared_out(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hardware]:
@@ -51,12 +65,12 @@ def shared_out(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hard
     Of GPUs the experts, which are most of a model, get the roomiest. GPUs of 24, 80, 24 and 80 GiB, two expert actors: those
     of 80 are theirs. Processors and their memory both use.
     """
-    num_experts = config.expert_actors * config.replicas
+    num_experts = config.expert_actors * config.most_replicas
     if not hardware.gpus or not num_experts:
         return hardware, hardware
-    if len(hardware.gpus) < num_experts + config.replicas:
+    if len(hardware.gpus) < num_experts + config.most_replicas:
         raise TooFewNodesError(
-            f"{num_experts} expert actors and at least {config.replicas} stages need a GPU each, and there are "
+            f"{num_experts} expert actors and at least {config.most_replicas} stages need a GPU each, and there are "
             f"{len(hardware.gpus)}; use fewer --expert-actors"
         )
     least = {
@@ -70,9 +84,9 @@ def expert_places(config: EngineConfig, num_stages: int, hardware: Hardware, clu
     """Of one pipeline's expert actors, on their own share of the cluster's hardware."""
     num_actors = config.expert_actors
     if hardware.gpus:
-        places = gpu_choices(hardware.gpus, num_actors, config.replicas, cluster.gpus)[0]
+        places = gpu_choices(hardware.gpus, num_actors, config.most_replicas, cluster.gpus)[0]
     else:
-        places = (Place(StageRoom(hardware.stage_memory((num_stages + num_actors) * config.replicas))),) * num_actors
+        places = (Place(StageRoom(hardware.stage_memory((num_stages + num_actors) * config.most_replicas))),) * num_actors
     memory = None if config.expert_memory is None else for_each_expert_actor(config.expert_memory, num_actors)
     return _as_given(places, memory, None)
 
@@ -128,23 +142,28 @@ def _place(kind: Sequence[Gpu]) -> Place:
 
 
 def _num_stages(config: EngineConfig, n_layers: int, hardware: Hardware) -> int:
+    """As many as the places take, unless told. What is given for GPUs says how many of them there are."""
+    together = hardware.together(config.stages_per_gpu)
     lists = {"gpu-memory": config.gpu_memory, "gpu-speed": config.gpu_speed}
     counts = {f"--{name}": len(given) for name, given in lists.items() if given and len(given) > 1}
     if config.stages:
-        counts = {"--stages": config.stages} | counts
+        counts = {"--stages": -(-config.stages // together)} | counts
     if len(set(counts.values())) > 1:
-        said = " and ".join(f"{name} is for {count} stages" for name, count in counts.items())
-        raise ConfigError(f"{said}; give one value for all stages, or one for each")
-    return next(iter(counts.values()), min(hardware.default_stages(config.replicas), n_layers))
+        what = "stages" if together == 1 else "GPUs"
+        said = " and ".join(f"{name} is for {count} {what}" for name, count in counts.items())
+        raise ConfigError(f"{said}; give one value for all {what}, or one for each")
+    if config.stages or not counts:
+        return config.stages or min(hardware.default_places(config.most_replicas) * together, n_layers)
+    return next(iter(counts.values())) * together
 
 
 def _as_given(places: tuple[Place, ...], memory: tuple[int, ...] | None, speed: tuple[int, ...] | None) -> tuple[Place, ...]:
-    """With what the user says of the stages' GPUs. The largest memory gets the roomiest place, and none more than there is."""
-    stages = range(len(places))
+    """With what the user says of the GPUs. The largest memory gets the roomiest place, and none more than there is."""
+    order = range(len(places))
     if memory is not None:
         memories = memory if len(memory) > 1 else memory * len(places)
-        of_stage = dict(zip(sorted(stages, key=lambda stage: -memories[stage]), places, strict=True))
-        places = tuple(_with(of_stage[i], memory=min(memories[i], of_stage[i].room.memory)) for i in stages)
+        given_to = dict(zip(sorted(order, key=lambda place: -memories[place]), places, strict=True))
+        places = tuple(_with(given_to[i], memory=min(memories[i], given_to[i].room.memory)) for i in order)
     if speed is not None:
         speeds = speed if len(speed) > 1 else speed * len(places)
         places = tuple(_with(place, speed=given) for place, given in zip(places, speeds, strict=True))

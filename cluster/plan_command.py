@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.capacity import held_by, held_together, plan_as_data, ways_out
+from tramontane.cluster.config import MOST_TOGETHER
 from tramontane.cluster.config_values import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
 from tramontane.cluster.expert_load import by_expert, read_load
 from tramontane.cluster.expert_outlook import ExpertOutlook, outlook
 from tramontane.cluster.expert_planner import ExpertRequest
-from tramontane.cluster.options import flag
+from tramontane.cluster.options import Defaults, flag
 from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
@@ -27,10 +28,13 @@ FEW, MANY = 2**14, 2**24  # as ``config.EngineConfig`` bounds them
 def plan(
     model: Annotated[str, typer.Option("--model", help=f"Checkpoint folder, or one of {', '.join(PRESETS)}.")],
     gpu_memory: Annotated[str, typer.Option("--gpu-memory", help="Of each GPU: 80GiB, or one per GPU: 24GiB,24GiB,80GiB.")],
-    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=FEW, help="How many; one stage each.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=FEW, help="How many.")] = None,
+    stages_per_gpu: Annotated[
+        int, typer.Option("--stages-per-gpu", min=1, max=MOST_TOGETHER, help="Stages that share a GPU.")
+    ] = 1,
     gpu_speed: Annotated[str | None, typer.Option("--gpu-speed", help="Relative, one per GPU: 1,1,3.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")] = "auto",
-    quantize: Annotated[Quantization | None, typer.Option("--quantize", help="int8: half the memory for weights.")] = None,
+    quantize: Annotated[Quantization | None, typer.Option("--quantize", help="int8 or fp8: half the memory for weights.")] = None,
     max_model_len: Annotated[int | None, typer.Option("--max-model-len", min=1, max=MANY, help="Positions per sequence.")] = None,
     max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=FEW, help="Sequences admitted at once.")] = 64,
     page_size: Annotated[int, typer.Option("--page-size", min=1, max=MANY, help="Positions per cache page.")] = 16,
@@ -46,15 +50,17 @@ def plan(
     expert_load: Annotated[
         Path | None, typer.Option("--expert-load", help="What tramontane experts --json measured: experts are spread by it.")
     ] = None,
+    config: Defaults = None,
     as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
     args = find_model_args(Path(model))
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
-    rooms = _rooms(gpus, gpu_memory, gpu_speed)
+    rooms = _rooms(gpus, gpu_memory, gpu_speed, stages_per_gpu)
     if len(rooms) > args.n_layers:
-        raise PlanError(f"{len(rooms)} GPUs are too many: the model has {args.n_layers} layers, and no stage may be empty")
+        many = f"{len(rooms) // stages_per_gpu} GPUs{f' of {stages_per_gpu} stages' if stages_per_gpu > 1 else ''}"
+        raise PlanError(f"{many} are too many: the model has {args.n_layers} layers, and no stage may be empty")
     chosen = args.dtype if dtype == "auto" else dtype
     holding = _expert_rooms(expert_actors, expert_memory, expert_replicas, expert_load)
     loads = None if expert_load is None else by_expert(read_load(expert_load))
@@ -69,10 +75,7 @@ def plan(
         quantize=quantize,
         experts_inside=experts is None,
     )
-    try:
-        made = make_plan(args, request)
-    except TooLittleMemoryError as error:
-        raise PlanError(f"{error}; {ways_out(args, request)}") from error
+    made = _made(args, request, stages_per_gpu)
     if as_json:
         print(json.dumps(plan_as_data(made, rooms, experts)))
         return
@@ -82,7 +85,16 @@ def plan(
         _show_experts(console, experts)
 
 
-def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[StageRoom, ...]:
+def _made(args: ModelArgs, request: PlanRequest, together: int) -> ClusterPlan:
+    """Raises PlanError, with the ways out where memory is too little."""
+    try:
+        return make_plan(args, request)
+    except TooLittleMemoryError as error:
+        raise PlanError(f"{error}; {ways_out(args, request, together)}") from error
+
+
+def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None, together: int) -> tuple[StageRoom, ...]:
+    """Of each stage: 80 GiB and 2 together are two of 40 GiB."""
     memories = gpu_sizes(gpu_memory) or ()
     if len(memories) == 1:
         memories *= 1 if gpus is None else max(gpus, 0)
@@ -90,7 +102,8 @@ def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None) -> tuple[St
     for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
         if number != len(memories) or number < 1:
             raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
-    return tuple(StageRoom(memory, speed) for memory, speed in zip(memories, speeds, strict=True))
+    each = [StageRoom(memory // together, speed) for memory, speed in zip(memories, speeds, strict=True)]
+    return tuple(room for room in each for _ in range(together))
 
 
 def _expert_rooms(num_actors: int, memory: str | None, replicas: str | None, load: Path | None) -> tuple[StageRoom, ...]:
@@ -135,9 +148,11 @@ def _show(console: Console, model: str, args: ModelArgs, made: ClusterPlan, room
         console.print(" (in brackets: if every layer kept all positions)" if windowed else "", end="")
         console.print("; of all, into the pages that are planned")
     pages = ", ".join(f"{c.num_pages} pages for window {c.window or 'none'}" for c in made.cache.classes)
-    weights = f"{made.stages[0].dtype}, weights in int8" if made.stages[0].quantize else made.stages[0].dtype
+    chosen, quantize = made.stages[0].dtype, made.stages[0].quantize
+    weights = f"{chosen}, weights in {quantize}" if quantize else chosen
     console.print(
-        f"{model} in {weights}, contexts of {made.max_model_len}: {made.max_num_seqs} sequences at once; {pages}",
+        f"{model} in {weights}, contexts of {made.max_model_len}: "
+        f"{made.max_num_seqs} sequence{'s' * (made.max_num_seqs > 1)} at once; {pages}",
         soft_wrap=True,
     )
 

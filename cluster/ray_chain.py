@@ -64,17 +64,17 @@ class RayStageChain:
                 async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
-            except TimeoutError:  # it does nothing any more; another process finds everything again
-                logger.warning("the supervisor does not answer, and gets a new process")
-                await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(last_line(error)) from error
-            except RayError as error:
+            except RayError as error:  # before TimeoutError, which that of a supervisor whose stages do not answer is as well
                 if time.monotonic() > give_up_at or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
                 if isinstance(error, GetTimeoutError):
                     await self.replace_stuck(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
+            except TimeoutError:  # it does nothing any more; another process finds everything again
+                logger.warning("the supervisor does not answer, and gets a new process")
+                await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
 
     async def replace_stuck(self, limit_s: float) -> str:
         """See ``stuck``. A supervisor that is starting again, or whose answer is lost, is asked the next time."""

@@ -1,7 +1,6 @@
 """An ingress's side of the routers: the calls that hand requests over, and the streams by which they answer."""
 
 import asyncio
-import contextvars
 import itertools
 import logging
 import math
@@ -14,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
+from tramontane.cluster.replica_log import context_of
 from tramontane.cluster.room import Room
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
@@ -28,6 +28,7 @@ from tramontane.proto.errors import (
     RouterLostError,
     TramontaneError,
 )
+from tramontane.proto.log_fields import about
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.answers_so_far import AnswersSoFar
 from tramontane.router.mailbox import Mailbox
@@ -85,13 +86,13 @@ class RemoteRouters(RouterQuestions):
             self.check_room(len(specs), specs[0].owner)
         self._num_requests += 1
         try:
-            async with aclosing(self._from_any(so_far, specs[0].owner)) as batches:
+            async with aclosing(self._from_any(so_far, specs[0])) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self._num_requests -= 1
 
-    async def _from_any(self, so_far: AnswersSoFar, owner: int) -> AsyncGenerator[TokenBatch, None]:
+    async def _from_any(self, so_far: AnswersSoFar, first: SequenceSpec) -> AsyncGenerator[TokenBatch, None]:
         """Of one router after the other, where one is lost."""
         patience = Patience(was_accepted=so_far.was_accepted)
         while not so_far.is_complete:
@@ -102,7 +103,7 @@ class RemoteRouters(RouterQuestions):
                         yield so_far.add(batch)
             except (PipelineError, OverloadedError) as error:
                 if isinstance(error, FullError):
-                    self._room.is_full(owner, error)
+                    self._room.is_full(first.owner, error)
                 so_far.was_accepted |= isinstance(error, RouterLostError)
                 waiting = so_far.num_unfinished
                 self._room.num_waiting += waiting
@@ -112,14 +113,16 @@ class RemoteRouters(RouterQuestions):
                     self._room.num_waiting -= waiting
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
-                logger.warning("a request is given to another router: %s", error)
+                own_id = first.request_id
+                logger.warning("request %s is given to another router: %s", own_id or "-", error, extra=about(own_id))
 
     async def _from_one(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails."""
         number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
         self._room.unaccepted[number] = len(specs)
-        call = self._start(self._call(number, encoded, mailbox))
+        own_id = specs[0].request_id
+        call = self._start(self._call(number, encoded, mailbox, own_id), own_id)
         self._in(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
@@ -168,12 +171,12 @@ class RemoteRouters(RouterQuestions):
         for task in self._tasks:
             task.cancel()
 
-    async def _call(self, number: int, specs: bytes, mailbox: Mailbox) -> None:
+    async def _call(self, number: int, specs: bytes, mailbox: Mailbox, own_id: str) -> None:
         """Lasts as long as a router works on the request. Its end and the last tokens come in any order."""
         try:
             refusal = await self._accepted(number, specs)
         except Exception as error:  # whatever it is, the client must hear of it
-            logger.warning("a request's call failed: %s", error)
+            logger.warning("the call of request %s failed: %s", own_id or "-", error, extra=about(own_id))
             refusal = PipelineError("the router is gone")
         if refusal is not None:
             mailbox.put(refusal)
@@ -258,8 +261,9 @@ class RemoteRouters(RouterQuestions):
         if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
             mailbox.put(what)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, context=contextvars.Context())  # of no request, which Ray Serve would cancel with it
+    def _start(self, work: Coroutine[Any, Any, None], request_id: str = "") -> asyncio.Task[None]:
+        """Of no request of Ray Serve's, which it would cancel with that; but what it calls has this name."""
+        task = asyncio.create_task(work, context=context_of(request_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

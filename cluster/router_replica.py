@@ -13,6 +13,7 @@ import psutil
 from ray import serve
 
 from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
+from tramontane.cluster.autoscaling import as_metrics
 from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.deployments import is_superseded, note_deployment
@@ -23,6 +24,7 @@ from tramontane.cluster.launch import checked_model, pipeline_spec, scheduler_fo
 from tramontane.cluster.metrics import RayMetrics
 from tramontane.cluster.pipeline_metrics import PipelineMetrics
 from tramontane.cluster.pipeline_spec import Application, PipelineSpec
+from tramontane.cluster.ray_chain import RayStageChain
 from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_ports import keep_internal_port_on_node_address
 from tramontane.cluster.token_channel import TokenChannels
@@ -47,7 +49,7 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]
         self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, deployed_at: int
     ) -> None:
-        log_beside_ray_serve()
+        log_beside_ray_serve(config.logs, "router")
         keep_internal_port_on_node_address()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -57,13 +59,16 @@ class RouterReplica:
         self._is_given_up = False
         self._asking: asyncio.Task[bool] | None = None
         self._driving: asyncio.Task[None] | None = None
+        self._taking: asyncio.Task[tuple[PipelineSpec, RayStageChain]] | None = None
         application = Application(serve.get_replica_context().app_name, launched, owns_serve)
         self._application, self._deployed_at = application.name, deployed_at
         note_deployment(application.name, deployed_at)  # before anything is taken from those who will look it up
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
         pipeline = any_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
-        self._spec, self._chain = await self._exit.enter_async_context(pipeline)
+        self._taking = asyncio.create_task(self._exit.enter_async_context(pipeline))
+        self._spec, self._chain = await self._taking
+        log_beside_ray_serve(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
         self._router = self._new_router()
         self._metrics = PipelineMetrics(RayMetrics(), self._spec.name)
@@ -77,7 +82,10 @@ class RouterReplica:
             await asyncio.sleep(0.01)
 
     async def __del__(self) -> None:
-        if self._driving is None:  # there is no pipeline: the constructor failed
+        if self._driving is None:  # there is no pipeline: the constructor has failed, or still waits for one
+            if self._taking is not None:
+                self._taking.cancel()
+                await asyncio.wait([self._taking])  # what it was making is removed
             return
         self._driving.cancel()
         with suppress(asyncio.CancelledError):
@@ -183,6 +191,10 @@ class RouterReplica:
         if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
             self._is_given_up = True
             raise PipelineError("this router has had something to do for long, and nothing was done")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """For Ray Serve, where the number of pipelines changes: see ``WantedPipelines``."""
+        return as_metrics(self._router.scheduler.demand())
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
         """What is held at this moment, and by whom. Without ``stages`` they need not answer."""

@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.activity_door import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.autoscaling import number_of_routers
 from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
@@ -29,7 +30,7 @@ from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.metrics import RayMetrics
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.remote_routers import RemoteRouters
-from tramontane.cluster.replica_log import log_beside_ray_serve
+from tramontane.cluster.replica_log import log_beside_ray_serve, serves_request_id
 from tramontane.cluster.request_metrics import RequestMetrics
 from tramontane.cluster.router_replica import RouterReplica
 from tramontane.cluster.serve_ports import is_from_here, keep_internal_port_on_node_address
@@ -45,7 +46,10 @@ APPLICATION = "tramontane"
 WEIGHTS = ".safetensors"  # which a door does not read
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc_handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
 SHOWN_BY_RAY = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
-OF_THE_COMMAND = {"host", "port", "grpc_port", "address", "local", "seed", "json"}  # keys that say nothing to an application
+OF_THE_COMMAND = {  # keys that say nothing to an application
+    *("host", "port", "grpc_port", "address", "local", "seed", "json"),
+    *("tracing_exporter", "tracing_sampling_ratio"),
+}
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
@@ -71,7 +75,7 @@ def checked_config(args: dict[str, Any]) -> EngineConfig:
             "leave it out, and have every node know it by ~/.pgpass, or as the storage's library says"
         )
     if others := sorted(OF_THE_COMMAND & args.keys()):
-        raise ConfigError(f"{', '.join(others)}: not for a Serve config; address and port are in its http_options")
+        raise ConfigError(f"{', '.join(others)}: not for a Serve config; its http_options and tracing_config have their like")
     return EngineConfig.build(None, args)
 
 
@@ -98,10 +102,10 @@ def application(
     config = config.for_other_directories()
     with naming_the_node():
         fingerprint = fingerprint_for(config)
-    quiet = {"log_level": "WARNING", "enable_access_log": False}
+    quiet = config.logs.for_ray_serve()
     router = serve.deployment(
         name="Router",
-        num_replicas=config.replicas,
+        **number_of_routers(config),
         max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0, **off_head()},
@@ -157,14 +161,14 @@ class IngressReplica(GrpcServicer):
         patience_s: float,
         deployed_at: int,
     ) -> None:
-        log_beside_ray_serve()
+        log_beside_ray_serve(config.logs, "door")
         keep_internal_port_on_node_address()
         note_queues_of_answers()
         with naming_the_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
             model = served_model(config)
         mark, node = mark_of(fingerprint), ray.get_runtime_context().get_node_id()
-        self._routers = RemoteRouters(router, model.max_sequences * config.replicas, patience_s, mark, node)
+        self._routers = RemoteRouters(router, model.max_sequences * config.most_replicas, patience_s, mark, node)
         if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
             self._routers.drain()
         source = CountingRoom(self._routers, model.counts)
@@ -180,6 +184,7 @@ class IngressReplica(GrpcServicer):
             admits=is_from_here if grpc_from_here_only else lambda _: True,
             pace=Pacer(writes_per_s),
             max_message=config.max_body_bytes,
+            id_of=serves_request_id,
         )
         self._door = HttpDoor(
             model,

@@ -21,14 +21,16 @@ PORT_TIMEOUT_S = 15.0
 
 def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
     """Raises PlanError unless the cluster has free what the pipelines' stages need."""
-    for name, of_a_stage in spec.bundles[0].items():
-        needed = of_a_stage * len(spec.bundles) * num_pipelines
+    for name in spec.bundles[0]:
+        of_a_pipeline = sum(bundle[name] for bundle in spec.bundles)
+        needed = of_a_pipeline * num_pipelines
         deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
         while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
             time.sleep(FREE_POLL_S)
         if needed > free.get(name, 0):
             raise PlanError(
-                f"{num_pipelines} x {len(spec.bundles)} stages of {of_a_stage:g} {name} each need {needed:g}, and the cluster "
+                f"{num_pipelines} x {spec.num_workers} stages of {of_a_pipeline / spec.num_workers:g} {name} each "
+                f"need {needed:g}, and the cluster "
                 f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
             )
 

@@ -1,14 +1,17 @@
 """Around Ray Serve's HTTP proxies: keeps what clients would tell or ask Ray Serve, rather than us, from reaching it."""
 
-import re
-
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tramontane.cluster.abandoned_calls import EndCalls
 from tramontane.cluster.door_relay import DoorRelay
-from tramontane.cluster.serve_ports import keep_grpc_door_on_http_host
+from tramontane.cluster.logs import LogSettings
+from tramontane.cluster.replica_log import log_beside_ray_serve
+from tramontane.cluster.serve_ports import mend_grpc_door
 from tramontane.cluster.slow_readers import DropSlowReaders
+from tramontane.cluster.tracing import trace_in_proxy
+from tramontane.proto.log_fields import GOOD_ID
 from tramontane.router.openai_schema import error_body
 
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
@@ -19,7 +22,7 @@ FOR_RAY_SERVE = (
     b"x-request-disconnect-disabled",
 )
 REQUEST_ID = b"x-request-id"
-GOOD_ID = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
+READ_BY_RAY_SERVE = (REQUEST_ID, b"traceparent")  # which fails where they are not UTF-8
 
 RAY_SERVES_OWN = "/-/"  # its paths, which ask for no key
 HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart proxies by it
@@ -27,8 +30,11 @@ HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart p
 
 def proxy_middlewares() -> list[Middleware]:
     """Ray Serve's proxies call it by name, before they open their ports: see ``ray_settings.SERVE_SETTINGS``."""
-    keep_grpc_door_on_http_host()
-    return [Middleware(DoorRelay), Middleware(WithoutOrders), Middleware(DropSlowReaders)]  # from the inside out
+    mend_grpc_door()
+    log_beside_ray_serve(LogSettings(), "proxy")
+    trace_in_proxy()
+    inside_out = EndCalls, DoorRelay, WithoutOrders, DropSlowReaders
+    return [Middleware(each) for each in inside_out]
 
 
 class WithoutOrders:
@@ -48,4 +54,4 @@ class WithoutOrders:
 
 
 def _is_order(name: bytes, value: bytes) -> bool:
-    return name in FOR_RAY_SERVE or (name == REQUEST_ID and not GOOD_ID.fullmatch(value))
+    return name in FOR_RAY_SERVE or (name in READ_BY_RAY_SERVE and not GOOD_ID.fullmatch(value))

@@ -16,6 +16,21 @@ SERVING: Mapping[str, Any] = MappingProxyType(
         "port": Annotated[int | None, option("--port", help="HTTP port. Default 8000.")],
         "grpc_port": Annotated[int | None, option("--grpc-port", help="gRPC port; 0 for none. Default 9000.")],
         "replicas": Annotated[int | None, option("--replicas", help="Pipelines behind the door. Default 1.")],
+        "max_replicas": Annotated[
+            int | None, option("--max-replicas", help="Pipelines when there is much to do. Default: never more than --replicas.")
+        ],
+        "target_load": Annotated[
+            float | None, option("--target-load", help="How full each is to be, where their number changes. Default 0.75.")
+        ],
+        "target_tokens": Annotated[
+            int | None, option("--target-tokens", help="Tokens in flight that one is meant for, if they are to count as well.")
+        ],
+        "upscale_delay": Annotated[
+            float | None, option("--upscale-delay", help="Seconds for which more have to be wanted. Default 30.")
+        ],
+        "downscale_delay": Annotated[
+            float | None, option("--downscale-delay", help="Seconds for which fewer have to be enough. Default 600.")
+        ],
         "max_queued_requests": Annotated[
             int | None, option("--max-queued-requests", help="Sequences that may wait, per pipeline. Default 256.")
         ],
@@ -28,6 +43,18 @@ SERVING: Mapping[str, Any] = MappingProxyType(
         "slow_reader_timeout": Annotated[
             float | None,
             option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60."),
+        ],
+        "log_format": Annotated[str | None, option("--log-format", help="text, or json: an object a line. Default: text.")],
+        "log_level": Annotated[
+            str | None,
+            option("--log-level", help="What is logged: debug, info, warning or error. Default: warning."),
+        ],
+        "tracing_exporter": Annotated[
+            str | None,
+            option("--tracing-exporter", help="Where spans go: otlp, file or MODULE:FUNCTION. Default: nowhere."),
+        ],
+        "tracing_sampling_ratio": Annotated[
+            float | None, option("--tracing-sampling-ratio", help="Share of requests that are traced, 0 to 1. Default 0.01.")
         ],
         "move_experts": Annotated[
             bool | None, flag("--move-experts", help="Let clients have experts spread by another load, by POST /experts.")

@@ -1,5 +1,6 @@
 """Keeps what Ray Serve opens behind our backs from being reachable by everybody."""
 
+from functools import partial
 from ipaddress import IPv6Address, ip_address
 from typing import Any
 from urllib.parse import unquote
@@ -7,10 +8,10 @@ from urllib.parse import unquote
 import ray
 import ray.serve._private.default_impl
 import ray.serve._private.replica
-from grpc import StatusCode
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-LISTS_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"  # to everybody, without a key
+from tramontane.cluster.grpc_door import mended
+
 EVERYWHERE = "[::]:"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -34,12 +35,11 @@ def keep_internal_port_on_node_address() -> None:
     module.add_port_to_grpc_server = add_port_on_node_address
 
 
-def keep_grpc_door_on_http_host() -> None:
+def mend_grpc_door() -> None:
     """Call in a proxy before it opens its ports: clients' gRPC then listens on the host that HTTP was told to listen on.
 
     Ray Serve has an option for the port only, and listens on all interfaces. What it calls to add the port knows no host, and may
-    not wait for one; so the port is added when the server starts. What applications there are is told over gRPC no more than
-    over HTTP.
+    not wait for one; so the port is added when the server starts. Its handlers are mended too: see ``grpc_door``.
     """
     addresses: Any = ray.serve._private.default_impl
 
@@ -54,16 +54,9 @@ def keep_grpc_door_on_http_host() -> None:
             await start()
 
         server.start = start_on_http_host
-        make = server.service_handler_factory
-        server.service_handler_factory = lambda service_method, streaming_type: (
-            _not_told if service_method == LISTS_APPLICATIONS else make(service_method, streaming_type)
-        )
+        server.service_handler_factory = partial(mended, server.service_handler_factory)
 
     addresses.add_grpc_address = add_when_it_starts
-
-
-async def _not_told(_request: Any, context: Any) -> None:  # noqa: ANN401
-    await context.abort(StatusCode.UNIMPLEMENTED, "this server does not tell its applications")
 
 
 def bracketed(host: str) -> str:

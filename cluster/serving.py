@@ -31,6 +31,7 @@ from tramontane.cluster.serve_app import APPLICATION, application, grpc_options
 from tramontane.cluster.serve_checks import check_doors, check_ports, check_room
 from tramontane.cluster.serve_ports import LOOPBACK, bracketed
 from tramontane.cluster.signs_of_life import signs_of_life
+from tramontane.cluster.tracing import tracing_config
 from tramontane.cluster.worker_actor import actor_names
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -58,9 +59,15 @@ class Served:
     def line(self) -> str:
         if self.config.json_output:
             about = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
-            numbers = {"replicas": self.config.replicas, "stages": self.num_stages, "ready_after_s": round(self.ready_after_s, 3)}
+            numbers = {
+                "replicas": self.config.replicas,
+                "max_replicas": self.config.most_replicas,
+                "stages": self.num_stages,
+                "ready_after_s": round(self.ready_after_s, 3),
+            }
             return json.dumps(about | numbers)
-        pipelines = "1 pipeline" if self.config.replicas == 1 else f"{self.config.replicas} pipelines"
+        least, most = self.config.replicas, self.config.most_replicas
+        pipelines = f"{least} to {most} pipelines" if most > least else f"{least} pipeline{'s' * (least != 1)}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
@@ -70,6 +77,10 @@ class Served:
 
 def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[Served], None]) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then finish what runs, and remove everything that was started."""
+    config.logs.to_stderr("command")
+    if config.log_format == "json":
+        report, show_loading = _log_progress, lambda _: None
+    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # refuses what cannot be used before anything starts
     if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
         raise ConfigError(
             f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
@@ -94,6 +105,13 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
             stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.another)
 
 
+def _log_progress(what: str) -> None:
+    """Whatever the level of other lines is: without it nobody would know what is being waited for."""
+    progress = logging.getLogger(f"{__name__}.progress")
+    progress.setLevel(logging.INFO)
+    progress.info(what)
+
+
 @contextmanager
 def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
     """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
@@ -101,7 +119,7 @@ def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoadi
     spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
     check_ports(config, report)
     report("starting Ray")
-    with own_ray(num_cpus=config.replicas * spec.num_bundles * spec.threads_per_stage):
+    with own_ray(num_cpus=config.most_replicas * spec.num_workers * spec.threads_per_stage):
         report("starting Ray Serve")
         _start_serve(config)
         report(f"loading {spec.workers_of(config.replicas)}")
@@ -135,6 +153,8 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
         elif not check_doors(config) and has_grpc:
             has_grpc = False
             report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
+        if not owns_serve and config.tracing_exporter is not None:
+            report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
         try:
             if owns_serve:
                 report("starting Ray Serve")
@@ -166,7 +186,8 @@ def _start_serve(config: EngineConfig) -> None:
             proxy_location="EveryNode",
             http_options=options,
             grpc_options=grpc_options(config.grpc_port),
-            logging_config={"log_level": "WARNING"},
+            tracing_config=tracing_config(config.tracing_exporter, config.tracing_sampling_ratio),
+            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},  # which only names requests
         )
     except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
         raise ConfigError(

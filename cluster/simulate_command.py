@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.display import Display
 from tramontane.cluster.interrupts import stoppable
-from tramontane.cluster.options import flag, option
+from tramontane.cluster.options import Defaults, flag, option
 from tramontane.cluster.pictures import check_plot
 from tramontane.proto.errors import ConfigError
 from tramontane.router.comparison import PERCENTILES, Summary, candidates, compared
@@ -55,6 +55,7 @@ def simulate(
     model: Annotated[Path | None, option("--model", help="With --calibrate: checkpoint folder. Default: the demo model.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and arrivals.")] = 0,
     plot: Annotated[Path | None, option("--plot", help="Write a picture (.png, .svg or .pdf) to this file.")] = None,
+    config: Defaults = None,
     as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Compare scheduling policies: the real scheduler against a modelled pipeline."""

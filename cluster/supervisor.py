@@ -22,6 +22,7 @@ from tramontane.cluster.fencing import fence_stages
 from tramontane.cluster.found_workers import existing_stages, existing_workers, lease_in_stages
 from tramontane.cluster.holders import must_make_way
 from tramontane.cluster.lease import LeaseBook
+from tramontane.cluster.logs import LogSettings
 from tramontane.cluster.off_head import off_head
 from tramontane.cluster.pipeline_spec import EXPERTS, STAGE, PipelineSpec
 from tramontane.cluster.stuck import Silences, replace_stuck
@@ -46,7 +47,9 @@ class Supervisor:
     so Ray may restart it at any time; steps go on meanwhile.
     """
 
-    def __init__(self, spec: PipelineSpec) -> None:
+    def __init__(self, spec: PipelineSpec, logs: LogSettings | None = None) -> None:
+        if logs is not None:
+            logs.to_stderr("supervisor", pipeline=spec.name)
         self.spec = spec
         self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
         self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
@@ -210,7 +213,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
     }
     # The lease's calls are answered also while workers are loading.
     actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
-    return cast("ActorHandle[Any]", actor.options(**options).remote(spec))
+    return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 
 def _group(spec: PipelineSpec) -> PlacementGroup:

@@ -6,13 +6,19 @@ Ray Serve sees the load and carries cancellation), and its tokens come with ever
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 
 from tramontane.cluster.lost_nodes import LostNodes
+from tramontane.cluster.request_log import log_accepted, log_ended
+from tramontane.cluster.tracing import trace_ended
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
+from tramontane.proto.log_fields import about
 from tramontane.proto.request import RequestTimes, TokenBatch
 from tramontane.router.router import Router
+
+logger = logging.getLogger(__name__)
 
 NOTHING_NEW = b""
 ACCEPTED = TokenBatch((), RequestTimes(0.0, 0.0, 0.0))  # no tokens yet, but a router works on it
@@ -115,11 +121,13 @@ class TokenChannels:
         if (channel := self._channels.get(ingress)) is None:
             return self.refusal(NoStreamError("no stream from the router could be kept open"))
         decoded = wire.decode_specs(specs)
-        unfinished = set(range(len(decoded)))
-        ended = asyncio.Event()
+        own_id, unfinished = decoded[0].request_id, set(range(len(decoded)))
+        ended, has_failed = asyncio.Event(), False
 
         def sink(what: TokenBatch | TramontaneError) -> None:
+            nonlocal has_failed
             channel.put(number, what)
+            has_failed |= isinstance(what, TramontaneError)
             finished = {e.seq_id for e in what.events if e.finish} if isinstance(what, TokenBatch) else set(unfinished)
             unfinished.difference_update(finished)
             if not unfinished:
@@ -128,7 +136,9 @@ class TokenChannels:
         try:
             request = router.submit(decoded, sink)
         except TramontaneError as error:
+            logger.info("request %s is refused: %s", own_id or "-", error, extra=about(own_id))
             return self.refusal(error)
+        log_accepted(request, decoded)
         channel.num_requests += 1
         channel.put(number, ACCEPTED)
         try:
@@ -136,6 +146,9 @@ class TokenChannels:
         finally:
             channel.leave()
             router.abort(request)
+            is_complete = ended.is_set() and not has_failed
+            log_ended(request, is_complete=is_complete)
+            trace_ended(request, router.progress, is_complete=is_complete)
         return DONE if ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
 
     def refusal(self, error: TramontaneError) -> bytes:

@@ -12,13 +12,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Quantization(StrEnum):
-    """How a stage may hold its matrices instead of in the model's dtype."""
+    """How a stage may hold its matrices instead of in the model's dtype: a byte per element, and a scale per row."""
 
-    INT8 = "int8"  # whole numbers, and a scale per row
+    INT8 = "int8"  # whole numbers
+    FP8 = "fp8"  # floats of 4 exponent and 3 mantissa bits, the largest 448 (torch's float8_e4m3fn)
 
-
-# Of a row's scale, by the model's dtype: float16 is too narrow for a small row's, largest / 127.
-SCALE_DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float32"}
+    def scale_dtype(self, dtype: str) -> str:
+        """Of a row's scale, by the model's dtype: what the products want. float16 is too narrow for a small row's."""
+        return "bfloat16" if self is Quantization.INT8 and dtype == "bfloat16" else "float32"
 
 
 @dataclass(frozen=True, slots=True)

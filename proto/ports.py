@@ -91,9 +91,28 @@ class AskedExperts(Protocol):
         ...
 
 
+class Groups(Protocol):
+    """How rows that lie one after the other are shared out among the experts of a layer."""
+
+    @property
+    def ends_E(self) -> "Tensor":
+        """Where each expert's group ends, int32 [E] on the rows' device: groups of 2, 0 and 3 end at 2, 2 and 5."""
+        ...
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the groups, one per expert: for whoever needs them on the host. On a GPU this waits for them."""
+        ...
+
+
 class ExpertBackend(Protocol):
     """Whoever runs the experts of a layer: the stage itself, or actors of their own."""
 
-    def ask(self, layer: int, rows_CD: "Tensor", sizes: Sequence[int]) -> AskedExperts:
-        """Have each expert run its group of rows, which lie one after the other: ``sizes`` has one number per expert."""
+    @property
+    def is_static(self) -> bool:
+        """Whether asking never waits for the device, and does the same whatever is chosen: then a CUDA graph may hold it."""
+        ...
+
+    def ask(self, layer: int, rows_CD: "Tensor", groups: Groups) -> AskedExperts:
+        """Have each expert run its group of rows. Rows after the last group are padding, and come back as anything."""
         ...

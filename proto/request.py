@@ -109,7 +109,7 @@ class SequenceSpec:
     ``priority`` 0 is interactive, 1 batch work; the higher, the less urgent. ``output_ids``: tokens of the answer that a
     router which has been lost since has told already; the next one goes on after them. ``owner``: a number in place of the
     API key with which it came, by which keys share a queue. ``was_accepted``: by a router or a door that has been lost since, so
-    that it is not refused for want of room.
+    that it is not refused for want of room. ``request_id``: what logs call its request, on its way to the stages.
     """
 
     prompt_ids: tuple[int, ...]
@@ -118,6 +118,7 @@ class SequenceSpec:
     output_ids: tuple[int, ...] = ()
     owner: int = 0
     was_accepted: bool = False
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.priority < NUM_PRIORITIES:

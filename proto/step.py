@@ -20,7 +20,8 @@ class Chunk(NamedTuple):
     appended to the sequence's page ring. ``sampling`` comes with the first chunk, and so does
     ``num_prompt``: how many of the sequence's tokens are its prompt. What comes after them is its
     output, also where a sequence that gave its pages back begins anew with both.
-    ``wants_token`` is true where the logits of the last token are to be sampled.
+    ``wants_token`` is true where the logits of the last token are to be sampled. ``request_id``, for logs, comes
+    with the first chunk too.
     """
 
     seq_id: int
@@ -30,6 +31,7 @@ class Chunk(NamedTuple):
     sampling: SamplingParams | None
     wants_token: bool
     num_prompt: int = 0
+    request_id: str = ""
 
     @property
     def num_tokens(self) -> int:
@@ -69,6 +71,11 @@ class MicroBatch:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes.seq_ids)
+
+    @property
+    def seq_ids(self) -> tuple[int, ...]:
+        """Sequences of which something travels, in the order of the row."""
+        return *(chunk.seq_id for chunk in self.chunks), *self.decodes.seq_ids
 
     @property
     def sampled_ids(self) -> tuple[int, ...]:

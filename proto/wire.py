@@ -51,10 +51,7 @@ REFUSALS: dict[str, type[TramontaneError]] = {
 
 
 def encode_batch(batch: MicroBatch) -> bytes:
-    chunks = [
-        (c.seq_id, c.start, c.token_ids, c.new_pages, c.sampling and _sampling_fields(c.sampling), c.wants_token, c.num_prompt)
-        for c in batch.chunks
-    ]
+    chunks = [(*c[:4], c.sampling and _sampling_fields(c.sampling), *c[5:]) for c in batch.chunks]
     return _pack((batch.epoch, batch.step_id, chunks, batch.released, batch.decodes))
 
 
@@ -64,8 +61,8 @@ def decode_batch(data: bytes) -> MicroBatch:
         epoch,
         step_id,
         tuple(
-            Chunk(seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), wants_token, num_prompt)
-            for seq_id, start, token_ids, new_pages, sampling, wants_token, num_prompt in chunks
+            Chunk(seq_id, start, token_ids, new_pages, sampling and SamplingParams(*sampling), *others)
+            for seq_id, start, token_ids, new_pages, sampling, *others in chunks
         ),
         released,
         Decodes(*decodes),
@@ -98,7 +95,7 @@ def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
     """A prompt with several choices travels once, and is one object again on the other side."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter("priority", "output_ids", "owner", "was_accepted")
+    others = attrgetter("priority", "output_ids", "owner", "was_accepted", "request_id")
     fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
     return _pack((prompts, fields))
 

@@ -77,7 +77,8 @@ def _overload(arriving: list[Sequence], priority: int, line: Line, admitted: Adm
     whose = " with this key" * bool(owner)
     most = _share(limits.max_queued_seqs, len(others), owner)
     if len(own) + len(queued) > most:
-        return f"{len(own)} sequences{whose} are waiting and at most {most:.0f} may"
+        those = f"1 sequence{whose} is" if len(own) == 1 else f"{len(own)} sequences{whose} are"
+        return f"{those} waiting and at most {most:.0f} may"
     num_tokens, most = _num_tokens((*own, *queued)), _share(limits.max_queued_tokens, _num_tokens(others), owner)
     if len(own) + len(queued) > 1 and num_tokens > most:
         return f"{num_tokens} prompt tokens{whose} would be waiting and at most {most:.0f} may"

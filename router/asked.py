@@ -16,10 +16,13 @@ LONGEST_S = 10_000_000.0
 
 
 class Asked:
-    """A ``TokenSource`` for one request. At ``deadline``, of the event loop's clock, its work ends, also where it only waits."""
+    """A ``TokenSource`` for one request. At ``deadline``, of the event loop's clock, its work ends, also where it only waits.
 
-    def __init__(self, source: TokenSource, owner: int, deadline: float = math.inf) -> None:
-        self._source, self._owner, self._deadline = source, owner, deadline
+    ``request_id``: what logs call it.
+    """
+
+    def __init__(self, source: TokenSource, owner: int, deadline: float = math.inf, request_id: str = "") -> None:
+        self._source, self._owner, self._deadline, self._request_id = source, owner, deadline, request_id
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
         self._source.check_room(num_sequences, owner or self._owner)
@@ -28,7 +31,8 @@ class Asked:
         """Raises DeadlineError, with nothing begun where it has passed already."""
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _too_late()
-        async with aclosing(self._source.generate([replace(spec, owner=self._owner) for spec in specs])) as batches:
+        asked = [replace(spec, owner=self._owner, request_id=self._request_id) for spec in specs]
+        async with aclosing(self._source.generate(asked)) as batches:
             while (batch := await self._next(batches)) is not None:
                 yield batch
 

@@ -107,7 +107,8 @@ class ChatCompletion:
     ) -> "ChatCompletion":
         """Render, tokenize and bound. Raises RequestError for what could never run."""
         if request.n > model.max_sequences:
-            raise ParameterError(f"n is {request.n}; one request may have at most {model.max_sequences} sequences", "n")
+            most = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
+            raise ParameterError(f"n is {request.n}; one request may have at most {most}", "n")
         tools = used_tools(request.tools, request.tool_choice)
         ids = await encode_chat(model, form, chat_messages(request.messages), tools)
         room = model.max_model_len - len(ids)

@@ -1,6 +1,7 @@
 """gRPC without the network: messages in, messages out. Nothing here knows Ray."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -11,6 +12,7 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
+from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource
 from tramontane.router import grpc_jobs
 from tramontane.router.asked import Asked
@@ -23,6 +25,8 @@ from tramontane.router.grpc_status import refusal_of
 from tramontane.router.jobs import JobService
 from tramontane.router.served_model import ServedModel, check_model_name
 from tramontane.router.together import closing, together
+
+logger = logging.getLogger(__name__)
 
 RESULT_BYTES = 2**20  # of one message, unless a single result is larger
 MAX_MESSAGE_BYTES = 8 * 2**20
@@ -60,7 +64,7 @@ class GrpcServicer:
 
     Their second argument is a context of gRPC's, or what Ray Serve has in its place, which it looks for under that name.
     Closing a stream, or cancelling a call, ends the work for it. ``admits`` judges a peer as gRPC names it, such as
-    ``ipv4:10.0.0.7:50123``.
+    ``ipv4:10.0.0.7:50123``. ``id_of`` names a call for the log, by its context.
     """
 
     def __init__(
@@ -72,9 +76,11 @@ class GrpcServicer:
         admits: Callable[[str], bool] = lambda _: True,
         pace: Pace | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
+        id_of: Callable[[Any], str] = lambda _: "",
     ) -> None:
         self._model, self._source, self._stored_jobs = model, source, jobs
         self._keys, self._admits, self._pace, self._max_message = keys, admits, pace or Unhurried(), max_message
+        self._id_of = id_of
 
     # ---- Inference
 
@@ -129,7 +135,7 @@ class GrpcServicer:
             self._check(request, context)
             return await method(request)
         except Exception as error:
-            refusal_of(error).tell(context)
+            refusal_of(error, self._id_of(context)).tell(context)
             return empty
 
     async def _stream(
@@ -146,10 +152,13 @@ class GrpcServicer:
                 async for response in responses:
                     yield response
         except Exception as error:
-            refusal_of(error).tell(context)
+            refusal_of(error, self._id_of(context)).tell(context)
             yield empty
 
     def _check(self, request: Any, context: Any) -> None:  # noqa: ANN401
+        if logger.isEnabledFor(logging.INFO):
+            own_id, kind = self._id_of(context), type(request).__name__
+            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=about(own_id, kind=kind))
         if not self._admits(context.peer()):
             raise WrongKeyError("this server answers only to the machine that it runs on; its --host says so")
         if self._owner(context) is None:
@@ -173,7 +182,7 @@ class GrpcServicer:
         arrived_at = time.monotonic()
         parsed = parsed_generate(request)
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, self._owner(context) or 0)
+        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
         source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
         clock = asyncio.get_running_loop().time
@@ -195,7 +204,7 @@ class GrpcServicer:
         arrived_at = time.monotonic()
         parsed = parsed_score(request)
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, self._owner(context) or 0)
+        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
         source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
         return score_of(await completion.run(source))

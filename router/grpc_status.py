@@ -26,6 +26,7 @@ from tramontane.proto.errors import (
     UserError,
     WrongKeyError,
 )
+from tramontane.proto.log_fields import about
 from tramontane.router.openai_schema import ParameterError
 from tramontane.router.served_model import UnknownModelError
 
@@ -70,13 +71,13 @@ CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
 )
 
 
-def refusal_of(error: Exception) -> Refusal:
+def refusal_of(error: Exception, request_id: str = "") -> Refusal:
     """What is not one of our errors is a defect, whose words are for the log."""
     if not isinstance(error, TramontaneError):
-        logger.error("a defect of the server", exc_info=error)
+        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=about(request_id))
         return _refusal(StatusCode.INTERNAL, "the server has a defect; its log says more", ErrorInfo(reason="DEFECT"), None)
     if not isinstance(error, UserError | OverloadedError):
-        logger.warning("a request failed: %s", error)
+        logger.warning("request %s failed: %s", request_id or "-", error, extra=about(request_id))
     code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])
     info = ErrorInfo(reason=reason)
     if isinstance(error, ParameterError) and error.parameter is not None:

@@ -44,7 +44,7 @@ class PageLedger:
         """Of these, one after the other, so many could be promised their pages if those that leave had given theirs back."""
         promised, fitting = self._promised_without(leaving), 0
         for sequence in sequences:
-            promised = [p + n for p, n in zip(promised, self._needs(sequence), strict=True)]
+            promised = [p + n for p, n in zip(promised, self.needs(sequence), strict=True)]
             if not self._is_possible(promised):
                 break
             fitting += 1
@@ -52,13 +52,13 @@ class PageLedger:
 
     def fits_without(self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int) -> bool:
         """Could ``promise`` be given if these had given their pages back?"""
-        needs = self._needs(sequence)
+        needs = self.needs(sequence)
         promised = self._promised_without(leaving)
         return self._is_possible([p + n for p, n in zip(promised, needs, strict=True)], num_spare)
 
     def promise(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each class without a window."""
-        needs = self._needs(sequence)
+        needs = self.needs(sequence)
         promised = [p + n for p, n in zip(self._promised, needs, strict=True)]
         if not self._is_possible(promised, num_spare):
             return False
@@ -115,7 +115,7 @@ class PageLedger:
             assert self._promised[index] == sum(s.promised[index] for s in holders) <= window_class.num_pages
             assert all(len(s.pages[index]) <= s.promised[index] for s in holders)
 
-    def _needs(self, sequence: Sequence) -> list[int]:
+    def needs(self, sequence: Sequence) -> list[int]:
         """To begin: with a window all that it can ever need, without one what is known and one token more."""
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [

@@ -25,6 +25,11 @@ class Progress:
         self.paused_s = 0.0  # in recoveries, from what was seen of the failure to the first token after it
         self.last_recovery: Recovery | None = None
 
+    @property
+    def now(self) -> float:
+        """By the router's clock."""
+        return self._clock()
+
     def note(self) -> None:
         """Something was done, or there is nothing to do."""
         self._at = self._clock()

@@ -62,6 +62,7 @@ class Prompts:
             sampling=sequence.sampling if start == 0 else None,
             wants_token=end == sequence.num_known,
             num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
+            request_id=sequence.request_id if start == 0 else "",
         )
 
 

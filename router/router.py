@@ -12,7 +12,7 @@ from tramontane.proto.request import SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.activity import ActivityLog
 from tramontane.router.in_flight import InFlight
-from tramontane.router.live_request import LiveRequest, Sink
+from tramontane.router.live_request import LiveRequest, Sink, about_them
 from tramontane.router.mailbox import Mailbox
 from tramontane.router.pipeline_counts import PipelineCounts
 from tramontane.router.progress import Progress
@@ -130,7 +130,7 @@ class Router:
 
     @property
     def num_requests(self) -> int:
-        return len(set(map(id, self._requests.values())))
+        return len(set(self._requests.values()))
 
     def _retry_after_s(self, priority: int) -> int:
         return self._starts.retry_after_s(priority, self._requests.values())
@@ -144,6 +144,7 @@ class Router:
             while True:
                 self.scheduler.restart(await self.chain.fence())
                 self.progress.fenced()
+                logger.info("the stages obey epoch %d", self.scheduler.epoch, extra=about_them(self._requests))
                 try:
                     await self._drive()
                 except LeaseError:
@@ -180,7 +181,7 @@ class Router:
 
     def _give_up_step(self, error: PipelineError) -> None:
         """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
-        logger.warning("the pipeline failed, and goes on with what was running: %s", error)
+        logger.warning("the pipeline failed, and goes on with what was running: %s", error, extra=about_them(self._requests))
         self.progress.failed(str(error))
         self._loss = None
         if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.note_failure(batch)) is not None:
@@ -188,15 +189,16 @@ class Router:
             if self._num_verdicts >= MAX_VERDICTS:
                 raise PipelineError(f"the pipeline fails whatever it is given: {error}") from error
             request = self._requests[seq_id]
+            logger.warning("request %s has made it fail twice, and ends", request.request_id or "-", extra=request.about)
             self.abort(request)
             request.sink(PoisonError(f"this request has made the pipeline fail twice, and is not tried again: {error}"))
         self._in_flight.drop()
 
     def _sequence(self, spec: SequenceSpec) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
-        seq_id, output_ids = next(self._seq_ids), list(spec.output_ids)
-        sequence = LiveSequence(seq_id, spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, output_ids=output_ids)
-        sequence.has_had_turn = bool(output_ids)
+        fields = next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, spec.request_id
+        sequence = LiveSequence(*fields, output_ids=list(spec.output_ids))
+        sequence.has_had_turn = bool(spec.output_ids)
         return sequence
 
     def _submit(self) -> None:
@@ -244,5 +246,5 @@ class Router:
     def _fail(self, error: PipelineError) -> None:
         """Every request that is alive ends with the reason, and so does every later one."""
         self.failure = error
-        for request in {id(r): r for r in self._requests.values()}.values():
+        for request in dict.fromkeys(self._requests.values()):
             request.sink(PipelineError(str(error)))  # its own: every raise grows an exception's traceback

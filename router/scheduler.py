@@ -11,6 +11,7 @@ from tramontane.router.admission import Limits, check_possible, is_full, overloa
 from tramontane.router.admitted import Admitted
 from tramontane.router.ageing import note_left_behind
 from tramontane.router.decoding import Decoding
+from tramontane.router.demand import Demand, demand_of
 from tramontane.router.line import Line
 from tramontane.router.policy import Load, Policy, Share, Work
 from tramontane.router.prompts import Prompts, num_tokens_of_first_level
@@ -171,6 +172,10 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not (self._waiting or self._admitted)
+
+    def demand(self) -> Demand:
+        """Of all that was added and has not ended."""
+        return demand_of([*self._admitted.by_id.values(), *self._waiting], self.ledger, self.limits.max_num_seqs)
 
     def check_integrity(self) -> None:
         """Recount everything; raises AssertionError if the books do not balance."""

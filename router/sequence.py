@@ -21,6 +21,7 @@ class Sequence:
     max_len: int  # positions at the most: prompt and output, within the context
     priority: int = 0  # 0 is the most urgent
     owner: int = 0  # whose it is: among equals owners take turns
+    request_id: str = ""  # for logs
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     num_known: int = field(init=False)  # tokens whose ids are known: the prompt and what has been sampled

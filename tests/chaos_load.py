@@ -6,9 +6,10 @@ import math
 import random
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
+from close_calls import close_call
 
 WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow neighbour who is there".split()  # noqa: SIM905
 
@@ -30,6 +31,7 @@ def bodies(num_requests: int, rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
+CLIENT_TIMEOUT_S = 1800.0  # where faults follow each other at once, many fall upon one answer
 Tokens = list[list[int]]  # of each choice
 
 
@@ -43,16 +45,18 @@ class Load:
     num_done: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
+    close_calls: list[str] = field(default_factory=list)  # differences that are rounding's
     unfinished: int = 0  # streams that have told tokens, and will tell more
     last_piece_at: dict[int, float] = field(default_factory=dict)  # of streams that are on their way, by client
     pauses: dict[int, float] = field(default_factory=dict)  # the longest of each of those since the last ``watch``
     waits: list[float] = field(default_factory=list)  # of streams for their first piece, where it came since the last ``watch``
+    longest_s: float = 0.0  # of a request that was answered
     least_struck: float = math.inf  # of the unfinished ones, when a fault came
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=self.url, timeout=600, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=self.url, timeout=CLIENT_TIMEOUT_S, limits=limits) as client:
             await asyncio.gather(*(self._ask_in_turn(client, number, num_clients) for number in range(num_clients)))
 
     def watch(self) -> None:
@@ -64,14 +68,16 @@ class Load:
         while not self.is_over:
             request = number % len(self.requests)
             number += step + 1  # another partner each time
+            asked_at = time.monotonic()
             try:
                 tokens = await tokens_of(client, self.requests[request], self, number)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 self.failed.append(f"request {request}: {error!r}")
             else:
                 self.num_done += 1
+                self.longest_s = max(self.longest_s, time.monotonic() - asked_at)
                 if tokens != self.expected[request]:
-                    self.different.append(difference(request, tokens, self.expected[request]))
+                    await note_difference(self, request, tokens)
 
 
 async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load | None = None, number: int = 0) -> Tokens:
@@ -126,10 +132,26 @@ async def undisturbed(url: str, requests: list[dict[str, Any]], num_clients: int
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 
 
-def difference(request: int, tokens: Tokens, expected: Tokens) -> str:
-    """Where the first one is, in which choice."""
-    for choice, (got, wanted) in enumerate(zip(tokens, expected, strict=True)):
-        if got != wanted:
-            place = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-            return f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different from {place} on"
-    return f"request {request}: another number of choices"
+class Asked(Protocol):
+    """Requests, what they should be answered, and what was different."""
+
+    requests: list[dict[str, Any]]
+    expected: list[Tokens]
+    different: list[str]
+    close_calls: list[str]
+
+
+async def note_difference(load: Asked, request: int, tokens: Tokens) -> bool:
+    """Of every choice where the first one is. Returns whether all are close calls."""
+    expected, are_close = load.expected[request], len(tokens) == len(load.expected[request])
+    if not are_close:
+        load.different.append(f"request {request}: {len(tokens)} choices of {len(expected)}")
+    for choice, (got, wanted) in enumerate(zip(tokens, expected, strict=False)):
+        if got == wanted:
+            continue
+        place = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+        told = f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different from {place} on"
+        call = await asyncio.to_thread(close_call, load.requests[request], choice, place, got, wanted)
+        (load.close_calls if call else load.different).append(f"{told}; {call}" if call else told)
+        are_close &= bool(call)
+    return are_close

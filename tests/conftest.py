@@ -1,6 +1,8 @@
 """No test starts a Ray cluster by accident: the ones that need it ask for a fixture."""
 
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
 
@@ -24,6 +26,15 @@ def _no_stray_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
             raise AssertionError("this test is not marked with @pytest.mark.ray and must not start a cluster")
 
         monkeypatch.setattr(ray, "init", refuse)
+
+
+@pytest.fixture
+def _own_logging() -> Iterator[None]:
+    """For tests of what a process does to its loggers."""
+    own = logging.getLogger("tramontane")
+    before = own.handlers[:], own.level, own.propagate
+    yield
+    own.handlers[:], own.level, own.propagate = before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,7 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.serve import context as serve_context
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
@@ -123,6 +124,18 @@ def ingress_stats() -> dict[str, Any]:
     handle = serve.get_deployment_handle("Ingress", APPLICATION)
     answer: dict[str, Any] = handle.stats.remote().result()
     return answer
+
+
+def calls_of_proxy() -> int:
+    """To replicas, of which Ray Serve's HTTP and gRPC proxy has not heard the end."""
+
+    def num_calls(_proxy: object) -> int:  # in here, so that it travels whole: a proxy cannot import this file
+        return sum(map(len, serve_context._in_flight_requests.values()))
+
+    (proxy,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "SERVE_PROXY_ACTOR" in actor["name"]]
+    handle: Any = ray.get_actor(**proxy)
+    found: int = ray.get(handle.__ray_call__.remote(num_calls))
+    return found
 
 
 def processes() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private.internal_api import node_stats
-from serving import ingress_stats, leftovers, router_stats
+from serving import calls_of_proxy, ingress_stats, leftovers, router_stats
 
 MIB = 2**20
 PASSING = ("ray::IDLE",)  # processes that Ray keeps ready, and ends when they are not needed
@@ -85,6 +85,7 @@ def _held() -> dict[str, Any]:
         "sequences": sum(router["sequences"] + router["waiting"] for router in routers),
         "router's requests": sum(router["requests"] for router in routers),
         "door's requests": door["requests"],
+        "proxy's calls": calls_of_proxy(),
         "tasks of routers": sum(router["tasks"] for router in routers),
         "tasks of the door": door["tasks"],
         "epochs": [router["epoch"] for router in routers],  # another one: something failed, and the stages were fenced anew
@@ -94,12 +95,13 @@ def _held() -> dict[str, Any]:
 
 
 def is_quiet(held: dict[str, Any]) -> bool:
-    return not any(held[name] for name in ("pages", "sequences", "router's requests", "door's requests"))
+    return not any(held[name] for name in ("pages", "sequences", "router's requests", "door's requests", "proxy's calls"))
 
 
 def not_back(before: Sample, half_way: Sample, after: Sample) -> list[str]:
     """What of three quiet looks is not as it was at first; of memory, as it was half way."""
-    equal = ("actors and groups", "epochs", "pages", "sequences", "router's requests", "door's requests", "objects in the store")
+    equal = ("actors and groups", "epochs", "pages", "sequences", "router's requests", "door's requests", "proxy's calls")
+    equal += ("objects in the store",)
     problems = [
         f"{name}: {before.held[name]}, then {after.held[name]}" for name in equal if before.held[name] != after.held[name]
     ]

@@ -10,6 +10,7 @@ import torch
 from driver import teacher_forced
 from torch.nn import functional as F
 
+from tramontane.cluster import cli
 from tramontane.cluster.config import DEMO_MODEL
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
@@ -59,14 +60,22 @@ def test_bfloat16_stays_close_to_float32() -> None:
     assert 0 < (exact - rounded).norm() / exact.norm() < 0.05
 
 
+@pytest.mark.parametrize(("quantize", "most"), [(Quantization.INT8, 0.02), (Quantization.FP8, 0.05)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_int8_costs_next_to_nothing(dtype: str) -> None:
-    """Measured: 0.9% of the logits' norm, and at most 0.004 bits per byte."""
+def test_quantised_weights_cost_next_to_nothing(dtype: str, quantize: Quantization, most: float) -> None:
+    """Measured: int8 0.9% and 1.3% of the logits' norm, fp8 2.1% and 2.0%, and at most 0.006 bits per byte."""
     text = SONNET + ITS_REST
     ids = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model").encode(text)
-    exact, rounded = teacher_forced(DEMO_MODEL, ids, dtype), teacher_forced(DEMO_MODEL, ids, dtype, Quantization.INT8)
-    assert 0.001 < (exact - rounded).norm() / exact.norm() < 0.02
+    exact, rounded = teacher_forced(DEMO_MODEL, ids, dtype), teacher_forced(DEMO_MODEL, ids, dtype, quantize)
+    assert 0.001 < (exact - rounded).norm() / exact.norm() < most
     assert abs(_bits_per_byte(rounded, ids, text) - _bits_per_byte(exact, ids, text)) < 0.01
+
+
+@pytest.mark.parametrize("quantize", Quantization)
+def test_generate_takes_every_quantisation(quantize: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--local", "--quantize", quantize, "--temperature", "0", "--max-tokens", "4"
+    cli.app(["generate", *flags, "To be, or not"], standalone_mode=False)
+    assert capsys.readouterr().out.startswith("To be, or not")
 
 
 def test_the_card_is_complete_and_no_expert_is_idle() -> None:

@@ -12,6 +12,7 @@ HELD: dict[str, Any] = {
     "sequences": 0,
     "router's requests": 0,
     "door's requests": 0,
+    "proxy's calls": 0,
     "tasks of routers": 10,
     "tasks of the door": 8,
     "objects in the store": 0,
@@ -38,6 +39,7 @@ def test_whatever_is_more_is_named() -> None:
         ("pages", 1),
         ("epochs", [6]),
         ("door's requests", 1),
+        ("proxy's calls", 1),
         ("actors and groups", []),
         ("tasks of the door", 11),
     ):

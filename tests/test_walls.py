@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "router": {"router", "proto"},
     "cluster": {"cluster", "workers", "router", "proto"},
 }
+FOR_GPUS = {"few_rows": "triton", "fused_fp8_rows": "triton", "fused_product": "triton", "xformers_kernels": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
 PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
@@ -244,7 +245,7 @@ def _strangers(loaded: list[str], forbidden: set[str]) -> list[str]:
 
 def _importable(room: str) -> Iterator[str]:
     for module in _modules(room):
-        if module != "xformers_kernels" or find_spec("xformers"):  # xformers is not there on every platform
+        if module not in FOR_GPUS or find_spec(FOR_GPUS[module]):  # which is not there on every platform
             yield f"tramontane.{room}.{module}"
 
 

@@ -14,7 +14,10 @@ from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.experts import ByExpert
 from tramontane.workers.grammar import ReadPieces
+from tramontane.workers.grouped import places_together
+from tramontane.workers.means import Means
 from tramontane.workers.model import StageModel
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
@@ -68,7 +71,9 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
     return model.eval()
 
 
-def split_model(whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = tuple) -> list[StageWorker]:
+def split_model(
+    whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = tuple, means: Means | None = None
+) -> list[StageWorker]:
     """Stages that share the whole model's weights."""
     workers = []
     state = whole.state_dict()
@@ -76,8 +81,28 @@ def split_model(whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = 
         with torch.device("meta"):
             part = StageModel(plan.args, stage.layers)
         part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
-        workers.append(StageWorker(stage, part, read_pieces=read_pieces))
+        workers.append(StageWorker(stage, part, read_pieces=read_pieces, means=means))
     return workers
+
+
+def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> StageModel:
+    """The same model, whose experts lie together."""
+    args = model.args
+    places = places_together(stage_tensors(args, model.global_layers), dtype, "cpu")
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    for name, place in places.items():
+        state[name] = place.copy_(state[name])
+    with torch.device("meta"):
+        made = StageModel(args, model.global_layers)
+    made.load_state_dict(state, assign=True)
+    made.settle(torch.device("cpu"))
+    return made.eval()
+
+
+def groups_of(sizes: Sequence[int]) -> ByExpert:
+    """As many rows for each expert."""
+    expert_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return ByExpert.of(expert_ids[:, None], len(sizes))
 
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:

@@ -5,17 +5,15 @@ Only safetensors is ever opened. Looking (``check``) reads headers and needs no 
 
 import json
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, layout_of
 from tramontane.workers.fingerprint import Fingerprint, fingerprint_of
+from tramontane.workers.tensor_file import STORED_TYPES, opened
 from tramontane.workers.tensor_names import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
@@ -33,8 +31,6 @@ OTHER_FILES = (
     "generation_config.json",
 )
 PICKLES = ("*.bin", "*.pth", "*.pt")
-LFS_POINTER = b"version https://git-lfs"
-STORED_TYPES = ("F32", "BF16", "F16")
 ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old transformers stored what is computed
 
 
@@ -54,7 +50,7 @@ class Checkpoint:
         """Raise ``CheckpointError`` naming the first tensor that is missing, misshapen or too many, or the damaged file."""
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
         for path, wanted in self._by_file(specs):
-            with _opened(path, framework="numpy") as file:
+            with opened(path, framework="numpy") as file:
                 for spec in wanted:
                     _check_tensor(path, spec, file.get_slice(spec.name), needs=self.layout.value)
         for name in sorted(self.files.keys() - {spec.name for spec in specs}):
@@ -70,19 +66,25 @@ class Checkpoint:
         device: str,
         quantize: Quantization | None = None,
         on_tensor: OnTensor = lambda _read, _loaded: None,
+        places: "Mapping[str, Tensor] | None" = None,
     ) -> dict[str, "Tensor"]:
         """Read these tensors and no others, by parameter name, in the wanted dtype on the wanted device.
+
+        Parameters that have a place already are written there; all places are of parameters that are read.
 
         Each is quantised as it is read, so that beside what is quantised there is never more than a piece of a tensor
         as it is stored.
         """
         from tramontane.workers.quantize import hold  # here, not above: checking a checkpoint must not cost the import of torch
+        from tramontane.workers.stored_rows import reading_for
 
-        state: dict[str, Tensor] = {}
-        for spec, path in [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]:
-            stored = _StoredRows(path, spec)
-            hold(state, spec, stored, dtype, device, quantize)
-            on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))
+        state = dict(places or {})
+        specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
+        with reading_for(device) as rows_of:
+            for spec, path in specs:
+                stored = rows_of(path, spec)
+                hold(state, spec, stored, dtype, device, quantize)
+                on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:
@@ -104,27 +106,6 @@ def fingerprint_without_weights(folder: Path) -> Fingerprint:
 
 def _beside_weights(folder: Path, layout: Layout) -> Iterator[Path]:
     return (path for name in (layout.value, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
-
-
-class _StoredRows:
-    """A tensor as it is stored, a piece of its rows at a time; ``num_read`` counts bytes.
-
-    The file is opened for one piece at a time: a mapping that stays open keeps every page that was read
-    through it in this process's memory.
-    """
-
-    def __init__(self, path: Path, spec: TensorSpec) -> None:
-        self._path, self._spec = path, spec
-        self.num_read = 0
-
-    def __iter__(self) -> "Iterator[Tensor]":
-        from tramontane.workers.rotary import rows_in_halves
-
-        for rows in self._spec.pieces:
-            with _opened(self._path, framework="pt") as file:
-                stored = file.get_slice(self._spec.name)[rows.start : rows.stop]
-                self.num_read += stored.nbytes
-                yield rows_in_halves(stored, self._spec.interleaved_heads) if self._spec.interleaved_heads else stored
 
 
 def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type
@@ -196,22 +177,5 @@ def _index(path: Path) -> dict[str, str]:
 
 
 def _names_in(path: Path) -> frozenset[str]:
-    with _opened(path, framework="numpy") as file:
+    with opened(path, framework="numpy") as file:
         return frozenset(file.keys())
-
-
-@contextmanager
-def _opened(path: Path, framework: str) -> Iterator[Any]:
-    if not path.is_file():
-        raise CheckpointError(f"weights file {path} is missing")
-    try:
-        with path.open("rb") as plain:  # what may not be opened safetensors calls missing
-            start = plain.read(len(LFS_POINTER))
-        with safe_open(path, framework=framework) as file:
-            yield file
-    except SafetensorError as error:
-        if start == LFS_POINTER:
-            raise CheckpointError(f"weights file {path} is a pointer of Git LFS; fetch the weights with: git lfs pull") from error
-        raise CheckpointError(f"weights file {path} is damaged or truncated: {error}") from error
-    except OSError as error:
-        raise CheckpointError(f"weights file {path} cannot be read: {error.strerror or error}") from error

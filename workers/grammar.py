@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import RequestError, UserError
+from tramontane.proto.log_fields import about
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.pinned import on_device, to_device
 
 logger = logging.getLogger(__name__)
 
@@ -99,21 +101,30 @@ class Constraints:
         self._vocabulary: Vocabulary | GrammarError | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the one used last comes last
         self._answers: dict[int, Answer | GrammarError] = {}
+        self._request_ids: dict[int, str] = {}  # for logs
         self._never_ends: set[int] = set()  # sequences for which the model's end of sequence is a token like others
+
+    @property
+    def num_sequences(self) -> int:
+        """That follow one and live."""
+        return len(self._answers)
 
     def clear(self) -> None:
         """Forget every sequence."""
         self._answers.clear()
+        self._request_ids.clear()
         self._never_ends.clear()
 
     def update(self, batch: MicroBatch) -> None:
         """Forget released sequences, meet new ones, and tell those that are computed again what they have said."""
         for seq_id in batch.released if self._answers else ():
             self._answers.pop(seq_id, None)
+            self._request_ids.pop(seq_id, None)
             self._never_ends.discard(seq_id)
         for chunk in batch.chunks:
             if chunk.sampling is not None and chunk.sampling.grammar:
-                self._answers[chunk.seq_id] = self._begun(chunk.sampling.grammar, chunk.num_prompt)
+                self._request_ids[chunk.seq_id] = chunk.request_id
+                self._answers[chunk.seq_id] = self._begun(chunk)
                 if chunk.sampling.ignore_eos:
                     self._never_ends.add(chunk.seq_id)
             if isinstance(answer := self._answers.get(chunk.seq_id), Answer):
@@ -131,8 +142,8 @@ class Constraints:
         ending = [i for i, (row, answer) in enumerate(bound) if answer.may_end and seq_ids[row] not in self._never_ends]
         if ending and self._eos:
             banned_RV[torch.tensor(ending)[:, None], torch.tensor(self._eos)] = False
-        rows_R = torch.tensor([row for row, _ in bound], device=logits_SV.device)
-        allowed_RV = logits_SV[rows_R].masked_fill_(banned_RV.to(logits_SV.device), -torch.inf)
+        rows_R = on_device([row for row, _ in bound], torch.int64, logits_SV.device)
+        allowed_RV = logits_SV[rows_R].masked_fill_(to_device(banned_RV, logits_SV.device), -torch.inf)
         return logits_SV.index_copy(0, rows_R, allowed_RV)
 
     def ended(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
@@ -160,16 +171,20 @@ class Constraints:
             if isinstance(answer, Answer):
                 answer.say(token_ids)
         except GrammarError as error:
-            logger.warning("a sequence ends: %s", error)
+            request_id = self._request_ids.get(seq_id, "")
+            logger.warning("a sequence of request %s ends: %s", request_id or "-", error, extra=about(request_id))
             answer = self._answers[seq_id] = error
         return answer
 
-    def _begun(self, grammar: str, num_prompt: int) -> Answer | GrammarError:
+    def _begun(self, chunk: Chunk) -> Answer | GrammarError:
+        assert chunk.sampling is not None
         try:
             vocabulary = self._known_vocabulary()
-            return Answer(self._matcher(vocabulary, grammar).deep_copy(), vocabulary.num_pieces, num_prompt)
+            matcher = self._matcher(vocabulary, chunk.sampling.grammar).deep_copy()
+            return Answer(matcher, vocabulary.num_pieces, chunk.num_prompt)
         except GrammarError as error:
-            logger.warning("a sequence will end: %s", error)
+            extra = about(chunk.request_id)
+            logger.warning("a sequence of request %s will end: %s", chunk.request_id or "-", error, extra=extra)
             return error
 
     def _known_vocabulary(self) -> Vocabulary:

@@ -1,4 +1,4 @@
-"""Edges between GPUs: a process group of two each, with NCCL. The same code runs with gloo, where there is no GPU."""
+"""Edges that are process groups of two: between GPUs with NCCL, beside a line (``gpu_edge``); in tests with gloo."""
 
 import os
 import re
@@ -29,8 +29,9 @@ class GroupEdge:
     started on it; the neighbour, also one that waits for us, hears of that at once.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, timeout: timedelta | None) -> None:
         self._group: Group | None = group
+        self._timeout = timeout
         self._unsent: deque[tuple[Work, Tensor]] = deque()  # a tensor lives until it is sent
 
     def send(self, hidden_TD: Tensor) -> None:
@@ -39,7 +40,7 @@ class GroupEdge:
         self._unsent.append((self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD))
 
     def receive(self, hidden_TD: Tensor) -> None:
-        _finish(self._start(lambda group: group.recv([hidden_TD], SENDER, TAG)))
+        self._finish(self._start(lambda group: group.recv([hidden_TD], SENDER, TAG)))
 
     def close(self) -> None:
         group, self._group = self._group, None
@@ -53,7 +54,7 @@ class GroupEdge:
                 work, _ = self._unsent.popleft()
             except IndexError:  # closed meanwhile
                 return
-            _finish(work)
+            self._finish(work)
 
     def _start(self, operation: Callable[[Group], Work]) -> Work:
         group = self._group
@@ -66,13 +67,13 @@ class GroupEdge:
         finally:
             del group  # an exception's traceback would keep it open
 
-
-def _finish(work: Work) -> None:
-    try:
-        work.wait(STEP_TIMEOUT)
-    except RuntimeError as error:
-        del work  # an exception's traceback would keep the group open
-        raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
+    def _finish(self, work: Work) -> None:
+        """With NCCL the current stream waits for it from now on, and the host goes on: with a time limit it would wait too."""
+        try:
+            work.wait() if self._timeout is None else work.wait(self._timeout)
+        except RuntimeError as error:
+            del work  # an exception's traceback would keep the group open
+            raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
 
 
 class GroupListener:
@@ -90,7 +91,7 @@ class GroupListener:
 
     def accept(self) -> GroupEdge:
         assert self._store is not None
-        return GroupEdge(BACKENDS[self._backend](self._store, SENDER, self._host))
+        return _edge(self._backend, self._store, SENDER, self._host)
 
     def close(self) -> None:
         self._store = None
@@ -107,7 +108,11 @@ class GroupEdges:
 
     def connect(self, address: Address, host: str, /) -> GroupEdge:
         store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
-        return GroupEdge(BACKENDS[self._backend](store, RECEIVER, host))
+        return _edge(self._backend, store, RECEIVER, host)
+
+
+def _edge(backend: str, store: TCPStore, rank: int, host: str) -> GroupEdge:
+    return GroupEdge(BACKENDS[backend](store, rank, host), TIMEOUTS[backend])
 
 
 def _gloo(store: TCPStore, rank: int, host: str) -> Group:
@@ -122,11 +127,14 @@ def _gloo(store: TCPStore, rank: int, host: str) -> Group:
 def _nccl(store: TCPStore, rank: int, host: str) -> Group:
     from torch.distributed import ProcessGroupNCCL  # not in every build of torch
 
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")  # NCCL has no other way to be told
+    # NCCL, and what watches it, have no other way to be told. Left alone, it ends the whole process where a neighbour is lost.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # end the group only
     return ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
 
 
 BACKENDS: dict[str, Callable[[TCPStore, int, str], Group]] = {"gloo": _gloo, "nccl": _nccl}
+TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
 
 
 def interface_of(host: str) -> str:

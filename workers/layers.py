@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.linear import Linear
+from tramontane.workers.pointwise import PLAIN, Pointwise
 from tramontane.workers.rotary import Rotary
 
 # (layer, q_THd, k_TGd, v_TGd) -> attended values THd
@@ -43,12 +44,16 @@ class Attention(nn.Module):
         self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
+        self.pointwise = PLAIN
 
     def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
-        tokens = x_TD.shape[0]
-        q_THd, k_TGd, v_TGd = self.wqkv(x_TD).view(tokens, -1, self.head_dim).split(self.num_heads, dim=1)
-        out_THd = attend(self.layer, rotary.turn_queries(q_THd), rotary.turn(k_TGd), v_TGd)
-        out_TD: Tensor = self.wo(out_THd.reshape(tokens, -1))
+        num_queries, num_keys, _ = self.num_heads
+        qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
+        turned_THd = self.pointwise.turned(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        q_THd, k_TGd = rotary.scaled(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
         return out_TD
 
 
@@ -59,10 +64,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = Linear(args.dim, 2 * args.hidden_dim)
         self.w2 = Linear(args.hidden_dim, args.dim)
+        self.pointwise = PLAIN
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TF, up_TF = self.w13(x_TD).chunk(2, dim=-1)
-        out_TD: Tensor = self.w2(F.silu(gate_TF) * up_TF)
+        out_TD: Tensor = self.w2(self.pointwise.gated(self.w13(x_TD)))
         return out_TD
 
 
@@ -71,13 +76,13 @@ class Gate(nn.Module):
 
     def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
-        self.top_k = top_k
+        self.num_experts, self.top_k = num_experts, top_k
         self.scores = Linear(dim, num_experts)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return expert ids [T, k] and weights [T, k] that sum to 1 per token."""
         logits_Tk, expert_ids_Tk = torch.topk(self.scores(x_TD), self.top_k, dim=-1)
-        return expert_ids_Tk, torch.softmax(logits_Tk.float(), dim=-1).to(x_TD.dtype)
+        return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)
 
 
 class TransformerBlock(nn.Module):
@@ -94,5 +99,12 @@ class TransformerBlock(nn.Module):
 
     def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
         """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
-        h_TD = h_TD + self.attention(self.attention_norm(h_TD), rotary, attend)
-        return h_TD, self.ffn_norm(h_TD)
+        attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
+        return self.attention.pointwise.added_and_normed(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+
+
+def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:
+    """In every layer."""
+    for module in model.modules():
+        if isinstance(module, (Attention, FeedForward)):
+            module.pointwise = pointwise

@@ -1,15 +1,17 @@
 """The direct link: hidden states go from stage to stage over edges of two, made anew for every epoch."""
 
 import torch
+from torch import Tensor
 
 from tramontane.proto.errors import LinkError
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.edge import Address, Edge, Edges, Listener
-from tramontane.workers.group_edge import GroupEdges, why
+from tramontane.workers.gpu_edge import GpuEdges, Ways
+from tramontane.workers.group_edge import why
 from tramontane.workers.socket_edge import SocketEdges
 from tramontane.workers.stage_worker import StageWorker
-from tramontane.workers.steps import Outcome, Steps
+from tramontane.workers.steps import Steps
 
 
 class StageLink:
@@ -87,12 +89,12 @@ class StageLink:
         self._inlet.receive(hidden_TD)
         return Activation(hidden_TD, ())
 
-    def _deliver(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Activation):
+    def _deliver(self, hidden_TD: Tensor | None) -> None:
+        if hidden_TD is not None:
             assert self._outlet is not None
-            self._outlet.send(outcome.hidden_TD)
+            self._outlet.send(hidden_TD)
 
 
 def edges_for(device: torch.device) -> Edges:
     """The fastest that there are between stages on such devices."""
-    return GroupEdges("nccl") if device.type == "cuda" else SocketEdges()
+    return GpuEdges(Ways.of(device)) if device.type == "cuda" else SocketEdges()

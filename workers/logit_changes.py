@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.pinned import on_device
 from tramontane.workers.token_counts import TokenCounts
 
 
@@ -30,7 +31,7 @@ class LogitChanges:
     """Tokens are counted as they come in to be computed: before token p is sampled, 0 to p-1 have come."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        self._eos = torch.tensor(eos_token_ids, dtype=torch.int64, device=device)
+        self._eos = on_device(eos_token_ids, torch.int64, device)
         self._device = device
         self._counts = TokenCounts(vocab_size, device)
         self._wishes: dict[int, Wish] = {}
@@ -60,7 +61,7 @@ class LogitChanges:
         if not rows:  # nearly always
             return logits_SV
         wishes = [self._wishes[seq_ids[row]] for row in rows]
-        index = torch.tensor(rows, device=self._device)
+        index = on_device(rows, torch.int64, self._device)
         changed_RV = logits_SV[index]
         _add_biases(changed_RV, wishes)
         self._penalize(changed_RV, wishes)
@@ -73,8 +74,8 @@ class LogitChanges:
             sampling,
             num_prompt,
             self._counts.take() if sampling.counts_tokens else None,
-            torch.tensor(token_ids, dtype=torch.int64, device=self._device),
-            torch.tensor(biases, dtype=torch.float32, device=self._device),
+            on_device(token_ids, torch.int64, self._device),
+            on_device(biases, torch.float32, self._device),
         )
 
     def _forget(self, seq_id: int) -> None:
@@ -110,9 +111,9 @@ class LogitChanges:
             return
 
         def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float32, device=self._device)[:, None]
+            return on_device(values, torch.float32, self._device)[:, None]
 
-        index = torch.tensor([place for place, _, _ in counting], device=self._device)
+        index = on_device([place for place, _, _ in counting], torch.int64, self._device)
         num_output, is_known = self._counts.of([row for _, row, _ in counting])
         logits = logits_RV[index]
         repetition = column([sampling.repetition_penalty for _, _, sampling in counting])
@@ -125,13 +126,13 @@ class LogitChanges:
         """A prompt of 5 and min_tokens 2: none at positions 5 and 6."""
         early = [place for place, wish in enumerate(wishes) if positions[place] - wish.num_prompt < wish.sampling.min_tokens]
         if early:
-            logits_RV[torch.tensor(early, device=self._device)[:, None], self._eos] = -torch.inf
+            logits_RV[on_device(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
 
 
 def _add_biases(logits_RV: Tensor, wishes: Sequence[Wish]) -> None:
     lengths = [len(wish.bias_ids) for wish in wishes]
     if not any(lengths):
         return
-    places = torch.tensor([place for place, length in enumerate(lengths) for _ in range(length)], device=logits_RV.device)
+    places = on_device([place for place, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
     token_ids = torch.cat([wish.bias_ids for wish in wishes])
     logits_RV.index_put_((places, token_ids), torch.cat([wish.biases for wish in wishes]), accumulate=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tramontane.proto.request import Logprobs
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.pinned import on_device
 
 LEAST_LOGPROB = -9999.0  # as OpenAI has it, for what has no probability; infinity is not JSON
 MAX_LOGITS = 2**22  # of a prompt's at once, in float32: 16 MiB
@@ -22,7 +23,7 @@ Head = Callable[[Tensor], Tensor]
 def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[tuple[float, Top]]:
     """Of each row: the log-probability of one token, and its ``num_top`` likeliest ones."""
     totals_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    chosen_R1 = logits_RV.gather(1, torch.tensor(token_ids, device=logits_RV.device)[:, None])
+    chosen_R1 = logits_RV.gather(1, on_device(token_ids, torch.int64, logits_RV.device)[:, None])
     best = logits_RV.topk(min(max(num_top), logits_RV.shape[1]), dim=-1)
     told = torch.cat([chosen_R1, best.values], dim=1) - totals_R1
     told = told.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB, max=0.0)
@@ -77,7 +78,7 @@ class LogprobKeeper:
         if not rows:  # nearly always
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]
-        logits_RV = logits_SV[torch.tensor(rows, device=logits_SV.device)]
+        logits_RV = logits_SV[on_device(rows, torch.int64, logits_SV.device)]
         told = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top)
         for row, (logprob, top) in zip(rows, told, strict=True):
             yield Logprobs(seq_ids[row], positions[row], (logprob,), (top,))

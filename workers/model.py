@@ -1,6 +1,5 @@
 """A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head."""
 
-from operator import add
 from typing import Protocol
 
 import torch
@@ -8,8 +7,9 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.ports import AskedExperts, ExpertBackend
+from tramontane.workers.expert_tokens import ExpertTokens
 from tramontane.workers.experts import ByExpert, LocalExperts
-from tramontane.workers.layers import Attend, FeedForward, Gate, RMSNorm, TransformerBlock
+from tramontane.workers.layers import Attend, RMSNorm, TransformerBlock
 from tramontane.workers.linear import Linear
 from tramontane.workers.rotary import Rotary
 from tramontane.workers.waiting import Waiting
@@ -41,41 +41,74 @@ class StageModel(nn.Module):
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts: ExpertBackend | None = LocalExperts(args, layers) if experts_inside else None  # None: still to be found
-        self.expert_load = {layer: [0] * args.moe.num_experts for layer in layers if args.moe}  # tokens that each was given
+        self._expert_tokens = ExpertTokens(layers, args.moe.num_experts if args.moe else 0)
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
+
+    def settle(self, device: torch.device) -> None:
+        """Once weights are in place, on this device, and before the first step."""
+        self._expert_tokens.settle(device)
+        if isinstance(self.experts, LocalExperts):
+            self.experts.settle()
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """By layer, how many tokens each expert was given. From any thread."""
+        return self._expert_tokens.read()
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         assert self.tok_embeddings is not None
         hidden_TD: Tensor = self.tok_embeddings(token_ids_T)
         return hidden_TD
 
-    def forward(self, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None) -> Waiting[Tensor]:
-        """All layers; gives way wherever experts have been asked."""
+    def forward(
+        self, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None, is_padding_T: Tensor | None = None
+    ) -> Waiting[Tensor]:
+        """All layers; gives way wherever experts have been asked. Padding is given to no expert."""
         for layer in self.global_layers:
-            hidden_TD = yield from self.layer(layer, hidden_TD, rotary, attend, notes)
+            hidden_TD = yield from self.layer(layer, hidden_TD, rotary, attend, notes, is_padding_T)
         return hidden_TD
 
-    def layer(self, layer: int, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None) -> Waiting[Tensor]:
+    def layer(
+        self,
+        layer: int,
+        hidden_TD: Tensor,
+        rotary: Rotary,
+        attend: Attend,
+        notes: Notes | None = None,
+        is_padding_T: Tensor | None = None,
+    ) -> Waiting[Tensor]:
         """One of them, by its global number."""
+        hidden_TD, x_TD = self.layers[str(layer)](hidden_TD, rotary, attend)
+        return hidden_TD + (yield from self.fed_forward(layer, x_TD, notes, is_padding_T))
+
+    def fed_forward(
+        self, layer: int, x_TD: Tensor, notes: Notes | None = None, is_padding_T: Tensor | None = None
+    ) -> Waiting[Tensor]:
+        """What a layer adds after its attention, [T, D]: by its only network, or by each token's experts. 0 for padding."""
         block = self.layers[str(layer)]
-        hidden_TD, x_TD = block(hidden_TD, rotary, attend)
+        assert isinstance(block, TransformerBlock)
         if block.gate is None:
-            assert isinstance(block.feed_forward, FeedForward)
-            return hidden_TD + block.feed_forward(x_TD)
-        assert isinstance(block.gate, Gate)
+            assert block.feed_forward is not None
+            dense_TD: Tensor = block.feed_forward(x_TD)
+            return dense_TD
         expert_ids_Tk, weights_Tk = block.gate(x_TD)
-        return hidden_TD + (yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
+        if is_padding_T is None:
+            return (yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
+        # padding chooses one past the last expert, so it is sorted behind all groups, and gets whatever is in memory there
+        expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], block.gate.num_experts)
+        mixed_TD = yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes)
+        return mixed_TD.masked_fill(is_padding_T[:, None], 0)
 
     def _mixed(self, layer: int, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, notes: Notes | None) -> Waiting[Tensor]:
         """What each token's experts make of it, weighted and added."""
         assert self.experts is not None
+        assert self.args.moe is not None
         if notes is not None:
             notes.chosen(layer, expert_ids_Tk)
-        load = self.expert_load[layer]
-        by_expert = ByExpert.of(expert_ids_Tk, len(load))
-        load[:] = map(add, load, by_expert.sizes)
-        asked = self.experts.ask(layer, by_expert.sort(x_TD), by_expert.sizes)
+        by_expert = ByExpert.of(expert_ids_Tk, self.args.moe.num_experts)
+        self._expert_tokens.add(layer, by_expert.ends_E)
+        asked = self.experts.ask(layer, by_expert.sort(x_TD), by_expert)
         yield asked
         while not asked.advance():
             yield asked

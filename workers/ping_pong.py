@@ -20,7 +20,8 @@ from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.remote_experts import RemoteExperts
 from tramontane.workers.stage_worker import StageWorker
-from tramontane.workers.steps import Deliver, Outcome, Receive, Stopwatch, nowhere
+from tramontane.workers.steps import Deliver, Receive, Stopwatch, nowhere
+from tramontane.workers.unread import Outcome, Unread
 from tramontane.workers.waiting import Waiting
 
 BEFORE_ALL_LAYERS = -1
@@ -29,7 +30,7 @@ BEFORE_ALL_LAYERS = -1
 class OpenStep:
     """One micro-batch, from its arrival to its end."""
 
-    def __init__(self, waiting: Waiting[Outcome], deliver: Deliver) -> None:
+    def __init__(self, waiting: Waiting[Unread], deliver: Deliver) -> None:
         self.future: Future[Outcome] = Future()
         self.deliver = deliver
         self._waiting = waiting
@@ -65,9 +66,10 @@ class OpenStep:
         self._waiting.close()
         self.future.set_exception(reason)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, unread: Unread) -> None:
         try:
-            self.deliver(outcome)
+            self.deliver(unread.hidden_TD)
+            outcome = unread.read()
         except Exception as error:
             self.future.set_exception(error.with_traceback(None))
         else:

@@ -1,6 +1,6 @@
-"""Weight-only int8: a matrix as whole numbers from -127 to 127, and a scale per row, which is an output channel.
+"""Matrices of a byte per element: numbers, and a scale per row, which is an output channel.
 
-Shape letters: T tokens, K inputs, N outputs of a matrix, B rows of it at a time.
+Shape letters: K inputs, N outputs of a matrix, B rows of it at a time.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_args import SCALE_DTYPES, Quantization
-from tramontane.workers.linear import has_products, packed, product_in_blocks, row_blocks
+from tramontane.proto.model_args import Quantization
+from tramontane.workers.linear import packed, row_blocks
+from tramontane.workers.quantized_linear import QuantizedLinear
 from tramontane.workers.tensor_names import TensorSpec
 
-LARGEST = 127
-# torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte borders. It checks neither.
-KERNEL_STEP, KERNEL_BORDER = 16, 32
-KERNEL_TOKENS = 16  # up to which it is as fast as blocks of float32, without AVX-512
+NUMBER_DTYPES = {Quantization.INT8: torch.int8, Quantization.FP8: torch.float8_e4m3fn}
+LARGEST = {Quantization.INT8: 127, Quantization.FP8: 448}
 
 
 def hold(
@@ -47,11 +46,11 @@ def hold(
         if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
             state[spec.parameter] = packed(state[spec.parameter])
         return
-    scale_dtype, device = getattr(torch, SCALE_DTYPES[dtype]), torch.device(device)
-    numbers_NK = place(spec.parameter, spec.parameter_shape, torch.int8)
+    scale_dtype, device = getattr(torch, quantize.scale_dtype(dtype)), torch.device(device)
+    numbers_NK = place(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])
     scale_N = place(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
     for rows, piece in _placed(pieces):
-        numbers_NK[rows], scale_N[rows] = quantized(piece, scale_dtype, device)
+        numbers_NK[rows], scale_N[rows] = quantized(piece, quantize, scale_dtype, device)
     if not scale_N.isfinite().all():
         raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
 
@@ -64,55 +63,32 @@ def _placed(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         start += len(piece)
 
 
-def quantized(weight_NK: Tensor, scale_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Numbers q and scales s with |w - q * s| <= s / 2, made a block of rows at a time: no second copy of the matrix.
+def quantized(weight_NK: Tensor, quantize: Quantization, scale_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Numbers q and scales s, made a block of rows at a time: no second copy of the matrix.
 
-    s = largest / 127, rounded to its dtype before q is made, so that q makes up for the rounding: bfloat16 has 8
+    int8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, as three bits follow a number's first
+    one, and those below 2**-6 have the step 2**-9.
+
+    s = largest / 127 or / 448, rounded to its dtype before q is made, so that q makes up for the rounding: bfloat16 has 8
     bits, so that largest / s is at most 127 * (1 + 2**-8) = 127.496, which still rounds to 127.
     """
-    numbers_NK = torch.empty(weight_NK.shape, dtype=torch.int8, device=device)
+    largest = LARGEST[quantize]
+    numbers_NK = torch.empty(weight_NK.shape, dtype=NUMBER_DTYPES[quantize], device=device)
     scale_N = torch.empty(weight_NK.shape[0], dtype=scale_dtype, device=device)
     for rows in row_blocks(weight_NK.shape, device):
         block_BK = weight_NK[rows].to(device, torch.float32)
         smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
-        scale_N[rows] = (block_BK.abs().amax(dim=1) / LARGEST).clamp(min=smallest)
-        numbers_NK[rows] = (block_BK / scale_N[rows].float()[:, None]).round_()
+        scale_N[rows] = (block_BK.abs().amax(dim=1) / largest).clamp(min=smallest)
+        scaled_BK = block_BK / scale_N[rows].float()[:, None]
+        numbers_NK[rows] = scaled_BK.round_() if quantize is Quantization.INT8 else scaled_BK.clamp_(-largest, largest)
     return numbers_NK, scale_N
 
 
-class Int8Linear(nn.Module):
-    """x W^T for a quantised W, in the dtype of x."""
-
-    weight: Tensor
-    scale: Tensor
-
-    def __init__(self, in_features: int, out_features: int, scale_dtype: torch.dtype) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8))
-        self.register_buffer("scale", torch.ones(out_features, dtype=scale_dtype))
-
-    def forward(self, x_TK: Tensor) -> Tensor:
-        """By torch's kernel where it is fast (and safe); elsewhere by making a block of rows at a time float again."""
-        is_fast = len(x_TK) <= KERNEL_TOKENS or has_products(x_TK.device.type, x_TK.dtype)
-        if is_fast and x_TK.device.type == "cpu" and x_TK.dtype == torch.bfloat16 and x_TK.shape[1] % KERNEL_STEP == 0:
-            out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(_on_border(x_TK), self.weight, self.scale)
-            return out_TN
-        return self._blockwise(x_TK)
-
-    def _blockwise(self, x_TK: Tensor) -> Tensor:
-        dtype = x_TK.dtype if has_products(x_TK.device.type, x_TK.dtype) else torch.float32
-        return product_in_blocks(x_TK, self.weight, dtype, self.scale)
-
-
-def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str) -> None:
-    """Put an ``Int8Linear`` in the place of every quantisable matrix; their numbers are loaded after."""
+def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str, quantize: Quantization) -> None:
+    """Put a ``QuantizedLinear`` in the place of every quantisable matrix; their numbers are loaded after."""
     for spec in specs:
         if spec.quantizable:
             out_features, in_features = spec.parameter_shape
-            linear = Int8Linear(in_features, out_features, getattr(torch, SCALE_DTYPES[dtype]))
+            scale_dtype = getattr(torch, quantize.scale_dtype(dtype))
+            linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], scale_dtype)
             model.set_submodule(spec.parameter.removesuffix(".weight"), linear)
-
-
-def _on_border(x_TK: Tensor) -> Tensor:
-    fits = x_TK.is_contiguous() and x_TK.data_ptr() % KERNEL_BORDER == 0
-    return x_TK if fits else x_TK.clone(memory_format=torch.contiguous_format)

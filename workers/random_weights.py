@@ -1,6 +1,6 @@
 """Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from zlib import crc32
 
@@ -45,12 +45,13 @@ def random_state(
     device: str,
     quantize: Quantization | None = None,
     on_tensor: OnTensor = lambda _read, _made: None,
+    places: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
 
-    Numbers are drawn in the dtype in which they would be stored, and then converted or quantised.
+    Numbers are drawn in the dtype in which they would be stored, and then converted or quantised. ``places`` as there.
     """
-    state: dict[str, Tensor] = {}
+    state = dict(places or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
         hold(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
         on_tensor(0, spec.num_bytes(dtype, quantize))

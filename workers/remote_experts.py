@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
 from tramontane.proto.expert_plan import ExpertId, ExpertPlan
+from tramontane.proto.ports import Groups
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.expert_worker import ExpertCall, ExpertReply
 
@@ -76,9 +77,14 @@ class RemoteExperts:
         for connection in self._connections:
             connection.close()
 
-    def ask(self, layer: int, rows_CD: Tensor, sizes: Sequence[int]) -> "Asked":
+    @property
+    def is_static(self) -> bool:
+        """See ``ExpertBackend``: who is sent how much is decided on the host."""
+        return False
+
+    def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> "Asked":
         """See ``ExpertBackend``; rows are [C, D]."""
-        return Asked(self, layer, rows_CD, sizes)
+        return Asked(self, layer, rows_CD, groups.sizes)
 
     def assign(self, layer: int, sizes: dict[int, int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
         """Which living actor is to run which of these experts, and the experts that no living actor holds.

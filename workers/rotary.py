@@ -14,29 +14,26 @@ from tramontane.proto.model_args import ModelArgs, YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """What turns the heads of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
+    """The angles of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
 
     cos_Td: Tensor
     sin_Td: Tensor
     query_scale_T: Tensor | None = None
 
-    def turn(self, x_THd: Tensor) -> Tensor:
-        """Turn every head by its position's angles."""
-        first, second = x_THd.chunk(2, dim=-1)
-        return x_THd * self.cos_Td[:, None, :] + torch.cat((-second, first), dim=-1) * self.sin_Td[:, None, :]
-
-    def turn_queries(self, q_THd: Tensor) -> Tensor:
-        turned_THd = self.turn(q_THd)
-        return turned_THd if self.query_scale_T is None else turned_THd * self.query_scale_T[:, None, None]
+    def scaled(self, q_THd: Tensor) -> Tensor:
+        """Queries that have been turned, as they meet their keys."""
+        return q_THd if self.query_scale_T is None else q_THd * self.query_scale_T[:, None, None]
 
 
-def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype) -> Rotary:
+def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> Rotary:
     """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
 
     Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with
-    i + d/2, and both turn by position * frequency i. Angles are computed in float32.
+    i + d/2, and both turn by position * frequency i. Angles are computed in float32. ``frequencies``: ``rotary_frequencies``
+    on the device of the positions, where somebody has them already.
     """
-    frequencies = rotary_frequencies(args).to(positions_T.device)
+    if frequencies is None:
+        frequencies = rotary_frequencies(args).to(positions_T.device)
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles_Td = torch.cat((angles, angles), dim=-1)
     scaling = args.rope_scaling

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
+from tramontane.workers.pinned import on_device
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -20,17 +21,16 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id per row. ``positions`` are those of the tokens being chosen."""
+def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+    """One token id per row, [S], where the logits are; nobody waits. ``positions`` are those of the tokens being chosen."""
     assert logits_SV.shape[0] == len(params) == len(positions)
     chosen = logits_SV.argmax(-1)
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows:
-        rows = torch.tensor(random_rows, device=logits_SV.device)
+        rows = on_device(random_rows, torch.int64, logits_SV.device)
         draws = [(params[row], positions[row]) for row in random_rows]
         chosen[rows] = _sample_randomly(logits_SV[rows], draws)
-    ids: list[int] = chosen.tolist()
-    return ids
+    return chosen
 
 
 def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]]) -> Tensor:
@@ -39,13 +39,13 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     """
 
     def column(values: list[float]) -> Tensor:
-        return torch.tensor(values, device=logits_SV.device)[:, None]
+        return on_device(values, torch.float32, logits_SV.device)[:, None]
 
     vocab = logits_SV.shape[1]
     # The smallest temperatures would overflow float32; from here on they are greedy anyway.
     scaled = logits_SV / column([p.temperature for p, _ in draws]).clamp(min=1e-5)
     sorted_logits, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    top_k = column([p.top_k or vocab for p, _ in draws])
+    top_k = on_device([p.top_k or vocab for p, _ in draws], torch.int64, logits_SV.device)[:, None]
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
     if any(p.min_p for p, _ in draws):
         # Less than a share of the best probability is a logit further below the best one than the share's logarithm.

@@ -30,12 +30,7 @@ class SocketEdge:
     """What does not fit into the kernel's buffers is sent by a thread, so that the next micro-batch can be computed."""
 
     def __init__(self, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in PROBES.items():
-            if hasattr(socket, option):  # not on every system
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        set_up(connection)
         self._connection = connection
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="edge")
         self._unsent: deque[Future[None]] = deque()
@@ -80,14 +75,18 @@ class SocketListener:
         self.address: Address = (host, self._listener.getsockname()[1], secrets.token_hex(WORD_BYTES // 2))
 
     def accept(self) -> SocketEdge:
-        """The first who knows the word. Raises TimeoutError, or another OSError."""
+        """Raises TimeoutError, or another OSError."""
+        return SocketEdge(self.accept_connection())
+
+    def accept_connection(self) -> socket.socket:
+        """Of the first who knows the word; raises as ``accept`` does."""
         deadline = time.monotonic() + CONNECT_TIMEOUT.total_seconds()
         with self._listener:
             while (left := deadline - time.monotonic()) > 0:
                 self._listener.settimeout(left)
                 connection, _ = self._listener.accept()
                 if self._knows_the_word(connection):
-                    return SocketEdge(connection)
+                    return connection
                 connection.close()
         raise TimeoutError("nobody came but strangers")
 
@@ -110,14 +109,29 @@ class SocketEdges:
         return SocketListener(host)
 
     def connect(self, address: Address, _host: str, /) -> SocketEdge:
-        host, port, word = address
-        connection = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
-        try:
-            connection.sendall(word.encode())
-            return SocketEdge(connection)
-        except OSError:
-            connection.close()
-            raise
+        return SocketEdge(connection_to(address))
+
+
+def connection_to(address: Address) -> socket.socket:
+    """To a ``SocketListener``. Raises OSError."""
+    host, port, word = address
+    connection = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
+    try:
+        connection.sendall(word.encode())
+        return connection
+    except OSError:
+        connection.close()
+        raise
+
+
+def set_up(connection: socket.socket) -> None:
+    """Nothing waits to be joined by more, and a neighbour whose machine has vanished is missed."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in PROBES.items():
+        if hasattr(socket, option):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

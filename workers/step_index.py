@@ -6,7 +6,8 @@ prompt waits: queries [2, 0, 1], keys [4, 1, 3]: a chunk sees min(start, W-1) ca
 keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position + 1).
 
 Chunks of several tokens come first in the row and read their cached keys in position
-order ("unrotated"), then write. Single tokens come last; they write first, then read.
+order ("unrotated"), then write. Single tokens come last; they write first, then read:
+gathered (``decode_groups``) or by the page (``page_table``), as the kernels like it.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,9 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.page_table import table_width
+from tramontane.workers.pinned import on_device, to_device
 from tramontane.workers.rolling_cache import PageRings, SequenceTable
-
-SHORT = 256
-MAX_GROUP_KEYS = 2**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +41,18 @@ class PrefillIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """B of the single tokens, with up to L keys each: of similar lengths, since all are padded to the longest.
+class DecodeIndex:
+    """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B], on the device.
 
-    ``tokens`` [B] counts among the single tokens. ``key_rows`` [B, L] in position order;
-    entries past ``key_lens`` [B] repeat the token's own row.
+    ``starts`` are the positions as the host knows them; ``num_pages`` is wide enough for a table of what any of them sees.
     """
 
-    tokens: Tensor
-    key_rows: Tensor
-    key_lens: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeIndex:
-    """Single tokens, for one window class: ``write_rows`` of all of them, reads by group."""
-
+    ring: PageRings
+    slots: Tensor
+    positions: Tensor
     write_rows: Tensor
-    groups: tuple[DecodeGroup, ...]
+    num_pages: int
+    starts: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +78,20 @@ def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.devi
     assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
     starts = [*(chunk.start for chunk in ones), *batch.decodes.starts]
     slots = [table.slots[seq_id] for seq_id in (*(chunk.seq_id for chunk in ones), *batch.decodes.seq_ids)]
-    positions = torch.tensor(starts, dtype=torch.int64)
-    if runs:
-        positions = torch.cat([_ranges([(chunk.start, chunk.num_tokens) for chunk in runs]), positions])
+    positions = _ranges([*((chunk.start, chunk.num_tokens) for chunk in runs), *((start, 1) for start in starts)])
+    num_prefill, positions_T = sum(chunk.num_tokens for chunk in runs), to_device(positions, device)
+    slots_B, positions_B = on_device(slots, torch.int64, device), positions_T[num_prefill:]
+    token_ids = [*(t for chunk in batch.chunks for t in chunk.token_ids), *batch.decodes.token_ids]
     return StepIndex(
-        token_ids=torch.tensor(
-            [*(t for chunk in batch.chunks for t in chunk.token_ids), *batch.decodes.token_ids], device=device
-        ),
-        positions=positions.to(device),
-        num_prefill_tokens=sum(chunk.num_tokens for chunk in runs),
-        sampled_rows=torch.tensor(_sampled_rows(batch), dtype=torch.int64, device=device),
+        token_ids=on_device(token_ids, torch.int64, device),
+        positions=positions_T,
+        num_prefill_tokens=num_prefill,
+        sampled_rows=on_device(_sampled_rows(batch), torch.int64, device),
         prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
-        decode=tuple(_decode_index(slots, starts, ring, device) if starts else None for ring in table.rings),
+        decode=tuple(
+            decode_index(ring, slots_B, positions_B, table_width(starts, ring), starts) if starts else None
+            for ring in table.rings
+        ),
     )
 
 
@@ -119,10 +115,10 @@ def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, dev
         window=window,
         query_lens=tuple(lens),
         key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
-        cached_rows=ring.rows(_repeat(slots, cached).to(device), cached_positions.to(device)),
-        key_order=_key_order(cached, lens).to(device),
-        written=_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]).to(device),
-        write_rows=ring.rows(_repeat(slots, kept).to(device), written_positions.to(device)),
+        cached_rows=ring.rows(to_device(_repeat(slots, cached), device), to_device(cached_positions, device)),
+        key_order=to_device(_key_order(cached, lens), device),
+        written=to_device(_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]), device),
+        write_rows=ring.rows(to_device(_repeat(slots, kept), device), to_device(written_positions, device)),
     )
 
 
@@ -135,32 +131,8 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
     return _ranges(ranges)
 
 
-def _decode_index(slots: list[int], starts: list[int], ring: PageRings, device: torch.device) -> DecodeIndex:
-    slots_B, positions_B = torch.tensor(slots, device=device), torch.tensor(starts, device=device)
-    key_lens = [1 + num_cached_keys(start, ring.window) for start in starts]
-    groups = []
-    for members in group_by_length(key_lens):
-        tokens = torch.tensor(members, device=device)
-        own_B, lens_B = positions_B[tokens], torch.tensor([key_lens[i] for i in members], device=device)
-        offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
-        oldest_B = own_B - lens_B + 1
-        key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
-        groups.append(DecodeGroup(tokens, ring.rows(slots_B[tokens][:, None], key_positions_BL), lens_B))
-    return DecodeIndex(ring.rows(slots_B, positions_B), tuple(groups))
-
-
-def group_by_length(lens: list[int]) -> list[list[int]]:
-    """Members of each group, so that padding to the group's longest at most doubles it (below 256 it does not matter)
-    and no group of several gathers more than 32,768 keys. [300, 9000, 7, 310] -> [[2], [0, 3], [1]]
-    """
-    groups: list[list[int]] = []
-    for i in sorted(range(len(lens)), key=lens.__getitem__):
-        limit = max(2 * lens[groups[-1][0]], SHORT) if groups else 0
-        if groups and lens[i] <= limit and (len(groups[-1]) + 1) * lens[i] <= MAX_GROUP_KEYS:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [list(range(len(lens)))] if len(groups) == 1 else groups
+def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeIndex:
+    return DecodeIndex(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> Tensor:

@@ -9,15 +9,21 @@ from torch import Tensor
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
 from tramontane.workers.chosen_experts import NOBODY_ASKS
+from tramontane.workers.unread import MakeMark
 from tramontane.workers.waiting import Waiting
 
 T = TypeVar("T")
 
 
 class StepNotes:
-    """Made when the step begins. The thread that computes it writes them."""
+    """Made when the step begins. The thread that computes it writes them, but for what is read at the end.
 
-    def __init__(self) -> None:
+    ``mark``: for a device that does later what it is asked for. Its time counts then, not the host's.
+    """
+
+    def __init__(self, mark: MakeMark | None = None) -> None:
+        self._mark = mark
+        self._first = self._last = mark() if mark else None
         self._started_at = time.time()
         self._began = self._resumed = time.perf_counter()
         self._busy_s = self._asked_s = self._experts_busy_s = 0.0
@@ -50,15 +56,24 @@ class StepNotes:
             self._actors_busy_s[actor_id] += busy_s  # type: ignore[assignment]
             self._actors_rows[actor_id] += num_rows
 
+    def ends(self) -> None:
+        """All that the step wants has been asked for."""
+        self._last = self._mark() if self._mark else None
+        self._busy_s += time.perf_counter() - self._resumed
+
     def timing(self, stage_id: int, num_tokens: int) -> StageTiming:
-        """Of the step, which ends now."""
-        now = time.perf_counter()
+        """Of the step. Waits for the device; raises what has failed there."""
+        open_s = time.perf_counter() - self._began
+        if self._first is not None and self._last is not None:
+            self._last.wait()
+            self._busy_s = open_s = self._last.seconds_since(self._first)
+            self._started_at = time.time() - open_s
         return StageTiming(
             stage_id,
             self._started_at,
-            self._busy_s + now - self._resumed,
+            self._busy_s,
             num_tokens,
-            now - self._began,
+            open_s,
             self._asked_s,
             self._experts_busy_s,
             tuple(ExpertTiming(actor, busy_s, self._actors_rows[actor]) for actor, busy_s in self._actors_busy_s.items()),

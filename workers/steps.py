@@ -5,17 +5,18 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
-from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.proto.step import MicroBatch
 from tramontane.workers.activation import Activation
 from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.unread import Outcome
 
-Outcome = Activation | StepResult
 Receive = Callable[[], Activation | None]
-Deliver = Callable[[Outcome], None]
+Deliver = Callable[[Tensor | None], None]
 
 
-def nowhere(_outcome: Outcome) -> None:
+def nowhere(_hidden_TD: Tensor | None) -> None:
     """Whoever called for the step gets its outcome; nobody else."""
 
 
@@ -23,7 +24,8 @@ class Steps(Protocol):
     """What drives a ``StageWorker``."""
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
-        """Run one micro-batch. Hidden states are received in the order of the steps, and outcomes delivered in that order.
+        """Run one micro-batch. Hidden states are received in the order of the steps, and delivered in that order: on a GPU before
+        they are computed. The last stage delivers None.
 
         Raises as ``StageWorker.step`` does, and whatever ``receive`` and ``deliver`` raise.
         """
@@ -70,9 +72,10 @@ class OneAtATime:
         self._worker.check_turn(batch)  # before anything is taken from the stage before
         incoming = receive()
         with self._watch:
-            outcome = self._worker.step(batch, incoming)
-        deliver(outcome)
-        return outcome
+            unread = self._worker.begin(batch, incoming)
+        deliver(unread.hidden_TD)
+        with self._watch:
+            return unread.read()
 
     def fence(self, epoch: int) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread: here, on the thread that computes

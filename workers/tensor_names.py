@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from tramontane.proto.expert_plan import ExpertId
-from tramontane.proto.model_args import DTYPE_BYTES, SCALE_DTYPES, ModelArgs, Quantization
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
 
 # Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
@@ -113,7 +113,7 @@ class TensorSpec:
     def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
         """In a stage's memory: a byte per element and a scale per row, or everything in ``dtype``."""
         if quantize and self.quantizable:
-            return self.num_elements + self.shape[0] * DTYPE_BYTES[SCALE_DTYPES[dtype]]
+            return self.num_elements + self.shape[0] * DTYPE_BYTES[quantize.scale_dtype(dtype)]
         return self.num_elements * DTYPE_BYTES[dtype]
 
 

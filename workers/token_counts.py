@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from tramontane.workers.pinned import on_device
+
 FIRST_ROWS = 4
 
 
@@ -48,4 +50,4 @@ class TokenCounts:
         self._free += range(num_rows, num_rows + num_new)
 
     def _index(self, numbers: list[int] | tuple[int, ...]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self._output_NV.device)
+        return on_device(numbers, torch.int64, self._output_NV.device)

@@ -9,7 +9,9 @@ from torch import nn
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
 from tramontane.workers.checkpoint import Checkpoint
+from tramontane.workers.grouped import places_together
 from tramontane.workers.quantize import quantize_linears
+from tramontane.workers.quantized_linear import try_products
 from tramontane.workers.random_weights import random_state
 from tramontane.workers.tensor_names import OnTensor, TensorsOf
 
@@ -25,15 +27,22 @@ def with_weights(
     quantize: Quantization | None,
     device: str,
     on_tensor: OnTensor,
+    experts_together: bool = False,
 ) -> M:
-    """The module that ``make`` makes, which has the parameters of these tensors and no others."""
+    """The module that ``make`` makes, which has the parameters of these tensors and no others.
+
+    ``experts_together``: those of a layer one after the other in memory, for grouped products.
+    """
     with torch.device("meta"):
         module = make()
         if quantize:
-            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype)
+            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype, quantize)
+    specs = tensors_of(Layout.HUGGING_FACE) if experts_together else ()
+    places = places_together(specs, getattr(torch, dtype), device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor)
+        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, places)
     else:
-        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor)
+        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, places)
     module.load_state_dict(state, assign=True)
+    try_products(module, getattr(torch, dtype))
     return module.eval()

@@ -181,7 +181,9 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
         "requests": load.num_done + len(load.failed),
         "failed": load.failed,
         "different": load.different,
+        "close_calls": load.close_calls,
         "least_streams": load.least_struck,
+        "longest_request_s": round(load.longest_s, 1),
         "stores_filled": getattr(faults, "num_filled", 0),
         "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
         "faults": {kind: {"count": Counter(_turns(args, kinds))[kind], **_figures(told[kind])} for kind in kinds if kind in told},
@@ -212,7 +214,9 @@ def _show(ledger: dict[str, Any]) -> None:
     console.print(table)
     for title in ("failed", "different"):
         console.print(f"{title}: {len(ledger[title])} of {ledger['requests']} requests", *ledger[title][:5], sep="\n  ")
+    console.print("close calls:", *(ledger["close_calls"] or ["none"]), sep="\n  ")
     console.print(f"unfinished streams at a fault: {ledger['least_streams']} or more")
+    console.print(f"longest request: {ledger['longest_request_s']} s")
     console.print(f"object stores filled: {ledger['stores_filled']}")
     console.print(f"left behind: {ledger['left'] or 'nothing'}")
 

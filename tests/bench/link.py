@@ -59,11 +59,12 @@ class SleepingStage(StageActor):
 
         from tramontane.workers.activation import Activation
         from tramontane.workers.stage_worker import StageWorker
+        from tramontane.workers.unread import Unread
 
         worker = StageWorker.load(self._plan, self._weights, self._device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
-        def step(batch: MicroBatch, incoming: Activation | None) -> Activation | StepResult:
+        def begin(batch: MicroBatch, incoming: Activation | None) -> Unread:
             started_at, started = time.time(), time.perf_counter()
             worker.check_epoch(batch)
             worker.check_turn(batch)
@@ -72,10 +73,12 @@ class SleepingStage(StageActor):
             timing = StageTiming(worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
             timings = (*(incoming.timings if incoming else ()), timing)
             if worker.plan.is_last:
-                return StepResult(batch.epoch, batch.step_id, (), timings)
-            return Activation(hidden_TD[: batch.num_tokens], timings)
+                result = StepResult(batch.epoch, batch.step_id, (), timings)
+                return Unread(None, False, lambda: result)
+            activation = Activation(hidden_TD[: batch.num_tokens], timings)
+            return Unread(activation.hidden_TD, False, lambda: activation)
 
-        worker.step = step  # type: ignore[method-assign]
+        worker.begin = begin  # type: ignore[method-assign]
         return worker
 
 

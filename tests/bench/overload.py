@@ -1,6 +1,6 @@
 """What a server does with ten times the requests that it can answer.
 
-    python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--json]
+    python tests/bench/overload.py [--seconds 60] [--times 10] [--places 8] [--options "--itl-target-ms 20"] [--json]
 
 ``tramontane serve`` with the demo model on two stages, so many places and 16 in the queue. One stream alone; then as many clients
 as there are places, each asking again when it is answered, which is the capacity; then that many times as many requests a
@@ -10,6 +10,7 @@ second as were answered, from clients that do not wait for each other. Everythin
 import argparse
 import asyncio
 import json
+import shlex
 import statistics
 import subprocess
 import sys
@@ -157,12 +158,12 @@ async def measure(port: int, server: psutil.Process, seconds: float, times: floa
     )
 
 
-def run(port: int, seconds: float, times: float, places: int) -> Figures:
+def run(port: int, seconds: float, times: float, places: int, options: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder:
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
         bounds = ("--max-num-seqs", str(places), "--max-queued-requests", str(QUEUED))
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--port", str(port), "--grpc-port", "0")
-        command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs]
+        command = [sys.executable, "-c", ENTRY, "serve", *more, *bounds, *jobs, *shlex.split(options)]
         console.print("starting the server ...", style="dim")
         server = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
         try:
@@ -199,10 +200,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--times", type=float, default=10.0)
     parser.add_argument("--places", type=int, default=8)
+    parser.add_argument("--options", default="", help="further ones, of tramontane serve")
     parser.add_argument("--port", type=int, default=8774)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    figures = run(options.port, options.seconds, options.times, options.places)
+    figures = run(options.port, options.seconds, options.times, options.places, options.options)
     if options.json:
         print(json.dumps(asdict(figures)))
         return

@@ -1,9 +1,10 @@
-"""What int8 weights cost in quality, and what they save in memory and time.
+"""What int8 and fp8 weights cost in quality, and what they save in memory and time.
 
     python tests/bench/quantization.py [--text FILE] [--parts 1000] [--rounds 5]
 
 Quality: the demo model, teacher-forced over the tenth of its text that it was not trained on, and a random small Mixtral;
-both against the same model in float32. Memory: what a stage holds, and how many GPUs of 24 GiB published models need.
+both against the same model in float32. Where a GPU multiplies in fp8, that arithmetic is done here, on a CPU.
+Memory: what a stage holds, and how many GPUs of 24 GiB published models need.
 Speed: greedy decoding in one process, on one thread, in rounds that alternate; medians, relative to bfloat16 in the same round.
 """
 
@@ -13,9 +14,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -36,22 +39,43 @@ from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, preset, scaled_down
 from tramontane.proto.request import SamplingParams
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+from tramontane.workers import quantized_linear
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 
-Way = tuple[str, Quantization | None]
-INT8 = Quantization.INT8
-EXACT, HALF = ("float32", None), ("bfloat16", None)
-WAYS: tuple[Way, ...] = (EXACT, ("float32", INT8), HALF, ("bfloat16", INT8))
+INT8, FP8 = Quantization.INT8, Quantization.FP8
+
+
+@dataclass(frozen=True)
+class Way:
+    """``fp8_activations``: the products of a GPU that multiplies in fp8, with activations as fp8, too, beyond a few tokens."""
+
+    dtype: str
+    quantize: Quantization | None = None
+    fp8_activations: bool = False
+
+    def __str__(self) -> str:
+        quantize = f", {self.quantize}" if self.quantize else ""
+        return f"{self.dtype}{quantize}{' and activations' if self.fp8_activations else ''}"
+
+    @contextmanager
+    def products(self) -> Iterator[None]:
+        if not self.fp8_activations:
+            yield
+            return
+        choose = quantized_linear.GpuProducts(quantized_linear.blockwise, quantized_linear.fp8_product).choose
+        with patch.object(quantized_linear, "_cpu_product", lambda x_TK, _numbers_NK: choose(len(x_TK))):
+            yield
+
+
+EXACT, HALF = Way("float32"), Way("bfloat16")
+WAYS = EXACT, Way("float32", INT8), Way("float32", FP8), HALF, Way("bfloat16", INT8), Way("bfloat16", FP8)
+ON_GPU = Way("bfloat16", FP8, fp8_activations=True)
 TEXT = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 shown = Console(width=120)
 CONTEXT, PROMPT, NEW_TOKENS = 512, 16, 64
 # One layer of Mistral 7B and few words: so large that it matters how many bytes its weights have.
 LAYER = replace(preset("mistral-7b-v0.1"), n_layers=1, windows=(4096,), vocab_size=1024, max_seq_len=CONTEXT)
-
-
-def name_of(way: Way) -> str:
-    return f"{way[0]}, int8" if way[1] else way[0]
 
 
 # ---- quality
@@ -74,12 +98,15 @@ class Quality:
 
 
 def quality(folder: Path, texts: Sequence[tuple[int, ...]]) -> dict[Way, Quality]:
-    exact = [teacher_forced(folder, ids, *EXACT) for ids in texts]
-    free = {way: Loaded(folder, way).continued([ids[:PROMPT] for ids in texts]) for way in WAYS}
+    exact = [teacher_forced(folder, ids, EXACT.dtype) for ids in texts]
+    prompts = [ids[:PROMPT] for ids in texts]
+    freely = Loaded(folder, EXACT).continued(prompts)
     found = {}
-    for way in WAYS:
-        logits = [teacher_forced(folder, ids, *way) for ids in texts]
-        parted = [_shared(ours, theirs) for ours, theirs in zip(free[way], free[EXACT], strict=True)]
+    for way in (*WAYS, ON_GPU):
+        with way.products():
+            logits = [teacher_forced(folder, ids, way.dtype, way.quantize) for ids in texts]
+            free = Loaded(folder, way).continued(prompts)
+        parted = [_shared(ours, theirs) for ours, theirs in zip(free, freely, strict=True)]
         found[way] = _compared(texts, logits, exact, statistics.median(parted))
     return found
 
@@ -122,7 +149,7 @@ def show_quality(path: Path, num_parts: int, small: Path) -> None:
         print(f"{path} is not there (give --text): the demo model's quality is not measured")
     for name, folder, texts, bytes_per_token in models:
         for way, found in quality(folder, texts).items():
-            table.add_row(name, name_of(way), *found.cells(bytes_per_token))
+            table.add_row(name, str(way), *found.cells(bytes_per_token))
     shown.print(table)
 
 
@@ -134,7 +161,7 @@ def fewest_gpus(args: ModelArgs, way: Way) -> ClusterPlan:
     for number in range(1, args.n_layers + 1):
         try:
             rooms = (StageRoom(24 * GIB),) * number
-            return make_plan(args, PlanRequest(rooms, way[0], args.max_seq_len, 64, 16, quantize=way[1]))
+            return make_plan(args, PlanRequest(rooms, way.dtype, args.max_seq_len, 64, 16, quantize=way.quantize))
         except PlanError:
             continue
     raise AssertionError("a layer has no room on a GPU")
@@ -144,10 +171,10 @@ def show_memory() -> None:
     table = Table("model", "weights", "GiB of weights", "GPUs of 24 GiB")
     models = {"demo": read_model_args(DEMO_MODEL)} | {name: preset(name) for name in ("mistral-7b-v0.1", "mixtral-8x7b")}
     for name, args in models.items():
-        for way in (HALF, ("bfloat16", INT8)):
+        for way in (HALF, Way("bfloat16", INT8), Way("bfloat16", FP8)):
             plan = fewest_gpus(args, way)
             gib = sum(stage.weight_bytes for stage in plan.stages) / GIB
-            table.add_row(name, name_of(way), f"{gib:.4g}", str(len(plan.stages)))
+            table.add_row(name, str(way), f"{gib:.4g}", str(len(plan.stages)))
     shown.print(table)
 
 
@@ -159,7 +186,7 @@ class Loaded:
 
     def __init__(self, folder: Path, way: Way) -> None:
         args = read_model_args(folder)
-        self.plan = make_plan(args, PlanRequest((StageRoom(8 * GIB),), way[0], CONTEXT, 8, 16, quantize=way[1]))
+        self.plan = make_plan(args, PlanRequest((StageRoom(8 * GIB),), way.dtype, CONTEXT, 8, 16, quantize=way.quantize))
         self.workers = [StageWorker.load(stage, folder) for stage in self.plan.stages]
 
     def continued(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
@@ -176,7 +203,7 @@ class Loaded:
 
 def show_speed(models: dict[str, tuple[Path, int]], rounds: int) -> None:
     """By name: the folder and how many tokens to make in a round."""
-    table = Table("model", "sequences", *map(name_of, WAYS), "bfloat16: tokens/s")
+    table = Table("model", "sequences", *map(str, WAYS), "bfloat16: tokens/s")
     for name, (folder, new_tokens) in models.items():
         loaded = {way: Loaded(folder, way) for way in WAYS}
         for num_prompts in (1, 8):
@@ -193,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", type=Path, default=TEXT)
     parser.add_argument("--parts", type=int, default=1000, help="at least so many pieces of 512 tokens, if there are")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="of the speed; 0: not measured")
     options = parser.parse_args()
     torch.set_num_threads(1)  # what a stage has when each has a core
     with tempfile.TemporaryDirectory() as folder:
@@ -202,7 +229,8 @@ def main() -> None:
         write_random_checkpoint(layer, LAYER, Layout.HUGGING_FACE)
         show_memory()
         show_quality(options.text, options.parts, small)
-        show_speed({"demo": (DEMO_MODEL, NEW_TOKENS), "a layer of Mistral 7B": (layer, 8)}, options.rounds)
+        if options.rounds:
+            show_speed({"demo": (DEMO_MODEL, NEW_TOKENS), "a layer of Mistral 7B": (layer, 8)}, options.rounds)
 
 
 if __name__ == "__main__":

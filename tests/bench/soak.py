@@ -52,9 +52,9 @@ console = Console(stderr=True, highlight=False)
 async def _quiet() -> Sample:
     """Once nothing is on its way. Raises TimeoutError where that does not come about."""
     give_up_at = time.monotonic() + QUIET_WITHIN_S
-    while not is_quiet((await asyncio.to_thread(take)).held):
+    while not is_quiet(held := (await asyncio.to_thread(take)).held):
         if time.monotonic() > give_up_at:
-            raise TimeoutError(f"without clients it is not quiet after {QUIET_WITHIN_S:.0f} s: {take().held}")
+            raise TimeoutError(f"without clients it is not quiet after {QUIET_WITHIN_S:.0f} s: {held}")
         await asyncio.sleep(1)
     await asyncio.sleep(SETTLE_S)
     return quietest([await asyncio.to_thread(take) for _ in range(QUIET_LOOKS)])
@@ -117,6 +117,7 @@ def _ledger(crowd: Crowd, quiet: list[Sample], busy: list[list[Sample]], seconds
         "outcomes": {f"{kind}: {outcome}": count for (kind, outcome), count in sorted(crowd.outcomes.items())},
         "failed": crowd.failed,
         "different": crowd.different,
+        "close_calls": crowd.close_calls,
         "held": [sample.held for sample in quiet],
         "processes": [_process(pid, quiet, busy) for pid in quiet[-1].processes],
         "not_back": not_back(*quiet),
@@ -146,7 +147,7 @@ def _show(ledger: dict[str, Any]) -> None:
         cells = [", ".join(map(str, cell)) if isinstance(cell, list) else str(cell) for cell in row.values()]
         processes.add_row(*cells[: len(columns)])
     console.print(processes)
-    for title in ("failed", "different"):
+    for title in ("failed", "different", "close_calls"):
         console.print(f"{title}: {len(ledger[title])}", *(f"  {text}" for text in ledger[title][:10]), sep="\n", markup=False)
     kinds = Counter(text.split(":")[0] for text in ledger["failed"])
     console.print(f"by kind: {dict(kinds)}" if kinds else "", markup=False)

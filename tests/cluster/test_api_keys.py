@@ -23,6 +23,7 @@ from tramontane.cluster.client_key import key_headers
 from tramontane.cluster.config import ConfigFile, EngineConfig
 from tramontane.cluster.hidden_keys import without_keys
 from tramontane.cluster.job_urls import has_password
+from tramontane.cluster.logs import LogSettings
 from tramontane.cluster.replica_log import log_beside_ray_serve
 from tramontane.cluster.serve_app import build
 from tramontane.cluster.server_url import check_allowed
@@ -127,11 +128,11 @@ SPOILED: dict[str, bytes | None] = {
 }
 
 
+@pytest.mark.usefixtures("_own_logging")
 def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = logging.FileHandler(tmp_path / "replica.log")
     monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])
-    monkeypatch.setattr(logging.getLogger("tramontane"), "handlers", [])
-    log_beside_ray_serve()
+    log_beside_ray_serve(LogSettings(), "door")
     (file := tmp_path / "keys").write_text(KEY)
     keys = _keys(file=file)
     file.write_text("")

@@ -175,3 +175,22 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dic
         assert not source.asked
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
+def test_a_requests_id_travels_with_the_first_piece_of_its_prompt(path: str, body: dict[str, Any]) -> None:
+    """And no further: stages remember it."""
+    seen: list[str] = []
+
+    async def look(batch: MicroBatch) -> None:
+        seen.extend(chunk.request_id for chunk in batch.chunks)
+
+    async def scenario() -> None:
+        async with _house(look) as (client, _, _):
+            answer = await client.post(path, json=body | {"n": 2}, headers={"x-request-id": "mine"})
+            assert answer.status_code == 200
+            await client.post(path, json={**body, "max_tokens": 1})
+
+    asyncio.run(scenario())
+    assert seen[:2] == ["mine", "mine"], "of either choice"
+    assert len(seen[-1]) == 32, "who brings none gets one"

@@ -1,5 +1,6 @@
 """Bad input: one clear line on standard error, exit code 2, nothing on standard output."""
 
+import logging
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
         (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
         (["--load-format", "pickle"], ["--load-format", "pickle", "dummy"]),
-        (["--quantize", "int4"], ["--quantize", "int4", "int8"]),
+        (["--quantize", "int4"], ["--quantize", "int4", "int8", "fp8"]),
         (["--link", "pigeons"], ["--link", "pigeons", "object-store"]),
         (["--link", "direct"], ["--local", "--link direct"]),
         (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
@@ -286,7 +287,7 @@ def test_a_cluster_that_cannot_be_joined_is_named(
     def fail(**_options: object) -> NoReturn:
         raise error("not from here\nand many\nmore lines")
 
-    monkeypatch.setattr(ray_address, "check_cluster", lambda _address: None)
+    monkeypatch.setattr(ray_address, "check_cluster", lambda *_: None)
     monkeypatch.setattr(ray, "init", fail)
     assert refused("generate", "--model", model, "--address", "auto", "The") == (
         "the Ray cluster at --address auto cannot be joined: not from here; "
@@ -298,6 +299,18 @@ def test_a_port_where_nobody_listens_is_named(refused: Refused, model: Path) -> 
     message = refused("generate", "--model", model, "--address", "127.0.0.1:1", "The")
     assert "127.0.0.1:1" in message
     assert "refused" in message
+    assert message.endswith("or leave --address out to start Ray on this machine")
+
+
+def test_a_command_that_starts_no_ray_does_not_advise_to(refused: Refused) -> None:
+    assert refused("drain", "--address", "127.0.0.1:1").endswith("; give the host:port of a cluster's head node")
+
+
+def test_ray_serve_says_nothing_of_itself_while_a_server_drains(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ray_serve = logging.getLogger("ray.serve")
+    monkeypatch.setattr(of_ray_serve, "level", logging.DEBUG)
+    refused("drain", "--address", "127.0.0.1:1")
+    assert of_ray_serve.level == logging.WARNING
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "nowhere", "127.0.0.1:port", ":1"])

@@ -172,7 +172,8 @@ def test_a_wheel_is_a_path_or_a_url(tmp_path: Path) -> None:
     [
         (("--provider", "local", *MIXTRAL), "--provider local needs --gpu-memory"),
         ((*LOCAL, "--machine", "big"), "--machine is for clouds"),
-        ((*LOCAL, "--hosts", "a,b"), "--hosts has 2 addresses, and there are 3 stages"),
+        ((*LOCAL, "--hosts", "a,b"), "--hosts has 2 addresses for 3 stages; "),
+        ((*LOCAL, "--hosts", "a"), "--hosts has 1 address for 3 stages; "),
         ((*LOCAL, "--hosts", "a,b,a"), "all different"),
         ((*LOCAL, "--hosts", "a,,b"), "--hosts is 'a,,b'"),
         (("--provider", "aws", *MIXTRAL, "--hosts", "a,b"), "--hosts: only with --provider local"),

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tramontane.cluster.http_errors import error_response
-from tramontane.cluster.serve_headers import proxy_middlewares
+from tramontane.cluster.serve_headers import WithoutOrders, proxy_middlewares
 from tramontane.proto.errors import OverloadedError, PipelineError, UnfollowableError
 from tramontane.proto.request import FinishReason, TokenEvent
 from tramontane.router.choice_text import ChoiceText
@@ -88,20 +88,23 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
     assert "request mine met a defect of the server" in caplog.text
 
 
+@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize(("given", "kept"), [(b"mine", True), (b"a b", False), (b"x" * 129, False), (b"\xff", False)])
-def test_ray_serves_proxies_do_not_see_an_id_that_is_none(given: bytes, kept: bool) -> None:
-    """They would send it back, whatever it is; without one they make their own."""
+@pytest.mark.parametrize("name", [b"x-request-id", b"traceparent"])
+def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: bytes, kept: bool) -> None:
+    """They would send it back, whatever it is, or fail where they decode it; without one they make their own."""
     seen: list[list[tuple[bytes, bytes]]] = []
 
     async def app(scope: dict[str, list[tuple[bytes, bytes]]], _receive: object, _send: object) -> None:
         seen.append(scope["headers"])
 
-    _, middleware, _ = proxy_middlewares()
-    scope = {"type": "http", "headers": [(b"host", b"door"), (b"x-request-id", given)]}
+    (middleware,) = (each for each in proxy_middlewares() if each.cls is WithoutOrders)
+    scope = {"type": "http", "headers": [(b"host", b"door"), (name, given)]}
     asyncio.run(middleware.cls(app)(scope, None, None))  # type: ignore[arg-type]
-    assert ((b"x-request-id", given) in seen[0]) is kept
+    assert ((name, given) in seen[0]) is kept
 
 
+@pytest.mark.usefixtures("_own_logging")
 @pytest.mark.parametrize("root", ["", "/below"])
 @pytest.mark.parametrize(("path", "passes"), [("/-/routes", False), ("/-/x", False), ("/-/healthz", True), ("/health", True)])
 def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, path: str, passes: bool) -> None:
@@ -109,7 +112,7 @@ def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, 
         return JSONResponse({})
 
     async def scenario() -> None:
-        _, middleware, _ = proxy_middlewares()
+        (middleware,) = (each for each in proxy_middlewares() if each.cls is WithoutOrders)
         app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
         transport = httpx.ASGITransport(app, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:

@@ -3,18 +3,23 @@
 import asyncio
 import os
 import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
 from scripted import no_gate
 from scripted_source import MODEL, ScriptedSource, client_of, door_of
 from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 
-from tramontane.cluster import deployments, draining
+from tramontane.cluster import deployments, draining, pipeline
+from tramontane.cluster.cli import app
 from tramontane.cluster.http_door import HttpDoor
 from tramontane.cluster.interrupts import ENDING, CountedSignals
 from tramontane.cluster.remote_routers import RemoteRouters
-from tramontane.proto.errors import DrainingError
+from tramontane.cluster.serve_app import APPLICATION
+from tramontane.proto.errors import DrainingError, PipelineError
 
 
 def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
@@ -58,6 +63,15 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back
             assert routers.drain() == 0
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
+def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "joined_ray", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
+    monkeypatch.setattr(draining, "drain", lambda *_: left)
+    with pytest.raises(PipelineError, match=words):
+        app(["drain", "--address", "auto", "--drain-timeout", "4"], standalone_mode=False)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/health"])

@@ -140,14 +140,15 @@ def test_requests_that_make_no_sense_are_refused() -> None:
         plan_experts(MIXTRAL_8X22B, small)
 
 
-def test_a_quantised_expert_takes_less() -> None:
+@pytest.mark.parametrize("quantize", Quantization)
+def test_a_quantised_expert_takes_less(quantize: Quantization) -> None:
     rooms = (StageRoom(20 * GIB),) * 8
     with pytest.raises(PlanError, match="too little memory"):
         plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16"))
-    plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16", Quantization.INT8))
+    plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16", quantize))
     experts = {spec.name for each in _ids(MIXTRAL_8X22B) for spec in expert_tensors(MIXTRAL_8X22B, *each)}
     of_all = (spec for spec in stage_tensors(MIXTRAL_8X22B, range(56)) if spec.name in experts)
-    assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes("bfloat16", Quantization.INT8) for s in of_all)
+    assert sum(actor.weight_bytes for actor in plan.actors) == sum(s.num_bytes("bfloat16", quantize) for s in of_all)
 
 
 @given(st.data())

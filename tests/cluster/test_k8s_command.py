@@ -12,6 +12,7 @@ from ray.serve.schema import ServeApplicationSchema
 from tiny import random_model, tiny_args, write_checkpoint
 from typer.main import get_command
 
+from tramontane.cluster.autoscaling import WantedPipelines
 from tramontane.cluster.cli import app
 from tramontane.cluster.serve_app import UNBOUNDED, build, checked_config
 from tramontane.proto.errors import ConfigError, PlanError
@@ -58,6 +59,8 @@ def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp
     assert router.autoscaling_config is not None
     assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (2, 3)
     assert router.max_ongoing_requests == UNBOUNDED
+    policy = router.autoscaling_config.policy
+    assert isinstance(policy.get_policy()(**policy.policy_kwargs), WantedPipelines)
     assert merged["Ingress"].deployment_config.num_replicas == 2
     wanted = {name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()}
     assert wanted == {"Router": {"tramontane_router": 1}, "Batch": {"tramontane_router": 1}, "Ingress": {"tramontane_ingress": 1}}
@@ -112,6 +115,7 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"), "shared.yaml): not for a file of this command"),
         (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "1GiB"), "the folder's name must be letters"),
     ],
 )
@@ -119,12 +123,23 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
     (tmp_path / "api.yaml").write_text("api_key_file: keys\n")
     (tmp_path / "secret.yaml").write_text("jobs_database: postgresql://me:secret@host/jobs\n")
     (tmp_path / "port.yaml").write_text("port: 80\n")
+    (tmp_path / "shared.yaml").write_text("stages_per_gpu: 2\n")
     args = tiny_args(n_layers=4)
     write_checkpoint(tmp_path / "a b", args, random_model(args))
     with pytest.raises(ConfigError) as refused:
         _written(tmp_path / "out", *(word.replace("{}", str(tmp_path)) for word in words))
     assert message in str(refused.value)
     assert "secret@" not in str(refused.value)
+
+
+def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"that needs {tmp_path / 'mine/../../base'}, which is not there"
+    words, k8s = (*MIXTRAL, "--stages", "4"), README.parent / "k8s"
+    _written(tmp_path / "mine", *words)
+    assert missing in capsys.readouterr().out
+    for base in (str(k8s), "https://example.com/tramontane//k8s"):
+        _written(tmp_path / "mine", *words, "--base", base)
+        assert "not there" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", ["0", "-1"])

@@ -1,6 +1,7 @@
 """Stages over GPUs that are not alike: no GPU over its memory, the plan as fast as can be, and every pipeline its share."""
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -12,6 +13,7 @@ from tiny import tiny_args
 from tramontane.cluster.best_plan import best_plan, plan_for
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Gpu, Hardware
+from tramontane.cluster.launch import local_devices
 from tramontane.cluster.places import Place, expert_places, gpu_choices, place_choices, shared_out
 from tramontane.cluster.planner import GIB, MEMORY_SHARE, StageRoom, layer_costs
 from tramontane.proto.errors import ConfigError, PlanError
@@ -147,6 +149,48 @@ def test_what_does_not_go_together_is_named(settings_: dict[str, object], messag
 def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() -> None:
     with pytest.raises(PlanError, match="6 stages need a GPU each, and there are 5"):
         place_choices(_config(gpu_memory="1GiB,1GiB,1GiB", replicas=2), 8, _hardware([*A, *B]))
+
+
+# ---- several stages on a GPU
+
+
+def test_stages_of_a_gpu_are_neighbours_with_equal_shares() -> None:
+    """Of what the GPU has, or is said to have; and of each kind as many GPUs as there are."""
+    (places, *_) = place_choices(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
+    assert [(place.nodes[0], place.room.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
+    given = _config(stages_per_gpu=2, gpu_memory="24GiB,60GiB", gpu_speed="1,3")
+    places = place_choices(given, 8, _hardware(A))[0]
+    assert [(place.room.memory // GIB, place.room.speed) for place in places] == [(12, 1), (12, 1), (30, 3), (30, 3)]
+    (places,) = place_choices(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
+    assert [place.room.memory for place in places] == [GIB] * 3, "without a GPU, of the stage"
+
+
+@pytest.mark.parametrize(("stages", "shares"), [(2, 2), (3, 2), (4, 2), (5, 4), (9, 6)])
+def test_in_one_process_gpus_take_turns_at_groups_of_stages(stages: int, shares: int) -> None:
+    """5 stages, 2 together, on 2 GPUs: 0 and 1 on the first, 2 and 3 on the second, 4 on the first, so parts of a fourth."""
+    (places,) = place_choices(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
+    assert {place.room.memory for place in places} == {24 * GIB // shares}
+    devices = local_devices(2, 2)
+    used = Counter(devices[stage_id % len(devices)] for stage_id in range(stages))
+    assert max(used.values()) <= shares
+    assert local_devices(0, 2) == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        (
+            {"stages": 5, "gpu_memory": "9GiB,9GiB"},
+            "--stages is for 3 GPUs and --gpu-memory is for 2 GPUs; give one value",
+        ),
+        ({"stages": 12}, "12 stages, 2 to a GPU, need 6 GPUs, and there are 5; use fewer --stages or --replicas"),
+        ({"stages": 5, "replicas": 2}, "10 stages, 2 to a GPU, need 6 GPUs, and there are 5"),
+    ],
+)
+def test_too_many_stages_to_a_gpu_are_refused_with_both_numbers(settings_: dict[str, object], message: str) -> None:
+    with pytest.raises((ConfigError, PlanError)) as refused:
+        place_choices(_config(stages_per_gpu=2, **settings_), 16, _hardware([*A, *B]))
+    assert message in str(refused.value)
 
 
 # ---- whole plans

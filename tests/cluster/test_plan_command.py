@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from tiny import random_model, tiny_args, write_checkpoint
+from typer.testing import CliRunner
 
 from tramontane.cluster.cli import app
 from tramontane.cluster.expert_planner import ExpertRequest, plan_experts
@@ -28,6 +29,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
 from tramontane.workers.expert_worker import ExpertWorker
+from tramontane.workers.quantize import NUMBER_DTYPES
 from tramontane.workers.random_checkpoint import write_random_checkpoint
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
@@ -96,6 +98,34 @@ def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pyt
     assert "in brackets" in table
 
 
+def test_stages_that_share_a_gpu_share_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = _planned(capsys, "mixtral-8x7b", "80GiB,40GiB", stages_per_gpu=4)["stages"]
+    assert [stage["memory"] // GIB for stage in stages] == [20] * 4 + [10] * 4
+    assert stages[-1]["last_layer"] == 31
+    with pytest.raises(PlanError, match="17 GPUs of 2 stages are too many: the model has 32 layers"):
+        plan("mixtral-8x7b", "80GiB", gpus=17, stages_per_gpu=2)
+
+
+@pytest.mark.parametrize("per_gpu", [1, 3])
+def test_ways_out_are_of_whole_gpus(per_gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan("mixtral-8x7b", "48GiB", gpus=1, stages_per_gpu=per_gpu)
+    ways = dict(re.findall(r"(\d+) GPUs? of (\d+) GiB", str(refused.value)))
+    assert len(ways) == 2
+    for number, memory in ways.items():
+        assert _planned(capsys, "mixtral-8x7b", f"{memory}GiB", gpus=int(number), stages_per_gpu=per_gpu)
+    assert set(ways) > {"1"}
+    with pytest.raises(PlanError):
+        plan("mixtral-8x7b", f"{int(ways['1']) - 1}GiB", gpus=1, stages_per_gpu=per_gpu)
+
+
+def test_a_file_of_the_engines_keys_is_of_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("stages: 6\nstages_per_gpu: 3\ngpu_memory: 80GiB\n")
+    app(["plan", "--model", "mixtral-8x7b", "--config", str(file), "--json"], standalone_mode=False)
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -127,13 +157,14 @@ def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
         plan("llama", "24GiB")
 
 
-def test_quantised_weights_are_planned_and_said(capsys: pytest.CaptureFixture[str]) -> None:
-    half, int8 = (_planned(capsys, "mistral-7b-v0.1", "24GiB", quantize=quantize) for quantize in (None, Quantization.INT8))
-    assert (half["quantize"], int8["quantize"]) == (None, "int8")
-    assert 0.5 < int8["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
-    assert int8["stages"][0]["sequences"][-1]["num_seqs"] > half["stages"][0]["sequences"][-1]["num_seqs"]
-    plan("mistral-7b-v0.1", "24GiB", quantize=Quantization.INT8)
-    assert "in bfloat16, weights in int8, contexts of 32768" in " ".join(capsys.readouterr().out.split())
+@pytest.mark.parametrize("wanted", Quantization)
+def test_quantised_weights_are_planned_and_said(wanted: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
+    half, byte = (_planned(capsys, "mistral-7b-v0.1", "24GiB", quantize=quantize) for quantize in (None, wanted))
+    assert (half["quantize"], byte["quantize"]) == (None, wanted)
+    assert 0.5 < byte["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
+    assert byte["stages"][0]["sequences"][-1]["num_seqs"] > half["stages"][0]["sequences"][-1]["num_seqs"]
+    plan("mistral-7b-v0.1", "24GiB", quantize=wanted)
+    assert f"in bfloat16, weights in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
 
 
 def test_quantising_is_a_way_out_where_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,14 +181,20 @@ def test_a_quantisation_that_does_not_exist_is_named() -> None:
     with pytest.raises(typer.TyperException) as refused:
         app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", "--quantize", "int4"], standalone_mode=False)
     message = refused.value.format_message()
-    assert all(part in message for part in ("--quantize", "int4", "int8"))
+    assert all(part in message for part in ("--quantize", "int4", "int8", "fp8"))
     assert "\n" not in message
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize(
     ("dtype", "quantize"),
-    [("float32", None), ("bfloat16", None), ("bfloat16", Quantization.INT8), ("float16", Quantization.INT8)],
+    [
+        ("float32", None),
+        ("bfloat16", None),
+        ("bfloat16", Quantization.INT8),
+        ("float16", Quantization.INT8),
+        ("bfloat16", Quantization.FP8),
+    ],
 )
 def test_a_loaded_stage_allocates_what_the_plan_says(
     name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
@@ -170,7 +207,7 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
         worker = StageWorker.load(stage, tmp_path / "model")
         held = [*worker.model.parameters(), *worker.model.buffers()]
         if quantize:
-            assert {t.dtype for t in held} >= {torch.int8}
+            assert {t.dtype for t in held} >= {NUMBER_DTYPES[quantize]}
             assert sum(t.nbytes for t in held) == stage.weight_bytes
         for layer in worker.cache.layers.values():
             held += [layer.k_NGd, layer.v_NGd]
@@ -179,7 +216,7 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+@pytest.mark.parametrize("quantize", [None, *Quantization])
 def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
@@ -358,3 +395,22 @@ def test_the_load_of_another_model_is_refused(n_layers: int, num_experts: int, t
         f"--expert-load is of {n_layers} layers with {num_experts} experts each, and the model has 32 layers with "
         "8 experts each; it must be of the same model"
     )
+
+
+def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
+    """As it is written for ``serve``: what a plan has no use for is not read."""
+
+    def planned(*flags: str) -> dict[str, Any]:
+        outcome = CliRunner().invoke(app, ["plan", *flags, "--json"])
+        assert outcome.exit_code == 0, outcome.output
+        data: dict[str, Any] = json.loads(outcome.stdout)
+        return data
+
+    lines = "model: mixtral-8x7b", "stages: 4", "gpu-memory: [24GiB, 24GiB, 80GiB, 80GiB]", "quantize: int8", "port: 9000"
+    (file := tmp_path / "tramontane.yaml").write_text("\n".join(lines))
+    flags = "--model", "mixtral-8x7b", "--gpus", "4", "--gpu-memory", "24GiB,24GiB,80GiB,80GiB", "--quantize", "int8"
+    assert planned("--config", str(file)) == planned(*flags)
+    assert planned("--config", str(file), "--max-num-seqs", "8") == planned(*flags, "--max-num-seqs", "8")
+    file.write_text("modle: mixtral-8x7b")
+    with pytest.raises(ConfigError, match=r"modle .*no such key"):
+        CliRunner().invoke(app, ["plan", "--config", str(file)], catch_exceptions=False)

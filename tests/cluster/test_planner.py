@@ -107,7 +107,7 @@ def test_only_the_experts_that_a_token_uses_weigh() -> None:
     assert [m - d for m, d in zip(layer_costs(mixture), layer_costs(dense), strict=True)] == [gap] * 8
 
 
-@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+@pytest.mark.parametrize("quantize", [None, *Quantization])
 @pytest.mark.parametrize("dtype", DTYPE_BYTES)
 @pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True), (True, True)])
 def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype: str, quantize: Quantization | None) -> None:
@@ -118,18 +118,20 @@ def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype:
             with torch.device("meta"):
                 model = StageModel(args, stage.layers).to(getattr(torch, dtype))
                 if quantize:
-                    quantize_linears(model, stage_tensors(args, stage.layers), dtype)
+                    quantize_linears(model, stage_tensors(args, stage.layers), dtype, quantize)
             assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
 
 
 def test_a_quantised_plan_has_the_bytes_that_its_weights_leave() -> None:
-    """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale per row."""
-    args, wanted = PRESETS["mistral-7b-v0.1"], (None, Quantization.INT8)
-    half, int8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
+    """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale per row,
+    in bfloat16 for int8 and in float32 for fp8."""
+    args, wanted = PRESETS["mistral-7b-v0.1"], (None, Quantization.INT8, Quantization.FP8)
+    half, int8, fp8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
     rows = 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 4096 + 14336) + 32_000
     kept = 32_000 * 4096 + 65 * 4096
     assert half.stages[0].weight_bytes == 2 * 7_241_732_096
     assert int8.stages[0].weight_bytes == 7_241_732_096 + kept + 2 * rows
+    assert fp8.stages[0].weight_bytes == 7_241_732_096 + kept + 4 * rows
 
 
 def test_a_plan_says_who_holds_what() -> None:
@@ -375,6 +377,20 @@ def test_stages_that_share_cores_get_one_micro_batch() -> None:
     assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
 
 
+def test_stages_that_share_a_gpu_get_equal_parts_of_it() -> None:
+    args, gpus = tiny_args(n_layers=8), (Gpu("A100", 77 * GIB, "a"), Gpu("A100", 99 * GIB, "b", 0))
+    two_nodes = Hardware(node_cpus=(8, 8), node_memory=(GIB, GIB), gpus=gpus)
+    plan = plan_for(EngineConfig(stages_per_gpu=3), args, two_nodes)
+    assert (len(plan.stages), plan.stages_at_once) == (6, 2)
+    assert scheduler_for(EngineConfig(), plan).policy.max_in_flight == 2
+    assert plan_for(EngineConfig(stages_per_gpu=3, stages=4), args, two_nodes).stages_at_once == 2
+    assert len(plan_for(EngineConfig(stages_per_gpu=5), args, two_nodes).stages) == 8, "no stage may be empty"
+    assert plan_for(EngineConfig(stages_per_gpu=8), args, two_nodes).stages_at_once == 1
+    assert [two_nodes.threads_per_stage(n, 4) for n in (1, 4, 6, 8, 9)] == [8, 2, 2, 2, 1], "those of a GPU are on one node"
+    on_cpu = replace(two_nodes, gpus=())
+    assert plan_for(EngineConfig(stages_per_gpu=3), args, on_cpu) == plan_for(EngineConfig(), args, on_cpu)
+
+
 def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(GIB, GIB))
     assert len(plan_for(EngineConfig(threads_per_stage=9, stages=4), tiny_args(), nodes).stages) == 4
@@ -401,6 +417,7 @@ DEFAULTS = {
     "page_size": 16,
     "kv_cache_memory": None,
     "threads_per_stage": None,
+    "stages_per_gpu": 1,
     "gpu_memory": None,
     "gpu_speed": None,
     "link": "object-store",
@@ -416,11 +433,20 @@ DEFAULTS = {
     "port": 8000,
     "grpc_port": 9000,
     "replicas": 1,
+    "max_replicas": None,
+    "target_load": 0.75,
+    "target_tokens": None,
+    "upscale_delay": 30.0,
+    "downscale_delay": 600.0,
     "max_queued_requests": 256,
     "max_queued_tokens": 2**17,
     "drain_timeout": None,
     "slow_reader_timeout": 60.0,
     "move_experts": False,
+    "log_format": "text",
+    "log_level": "warning",
+    "tracing_exporter": None,
+    "tracing_sampling_ratio": 0.01,
     "api_key": (),
     "api_key_file": None,
     "jobs_database": None,
@@ -440,11 +466,20 @@ OF_SERVE = {
     "port",
     "grpc_port",
     "replicas",
+    "max_replicas",
+    "target_load",
+    "target_tokens",
+    "upscale_delay",
+    "downscale_delay",
     "max_queued_requests",
     "max_queued_tokens",
     "drain_timeout",
     "slow_reader_timeout",
     "move_experts",
+    "log_format",
+    "log_level",
+    "tracing_exporter",
+    "tracing_sampling_ratio",
 }
 OF_SERVE |= {"api_key", "api_key_file"}
 OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_retention", "jobs_url_prefixes"}
@@ -479,6 +514,7 @@ SETTINGS: list[tuple[str, str, object]] = [
     ("model", "some/folder", Path("some/folder")),
     ("load-format", "dummy", "dummy"),
     ("stages", "3", 3),
+    ("stages-per-gpu", "4", 4),
     ("address", "10.0.0.1:6379", "10.0.0.1:6379"),
     ("dtype", "float16", "float16"),
     ("quantize", "int8", "int8"),

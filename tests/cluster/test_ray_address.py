@@ -144,7 +144,7 @@ def test_a_cluster_that_asks_for_a_token(runs_here: RunsHere) -> None:
     with _head(TOKEN) as address:
         assert _refusal(address) == (
             f"the Ray cluster at --address {address} asks for a token, and got none or another; "
-            "set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to the one it was started with"
+            "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
         )
         runs_here(address)
         ray_address.check_cluster("auto")

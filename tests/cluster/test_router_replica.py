@@ -72,6 +72,34 @@ def _replica(router: StubRouter, driving: "asyncio.Future[None]", num_failed_sta
     return replica
 
 
+def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_making() -> None:
+    removed = []
+
+    @asynccontextmanager
+    async def without_room() -> AsyncIterator[None]:
+        try:
+            await asyncio.get_running_loop().create_future()
+            yield
+        finally:
+            await asyncio.sleep(0)
+            removed.append("the pipeline")
+
+    async def scenario() -> None:
+        replica: Any = Undriven()
+        replica._driving, replica._taking = None, asyncio.create_task(without_room().__aenter__())
+        await asyncio.sleep(0)
+        await RouterReplica.__del__(replica)
+        assert removed == ["the pipeline"]
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_that_failed_before_it_asked_for_a_pipeline_has_nothing_to_remove() -> None:
+    replica: Any = Undriven()
+    replica._driving = replica._taking = None
+    asyncio.run(RouterReplica.__del__(replica))
+
+
 def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start() -> None:
     async def scenario() -> None:
         driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -38,6 +38,7 @@ from serving import (
     GRPC_PORT,
     PORT,
     URL,
+    calls_of_proxy,
     complete,
     deploy,
     events,
@@ -167,6 +168,24 @@ def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
     before = sum(stats["steps"] for stats in wait_until_idle())
     asyncio.run(run())
     assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "nobody waited for the last token"
+
+
+def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_proxy() -> None:
+    """Of so many some do: the proxy is either about that, or waits for the next message."""
+
+    async def leave(client: AsyncClient, num_pieces: int) -> None:
+        async with aclosing(client.generate("ROMEO:", max_tokens=400, ignore_eos=True, n=4)) as pieces:
+            for _ in range(num_pieces):
+                await anext(pieces)
+
+    async def run() -> None:
+        async with AsyncClient(GRPC) as client:
+            for _ in range(10):
+                await asyncio.gather(*(leave(client, num_pieces) for num_pieces in range(1, 9)))
+
+    asyncio.run(run())
+    wait_until_idle()
+    assert calls_of_proxy() == 0
 
 
 def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> None:

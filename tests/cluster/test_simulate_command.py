@@ -35,6 +35,11 @@ def test_every_policy_has_a_row_and_the_same_seed_says_the_same() -> None:
     assert "calibration" not in once
 
 
+def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
+    (file := tmp_path / "tramontane.yaml").write_text("stages: 9\nmax_num_seqs: 4\ndtype: float32\n")
+    assert _simulated("--config", str(file)) == _simulated("--max-num-seqs", "4") != _simulated()
+
+
 def test_people_get_a_table_that_says_where_its_costs_are_from() -> None:
     outcome = CliRunner().invoke(app, SMALL, env={"COLUMNS": "200"})
     assert outcome.exit_code == 0

@@ -53,6 +53,7 @@ chunks = st.builds(
     sampling=st.none() | sampling,
     wants_token=st.booleans(),
     num_prompt=ids,
+    request_id=st.text(max_size=9),
 )
 columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
@@ -110,7 +111,10 @@ def _comparable(delivery: tuple[int, TokenBatch | TramontaneError]) -> tuple[int
 @settings(derandomize=True, deadline=None)
 @given(pages, sampling, st.integers(0, 9))
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
-    specs = (SequenceSpec(prompt_ids, sampling, priority), SequenceSpec(prompt_ids, sampling, owner=7, was_accepted=True))
+    specs = (
+        SequenceSpec(prompt_ids, sampling, priority),
+        SequenceSpec(prompt_ids, sampling, owner=7, was_accepted=True, request_id="mine"),
+    )
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -615,3 +616,23 @@ def test_an_upload_that_is_broken_off_is_no_job() -> None:
         assert jobs.uploads == [b"{}\n{}\n"]
 
     asyncio.run(scenario())
+
+
+def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    async def look(batch: MicroBatch) -> None:
+        seen.extend(chunk.request_id for chunk in batch.chunks)
+        raise PipelineError("stage 1 died")
+
+    async def scenario() -> None:
+        async with _house(look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]) as house:
+            with pytest.raises(TramontaneError):
+                await house.client.score("ROMEO:")
+
+    with caplog.at_level(logging.INFO, "tramontane.router"):
+        asyncio.run(scenario())
+    assert set(seen) == {"grpc"}
+    lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
+    assert lines[0] == "request grpc came over gRPC: ScoreRequest"
+    assert any(line.startswith("request grpc has made it fail twice") for line in lines)

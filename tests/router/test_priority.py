@@ -197,6 +197,13 @@ def test_waiting_for_equals_makes_nobody_more_urgent() -> None:
     assert (last.level, last.num_passed_over) == (BATCH, 0)
 
 
+def test_one_sequence_that_waits_is_not_several() -> None:
+    limits = Limits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
+    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(2, 64)))
+    _add(pipe, BATCH, dict.fromkeys(range(3), 30))
+    assert pipe.scheduler.overload([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
+
+
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
     limits = Limits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
     pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(2, 64)))

@@ -1,5 +1,6 @@
 """Every way to attend computes the reference, and every mask is the one the definition gives, entry by entry."""
 
+import dataclasses
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -10,9 +11,10 @@ from torch import Tensor
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention import SdpaKernels, reference_attention, visible_keys
-from tramontane.workers.rolling_cache import SequenceTable
-from tramontane.workers.step_index import DecodeGroup, PrefillIndex, build_step_index
+from tramontane.workers.attention import DecodeKernel, reference_attention, visible_keys
+from tramontane.workers.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.sdpa_kernels import GatheredDecode, PagedDecode, SdpaPrefill
+from tramontane.workers.step_index import DecodeIndex, PrefillIndex, build_step_index
 
 WINDOWS = [None, 1, 3, 16]
 TOLERANCES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
@@ -28,18 +30,21 @@ DECODES = [
     pytest.param([0], id="one first token"),
     pytest.param([25], id="one token"),
     pytest.param([3, 0, 15, 16, 2, 50, 1], id="mixed"),
+    pytest.param([1030, 2500, 1023], id="long"),
 ]
 HEADS, HEAD_DIM = 4, 8
+MAX_LEN = 8192
 
 
 def _indexes(
     chunks: Seq[tuple[int, int]], window: int | None, page_size: int = 4
-) -> tuple[PrefillIndex | None, DecodeGroup | None]:
+) -> tuple[PrefillIndex | None, DecodeIndex | None]:
     """What the stage builds for these chunks, each of a sequence of its own with ``start`` tokens behind it."""
-    ring = ring_pages(window, page_size, 256)
+    ring = ring_pages(window, page_size, MAX_LEN)
     cache = CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),))
     table = SequenceTable(cache, len(chunks), torch.device("cpu"))
-    pages = [(tuple(range(ring * i, ring * (i + 1))),) for i in range(len(chunks))]
+    mixed = torch.randperm(ring * len(chunks), generator=torch.Generator().manual_seed(3)).tolist()
+    pages = [(tuple(mixed[ring * i : ring * (i + 1)]),) for i in range(len(chunks))]
     sampling = SamplingParams()
     past = tuple(Chunk(i, 0, (0,) * start, pages[i], sampling, False) for i, (start, _) in enumerate(chunks) if start)
     now = tuple(
@@ -51,8 +56,7 @@ def _indexes(
     batch = MicroBatch(0, 1, now)
     table.update(batch)
     index = build_step_index(batch, table, torch.device("cpu"))
-    decode = index.decode[0]
-    return index.prefill[0], decode and decode.groups[0]
+    return index.prefill[0], index.decode[0]
 
 
 def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillIndex:
@@ -61,8 +65,8 @@ def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillI
     return index
 
 
-def _decode_index(positions: Seq[int], window: int | None) -> DecodeGroup:
-    _, index = _indexes([(position, 1) for position in positions], window)
+def _decode_index(positions: Seq[int], window: int | None, page_size: int = 4) -> DecodeIndex:
+    _, index = _indexes([(position, 1) for position in positions], window, page_size)
     assert index is not None
     return index
 
@@ -116,34 +120,58 @@ def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_head
     index = _prefill_index(chunks, window)
     q = _random(sum(index.query_lens), HEADS, HEAD_DIM, dtype=dtype, seed=1)
     k, v = (_random(sum(index.key_lens), kv_heads, HEAD_DIM, dtype=dtype, seed=s) for s in (2, 3))
-    kernels = SdpaKernels()
-    out = kernels.prefill(q, k, v, kernels.prefill_bias(index))
+    kernel = SdpaPrefill()
+    out = kernel.attend(q, k, v, kernel.bias(index))
     blocks = zip(q.split(index.query_lens), k.split(index.key_lens), v.split(index.key_lens), strict=True)
     expected = torch.cat([reference_attention(*block, window) for block in blocks])
     assert out.dtype == dtype
     torch.testing.assert_close(out, expected, rtol=0, atol=atol)
 
 
+def _filled(index: DecodeIndex, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
+    """A cache with a scratch page. What no token sees would be noticed."""
+    cached = LayerCache.zeros((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim, dtype, torch.device("cpu"))
+    cached.k_NGd.fill_(50.0)
+    cached.v_NGd.fill_(1e4)
+    for token, rows in enumerate(_seen_rows(index)):
+        cached.k_NGd[rows], cached.v_NGd[rows] = (
+            _random(len(rows), kv_heads, head_dim, dtype=dtype, seed=seed + 9 * token) for seed in (2, 3)
+        )
+    return cached
+
+
+def _seen_rows(index: DecodeIndex) -> list[Tensor]:
+    """Of each token, in position order, from the rows of positions alone."""
+    window = index.ring.window
+    seen = []
+    for slot, position in zip(index.slots.tolist(), index.starts, strict=True):
+        positions = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        seen.append(index.ring.rows(torch.full_like(positions, slot), positions))
+    return seen
+
+
+def _expected(index: DecodeIndex, q: Tensor, cached: LayerCache) -> Tensor:
+    return torch.cat(
+        [
+            reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], index.ring.window)
+            for token, rows in enumerate(_seen_rows(index))
+        ]
+    )
+
+
 @pytest.mark.parametrize(("dtype", "atol"), TOLERANCES)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("positions", DECODES)
-def test_sdpa_decode(positions: list[int], window: int | None, kv_heads: int, dtype: torch.dtype, atol: float) -> None:
+@pytest.mark.parametrize("kernel", [GatheredDecode(), PagedDecode()], ids=["gathered", "paged"])
+def test_sdpa_decode(
+    kernel: DecodeKernel, positions: list[int], window: int | None, kv_heads: int, dtype: torch.dtype, atol: float
+) -> None:
     index = _decode_index(positions, window)
-    batch, longest = index.key_rows.shape
-    q = _random(batch, HEADS, HEAD_DIM, dtype=dtype, seed=1)
-    k, v = (_random(batch, longest, kv_heads, HEAD_DIM, dtype=dtype, seed=s) for s in (2, 3))
-    for row, num_keys in enumerate(index.key_lens.tolist()):  # padding that would be noticed
-        k[row, num_keys:] = 50.0 * q[row, 0]
-        v[row, num_keys:] = 1e4
-    kernels = SdpaKernels()
-    out = kernels.decode(q, k, v, kernels.decode_bias(index))
-    expected = [
-        reference_attention(q[row, None], k[row, :num_keys], v[row, :num_keys], window)
-        for row, num_keys in enumerate(index.key_lens.tolist())
-    ]
+    q, cached = _random(len(positions), HEADS, HEAD_DIM, dtype=dtype, seed=1), _filled(index, kv_heads, dtype)
+    out = kernel.attend(q, cached, kernel.bias(index))
     assert out.dtype == dtype
-    torch.testing.assert_close(out, torch.cat(expected), rtol=0, atol=atol)
+    torch.testing.assert_close(out, _expected(index, q, cached), rtol=0, atol=atol)
 
 
 # xformers: its kernels need CUDA, its masks are built here as there
@@ -152,9 +180,9 @@ def test_sdpa_decode(positions: list[int], window: int | None, kv_heads: int, dt
 @pytest.fixture(scope="module")
 def xformers_kernels() -> Any:  # noqa: ANN401 - the module is not there on every platform
     pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
-    from tramontane.workers.xformers_kernels import XformersKernels
+    from tramontane.workers import xformers_kernels
 
-    return XformersKernels()
+    return xformers_kernels
 
 
 def _additive(visible: list[list[bool]]) -> Tensor:
@@ -166,7 +194,7 @@ def _additive(visible: list[list[bool]]) -> Tensor:
 def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, int]], window: int | None) -> None:  # noqa: ANN401
     index = _prefill_index(chunks, window)
     shape = (sum(index.query_lens), sum(index.key_lens))
-    mask = xformers_kernels.prefill_bias(index).materialize(shape)
+    mask = xformers_kernels.PackedPrefill(None).bias(index).materialize(shape)
 
     blocks = [visible_keys(n, m, window) for n, m in zip(index.query_lens, index.key_lens, strict=True)]
     assert torch.equal(mask, _additive(torch.block_diag(*blocks).bool().tolist()))
@@ -182,23 +210,49 @@ def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, in
     assert torch.equal(mask, _additive([[i == j and _sees(p, s, window) for j, s in keys] for i, p in queries]))
 
 
+@pytest.mark.parametrize("page_size", [4, 16, 64])
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("positions", DECODES)
-def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None) -> None:  # noqa: ANN401
-    index = _decode_index(positions, window)
-    batch, longest = index.key_rows.shape
-    mask = xformers_kernels.decode_bias(index).materialize((batch, batch * longest))
-    num_visible = [position + 1 if window is None else min(position + 1, window) for position in positions]
-    assert index.key_lens.tolist() == num_visible
-    assert longest == max(num_visible)
-    expected = [[row == j and slot < num_visible[row] for j in range(batch) for slot in range(longest)] for row in range(batch)]
-    assert torch.equal(mask, _additive(expected))
+def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None, page_size: int) -> None:  # noqa: ANN401
+    """Over the whole pool: a token sees the rows of its positions, wherever its pages lie, and nothing else."""
+    index = _decode_index(positions, window, page_size)
+    mask = xformers_kernels.PagesInPlace(None).bias(index)
+    assert mask.q_seqinfo.seqstart.tolist() == mask.q_seqinfo.seqstart_py == [*range(len(mask.block_tables) + 1)]
+    assert (mask.q_seqinfo.min_seqlen, mask.q_seqinfo.max_seqlen) == (1, 1)
+    assert mask.k_seqinfo.max_seqlen == mask.block_tables.shape[1] * page_size
+    assert {mask.block_tables.dtype, mask.k_seqinfo.seqstart.dtype, mask.k_seqinfo.seqlen.dtype} == {torch.int32}
+    if window is None and max(positions) > 1000:
+        assert mask.block_tables.shape[1] * page_size < MAX_LEN, "narrower than the ring"
+    padded, num_rows = len(mask.block_tables), (index.ring.num_pages + 1) * page_size
+    assert padded == 2 ** (len(positions) - 1).bit_length()
+    expected = torch.zeros(padded, num_rows, dtype=torch.bool)
+    for token, rows in enumerate(_seen_rows(index)):
+        expected[token, rows] = True
+    expected[len(positions) :, index.ring.num_pages * page_size] = True  # padding sees one row of the scratch page
+    assert torch.equal(_materialized(mask, num_rows), _additive(expected.tolist()))
 
 
-@pytest.mark.parametrize("window", WINDOWS)
-def test_both_kernels_hide_the_same_decode_keys(xformers_kernels: Any, window: int | None) -> None:  # noqa: ANN401
-    index = _decode_index([3, 0, 15, 16, 2, 50, 1], window)
-    batch, longest = index.key_rows.shape
-    blocks = SdpaKernels().decode_bias(index).reshape(batch, 1, longest)
-    mask = xformers_kernels.decode_bias(index).materialize((batch, batch * longest))
-    assert torch.equal(mask, _additive(torch.block_diag(*blocks).bool().tolist()))
+def _materialized(mask: Any, num_rows: int) -> Tensor:  # noqa: ANN401
+    """xformers' own, from the tensors that its kernels read: this needs what the host does not know otherwise."""
+    starts, ends = mask.k_seqinfo.seqstart.tolist(), mask.k_seqinfo.seqlen.tolist()
+    keys = dataclasses.replace(mask.k_seqinfo, seqstart_py=starts, seqlen_py=ends)
+    known = dataclasses.replace(mask, k_seqinfo=keys)
+    batch = len(mask.block_tables)
+    whole = torch.full((batch, num_rows), -torch.inf)
+    for token in range(batch):  # by itself: a page that stands in a table twice, behind the token's own, is not seen there
+        used = -(-ends[token] // mask.page_size)
+        alone = dataclasses.replace(
+            known,
+            q_seqinfo=type(mask.q_seqinfo).from_seqlens([1], device=torch.device("cpu")),
+            k_seqinfo=dataclasses.replace(
+                keys,
+                seqstart=keys.seqstart[[token, -1]],
+                seqlen=keys.seqlen[[token]],
+                seqstart_py=[starts[token], starts[-1]],
+                seqlen_py=[ends[token]],
+            ),
+            block_tables=mask.block_tables[[token], :used],
+        )
+        row = alone.materialize((1, used * mask.page_size))[0]
+        whole[token, : len(row)] = row
+    return whole

@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 
@@ -19,8 +19,10 @@ from tiny import random_model, split_model, tiny_args, tiny_plan
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.workers.edge import MAX_UNSENT, Address, Edges
+from tramontane.workers.edge import MAX_UNSENT, Address, Edge, Edges, Listener
+from tramontane.workers.gpu_edge import GpuEdges, Place, Ways
 from tramontane.workers.group_edge import GroupEdge, GroupEdges, interface_of
+from tramontane.workers.ipc_memory import HostSharing
 from tramontane.workers.link import StageLink
 from tramontane.workers.socket_edge import SocketEdge, SocketEdges, SocketListener
 from tramontane.workers.stage_worker import StageWorker
@@ -28,8 +30,26 @@ from tramontane.workers.steps import OneAtATime
 
 ARGS = tiny_args(n_layers=3)
 HOST = "127.0.0.1"
-EDGES: list[Edges] = [SocketEdges(), GroupEdges("gloo")]
-both_kinds = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups"])
+
+
+class BetweenPlaces:
+    """Edges as between GPUs, from one that listens to one that connects."""
+
+    def __init__(self, listening: Place, connecting: Place) -> None:
+        self._listening, self._connecting = (
+            GpuEdges(Ways(place, torch.device("cpu"), HostSharing(), GroupEdges("gloo"))) for place in (listening, connecting)
+        )
+
+    def listen(self, host: str) -> Listener:
+        return self._listening.listen(host)
+
+    def connect(self, address: Address, host: str, /) -> Edge:
+        return self._connecting.connect(address, host)
+
+
+HERE, THERE = Place("this boot", "GPU-1"), Place("this boot", "GPU-2")
+EDGES: list[Edges] = [SocketEdges(), GroupEdges("gloo"), BetweenPlaces(HERE, HERE), BetweenPlaces(HERE, THERE)]
+every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
 
 
 def _workers(num_stages: int) -> list[StageWorker]:
@@ -110,7 +130,7 @@ def _linked(num_stages: int, edges: Edges) -> Iterator[LinkedThreads]:
         chain.close()
 
 
-@both_kinds
+@every_kind
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 def test_same_tokens_as_without_a_link(num_stages: int, edges: Edges) -> None:
     plan = tiny_plan(ARGS, num_stages)
@@ -119,26 +139,26 @@ def test_same_tokens_as_without_a_link(num_stages: int, edges: Edges) -> None:
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
 
-@both_kinds
+@every_kind
 def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
     plan = tiny_plan(ARGS, 3)
     with _linked(3, edges) as chain:
         expected = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8]))
         with monkeypatch.context() as patch:
-            step, failing = chain.workers[1].step, iter([5])
+            begin, failing = chain.workers[1].begin, iter([5])
 
             def fails_once(batch: MicroBatch, incoming: torch.Tensor | None) -> object:
                 if batch.step_id == 5 and next(failing, None):
                     raise PipelineError("stage 2 is broken")
-                return step(batch, incoming)
+                return begin(batch, incoming)
 
-            patch.setattr(chain.workers[1], "step", fails_once)
+            patch.setattr(chain.workers[1], "begin", fails_once)
             assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected, "computed again"
             assert next(failing, None) is None, "it has failed"
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
 
-@both_kinds
+@every_kind
 def test_a_step_of_another_epoch_changes_nothing(edges: Edges) -> None:
     with _linked(3, edges) as chain:
         assert asyncio.run(_run(chain, _batch(0))).step_id == 0
@@ -152,7 +172,7 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
     return await chain.submit(batch)
 
 
-@both_kinds
+@every_kind
 def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: Edges) -> None:
     """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
     with _linked(3, edges) as chain:
@@ -166,7 +186,7 @@ def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: Edges) -> Non
             chain.start(1, _batch(0)).result()
 
 
-@both_kinds
+@every_kind
 def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: Edges) -> None:
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
@@ -229,7 +249,7 @@ def test_a_neighbour_may_take_its_time() -> None:
         edge.close()
 
 
-@both_kinds
+@every_kind
 def test_edges_of_earlier_epochs_leave_nothing_behind(edges: Edges) -> None:
     def open_sockets() -> int:
         return len([s for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_ESTABLISHED])
@@ -241,8 +261,17 @@ def test_edges_of_earlier_epochs_leave_nothing_behind(edges: Edges) -> None:
         for epoch in range(1, 6):
             chain.link_up(epoch)
             asyncio.run(_run(chain, _batch(0, epoch)))
+        _wait_for_leave()
         assert open_sockets() == once > before
+    _wait_for_leave()
     assert open_sockets() == before
+
+
+def _wait_for_leave() -> None:
+    """Some ends wait for each other before they are gone."""
+    for thread in threading.enumerate():
+        if thread.name == "edge-leave":
+            thread.join()
 
 
 def test_edges_over_ipv6() -> None:
@@ -285,7 +314,7 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
         _link(worker, SocketEdges()).step(_batch(0))
 
 
-@both_kinds
+@every_kind
 def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
     for kind in ("socket_edge", "group_edge"):
         monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
@@ -297,7 +326,7 @@ def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, e
         _link(worker, edges).connect((HOST, port, "word"))
 
 
-@both_kinds
+@every_kind
 def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: Edges) -> None:
     before = _listening()
     link = _link(_workers(2)[0], edges)
@@ -330,7 +359,7 @@ def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> Non
     pipe.recv()  # for ever
 
 
-@both_kinds
+@every_kind
 def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: Edges) -> None:
     first, _, last = _workers(3)
     for worker in (first, last):
@@ -339,19 +368,18 @@ def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: Edges
     ours, theirs = context.Pipe()
     middle = context.Process(target=_middle_stage, args=(theirs, EDGES.index(edges)))
     middle.start()
-    links = [_link(first, edges), _link(last, edges)]
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread, closing(_link(first, edges)) as before, closing(_link(last, edges)) as after:
         outlet = ours.recv()
-        ours.send(links[0].listen())
-        linked = thread.submit(links[1].connect, outlet)
-        links[0].connect(None)
+        ours.send(before.listen())
+        linked = thread.submit(after.connect, outlet)
+        before.connect(None)
         linked.result()
-        links[0].step(_batch(0))
-        assert len(links[1].step(_batch(0)).token_ids) == 1
-        waiting = thread.submit(links[1].step, _batch(1))
+        before.step(_batch(0))
+        assert len(after.step(_batch(0)).token_ids) == 1
+        waiting = thread.submit(after.step, _batch(1))
         middle.kill()
         with pytest.raises(LinkError, match="is broken"):
             waiting.result()
-    with pytest.raises(LinkError):
-        _send_on(links[0], 1)
-    middle.join()
+        middle.join()  # the kernel ends the edges of a dying process one after the other
+        with pytest.raises(LinkError):
+            _send_on(before, 1)

@@ -40,7 +40,7 @@ def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+@pytest.mark.parametrize("quantize", [None, *Quantization])
 def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
     tmp_path: Path, dtype: str, quantize: Quantization | None
 ) -> None:

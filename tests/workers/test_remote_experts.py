@@ -13,7 +13,7 @@ import pytest
 import torch
 from expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
-from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
+from tiny import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import PipelineError, StaleEpochError
 from tramontane.proto.expert_plan import ExpertPlan
@@ -21,7 +21,10 @@ from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
 from tramontane.router.policy import EvenPolicy
+from tramontane.workers.edge import Edges
+from tramontane.workers.gpu_edge import GpuEdges, Place, Ways
 from tramontane.workers.group_edge import GroupEdges
+from tramontane.workers.ipc_memory import HostSharing
 from tramontane.workers.ping_pong import PingPong
 from tramontane.workers.remote_experts import RemoteExperts
 from tramontane.workers.stage_worker import StageWorker
@@ -65,9 +68,14 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
 
 
-def test_same_tokens_over_process_groups(folder: Path) -> None:
-    """The edges that GPUs have, with gloo in NCCL's place."""
-    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, GroupEdges("gloo"))
+GROUPS = GroupEdges("gloo")
+ON_ONE_GPU = GpuEdges(Ways(Place("this boot", "GPU-1"), torch.device("cpu"), HostSharing(), GROUPS))
+
+
+@pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU], ids=["groups", "one GPU"])
+def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: Edges) -> None:
+    """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)
     with open_chain(plan, folder, actors) as chain:
         assert _generate(chain, plan, SHORT[:8]) == _inside()[:8]
 
@@ -118,13 +126,13 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     experts = RemoteExperts(first, actors.connect, current_plan)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(9, ARGS.dim)
-    answer = experts.ask(2, rows, [2, 3, 0, 4])
+    answer = experts.ask(2, rows, groups_of([2, 3, 0, 4]))
     while not answer.advance():
         answer.wait()
     assert asked[-1] == moved
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(answer.result(), inside.ask(2, rows, [2, 3, 0, 4]).result())
+        assert torch.equal(answer.result(), inside.ask(2, rows, groups_of([2, 3, 0, 4])).result())
     experts.close()
 
 
@@ -187,15 +195,15 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     experts = RemoteExperts(actors.plan, actors.connect)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(12, ARGS.dim)
-    sizes = [5, 0, 4, 3]
-    asked = experts.ask(1, rows, sizes)
+    groups = groups_of([5, 0, 4, 3])
+    asked = experts.ask(1, rows, groups)
     while not asked.advance():
         asked.wait()
     assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
     assert asked.usage.asked_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(asked.result(), inside.ask(1, rows, sizes).result())
+        assert torch.equal(asked.result(), inside.ask(1, rows, groups).result())
     experts.close()
 
 
@@ -206,8 +214,8 @@ def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
     actors.before_call[0] = lambda _: gate.wait()
     experts = RemoteExperts(actors.plan, actors.connect)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
-    slow = experts.ask(0, torch.randn(5, ARGS.dim), [5, 0, 0, 0])
-    quick = experts.ask(0, torch.randn(9, ARGS.dim), [9, 0, 0, 0])
+    slow = experts.ask(0, torch.randn(5, ARGS.dim), groups_of([5, 0, 0, 0]))
+    quick = experts.ask(0, torch.randn(9, ARGS.dim), groups_of([9, 0, 0, 0]))
     while not quick.advance():
         quick.wait()
     assert [actor for actor, *_ in quick.usage.actors] == [1]
@@ -226,7 +234,7 @@ class HeldExperts:
         self.news = threading.Condition()
         self.asked: list[HeldAnswer] = []
 
-    def ask(self, layer: int, rows_CD: torch.Tensor, _sizes: object) -> "HeldAnswer":
+    def ask(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
         answer = HeldAnswer(layer, rows_CD)
         with self.news:
             self.asked.append(answer)

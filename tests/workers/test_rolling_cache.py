@@ -19,16 +19,11 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
-from tramontane.workers.attention import CachedAttention
-from tramontane.workers.rolling_cache import PageRings, RollingCache, SequenceTable
-from tramontane.workers.step_index import (
-    DecodeGroup,
-    PrefillIndex,
-    StepIndex,
-    build_step_index,
-    group_by_length,
-    num_cached_keys,
-)
+from tramontane.workers.attention import CachedAttention, Kernels
+from tramontane.workers.decode_groups import decode_groups, group_by_length
+from tramontane.workers.page_table import page_table, table_width
+from tramontane.workers.rolling_cache import LayerCache, PageRings, RollingCache, SequenceTable
+from tramontane.workers.step_index import DecodeIndex, PrefillIndex, StepIndex, build_step_index, num_cached_keys
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams()
@@ -38,30 +33,52 @@ Pages = tuple[tuple[int, ...], ...]
 Key = tuple[int, int]
 
 
-class Recorder:
-    """Kernels that compute nothing and write down the keys that each query row is given."""
+class PrefillRecorder:
+    """A kernel that computes nothing and writes down the keys that each query row is given."""
 
     def __init__(self) -> None:
-        self.prefilled: list[list[list[Key]]] = []  # per call and chunk
-        self.decoded: list[list[list[Key]]] = []  # per call and token
+        self.seen: list[list[list[Key]]] = []  # per call and chunk
 
-    def prefill_bias(self, index: PrefillIndex) -> PrefillIndex:
+    def bias(self, index: PrefillIndex) -> PrefillIndex:
         return index
 
-    def prefill(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillIndex) -> Tensor:
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillIndex) -> Tensor:
         assert [len(q_THd), len(k_SGd)] == [sum(bias.query_lens), sum(bias.key_lens)]
-        self.prefilled.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
+        self.seen.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
         return q_THd
 
-    def decode_bias(self, group: DecodeGroup) -> DecodeGroup:
-        return group
 
-    def decode(self, q_BHd: Tensor, k_BLGd: Tensor, v_BLGd: Tensor, bias: DecodeGroup) -> Tensor:
-        for own, k_LGd, num_keys in zip(q_BHd, k_BLGd, bias.key_lens, strict=True):
-            assert torch.equal(k_LGd[num_keys:], own.expand_as(k_LGd[num_keys:]))  # padding repeats the token's own key
-        lens = bias.key_lens.tolist()
-        self.decoded.append([_keys(k[:n], v[:n]) for k, v, n in zip(k_BLGd, v_BLGd, lens, strict=True)])
+class DecodeRecorder:
+    """Likewise; and whoever reads pages in place would be given the same keys as who gathers them."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[list[Key]]] = []  # per call and token
+
+    def bias(self, index: DecodeIndex) -> DecodeIndex:
+        return index
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: DecodeIndex) -> Tensor:
+        gathered: dict[int, list[Key]] = {}
+        for group in decode_groups(bias):
+            k_BLGd, v_BLGd = cached.read(group.key_rows)
+            for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, group.key_lens.tolist(), strict=True):
+                assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))  # padding: the token's own key
+                gathered[token] = _keys(k_LGd[:num_keys], v_LGd[:num_keys])
+        in_order = [gathered[token] for token in range(len(q_BHd))]
+        assert _paged_keys(cached, bias) == in_order
+        self.seen.append(in_order)
         return q_BHd
+
+
+def _paged_keys(cached: LayerCache, index: DecodeIndex) -> list[list[Key]]:
+    """Page by page and row by row, as the table has it."""
+    table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
+    seen = []
+    for pages, first, end in zip(table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist(), strict=True):
+        assert end <= len(pages) * page_size
+        rows = [page * page_size + row for page in pages for row in range(page_size)][first:end]
+        seen.append(_keys(cached.k_NGd[rows], cached.v_NGd[rows]))
+    return seen
 
 
 def _keys(k_SGd: Tensor, v_SGd: Tensor) -> list[Key]:
@@ -88,13 +105,13 @@ class Stage:
         self.table.update(batch)
         return build_step_index(batch, self.table, CPU)
 
-    def run(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> tuple[StepIndex, Recorder]:
-        index, recorder = self.index(chunks, released), Recorder()
+    def run(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> tuple[StepIndex, PrefillRecorder, DecodeRecorder]:
+        index, prefilled, decoded = self.index(chunks, released), PrefillRecorder(), DecodeRecorder()
         k_TGd = torch.tensor([(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]).float()[:, None, :]
-        attend = CachedAttention(self.cache, index, recorder)
+        attend = CachedAttention(self.cache, index, Kernels(prefilled, decoded))
         for layer in self.cache.layers:
             assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)  # outputs are in the order of the tokens
-        return index, recorder
+        return index, prefilled, decoded
 
     def positions(self, layer: int, pages: Seq[int]) -> list[int]:
         """Positions that these pages hold, row after row."""
@@ -113,12 +130,12 @@ def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
 def test_the_plain_ring_of_the_paper(pages: tuple[int, ...]) -> None:
     """W = 3, P = 1, chunks of 5: the rows hold [3, 4, 2], then [9, 7, 8]."""
     stage = Stage([3], page_size=1, max_len=32)
-    _, first = stage.run([_chunk(0, 0, 5, (pages,))])
+    _, first, _ = stage.run([_chunk(0, 0, 5, (pages,))])
     assert stage.positions(0, pages) == [3, 4, 2]
-    _, second = stage.run([_chunk(0, 5, 5, ((),))])
+    _, second, _ = stage.run([_chunk(0, 5, 5, ((),))])
     assert stage.positions(0, pages) == [9, 7, 8]
-    assert [p for _, p in first.prefilled[0][0]] == [0, 1, 2, 3, 4]
-    assert [p for _, p in second.prefilled[0][0]] == [3, 4, 5, 6, 7, 8, 9]  # two cached, unrotated, and its own
+    assert [p for _, p in first.seen[0][0]] == [0, 1, 2, 3, 4]
+    assert [p for _, p in second.seen[0][0]] == [3, 4, 5, 6, 7, 8, 9]  # two cached, unrotated, and its own
 
 
 def _lens(index: StepIndex, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
@@ -128,7 +145,7 @@ def _lens(index: StepIndex, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
     if (prefill := index.prefill[0]) is not None:
         queries, keys = list(prefill.query_lens), list(prefill.key_lens)
     if (decode := index.decode[0]) is not None:
-        (group,) = decode.groups
+        (group,) = decode_groups(decode)
         queries, keys = queries + [1] * len(group.key_lens), keys + group.key_lens.tolist()
     return {c.seq_id: lens for c, lens in zip(chunks, zip(queries, keys, strict=True), strict=True)}
 
@@ -147,10 +164,10 @@ def test_three_prompts_two_tokens_a_step() -> None:
     assert lens[2] == (1, 3)
 
     third = [_chunk(0, 4, 1, ((),)), _chunk(1, 1, 1, ((7,),)), _chunk(2, 3, 1, ((),))]
-    index, recorder = stage.run(third)
+    index, _, decoded = stage.run(third)
     lens = _lens(index, third)
     assert [lens[s] for s in (0, 1, 2)] == [(1, 3), (1, 2), (1, 3)]
-    assert recorder.decoded == [[[(0, 2), (0, 3), (0, 4)], [(1, 0), (1, 1)], [(2, 1), (2, 2), (2, 3)]]]
+    assert decoded.seen == [[[(0, 2), (0, 3), (0, 4)], [(1, 0), (1, 1)], [(2, 1), (2, 2), (2, 3)]]]
 
 
 @pytest.mark.parametrize(
@@ -224,6 +241,7 @@ def test_rows_of_positions() -> None:
     rings = PageRings(WindowClass(WINDOW, 5, 10), PAGE, 2, CPU)
     rings.append(1, RING[:2])
     rings.append(1, RING[2:])
+    rings.write_down()
     positions = torch.tensor([0, 15, 16, 79, 80, 83, 160, 1599])
     rows = rings.rows(torch.ones_like(positions), positions)
     assert rows.tolist() == [144, 159, 64, 47, 144, 147, 144, 47]
@@ -263,7 +281,7 @@ def test_one_token_writes_one_row_and_reads_the_window() -> None:
     index = stage.index([_chunk(0, 83, 1, ((),)), _chunk(1, 2, 1, ((),))]).decode[0]
     assert index is not None
     assert index.write_rows.tolist() == [_row(83), 18]
-    (group,) = index.groups
+    (group,) = decode_groups(index)
     assert group.key_lens.tolist() == [64, 3]
     assert group.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
     assert group.key_rows[1].tolist() == [16, 17] + [18] * 62
@@ -349,11 +367,11 @@ def test_any_cut_reads_exactly_the_window(
 
 
 def _check_step(stage: Stage, windows: list[int | None], chunks: list[Chunk], released: tuple[int, ...]) -> None:
-    index, recorder = stage.run(chunks, released)
+    index, prefilled, decoded = stage.run(chunks, released)
     runs = [(c.seq_id, c.start, c.num_tokens) for c in chunks if c.num_tokens > 1]
     singles = [(c.seq_id, c.start, 1) for c in chunks if c.num_tokens == 1]
-    assert recorder.prefilled == [[_visible(*run, window) for run in runs] for window in windows if runs]
-    assert recorder.decoded == [[_visible(*single, window) for single in singles] for window in windows if singles]
+    assert prefilled.seen == [[_visible(*run, window) for run in runs] for window in windows if runs]
+    assert decoded.seen == [[_visible(*single, window) for single in singles] for window in windows if singles]
     for prefill in index.prefill:
         assert prefill is None or len(set(prefill.write_rows.tolist())) == len(prefill.write_rows)
     # Whatever a later token can still see now lies where the rows of its position say.
@@ -374,8 +392,8 @@ def test_single_tokens_of_very_different_lengths_are_read_apart() -> None:
     chunks = [_chunk(0, 600, 1, ((),)), _chunk(1, 20, 1, ((),)), _chunk(2, 590, 1, ((),))]
     index = stage.index(chunks).decode[0]
     assert index is not None
-    assert [group.tokens.tolist() for group in index.groups] == [[1], [2, 0]]
-    assert [tuple(group.key_rows.shape) for group in index.groups] == [(1, 21), (2, 601)]
+    assert [group.tokens.tolist() for group in decode_groups(index)] == [[1], [2, 0]]
+    assert [tuple(group.key_rows.shape) for group in decode_groups(index)] == [(1, 21), (2, 601)]
 
 
 @settings(derandomize=True, deadline=None)
@@ -387,3 +405,36 @@ def test_groups_bound_padding_and_size(lens: list[int]) -> None:
         longest, shortest = max(lens[i] for i in group), min(lens[i] for i in group)
         assert longest <= max(2 * shortest, 256)
         assert len(group) == 1 or len(group) * longest <= 2**15
+
+
+# Page tables
+
+
+@pytest.mark.parametrize(
+    ("position", "pages", "first", "end"),
+    [(9, [2, 5, 7], 0, 6), (8, [7, 2, 5], 3, 9), (3, [7, 2, 5], 0, 4), (0, [7, 2, 5], 0, 1)],
+)
+def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: int) -> None:
+    """P = 4, W = 6: the worked example."""
+    rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
+    rings.append(1, (7, 2, 5))
+    rings.write_down()
+    table = page_table(rings, torch.tensor([1]), torch.tensor([position]), 3)
+    assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == ([pages], [first], [end])
+
+
+@pytest.mark.parametrize(
+    ("window", "starts", "width"),
+    [(None, [100, 2000], 128), (None, [70_000], 5120), (None, [3], 64), (4096, [3], 64), (4096, [5000], 257), (64, [999], 5)],
+)
+def test_widths_of_tables(window: int | None, starts: list[int], width: int) -> None:
+    """Powers of two, none below 1024 keys, none beyond the ring; P = 16, 81920 positions."""
+    assert table_width(starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)) == width
+
+
+def test_the_scratch_slot_has_the_page_behind_the_last_one() -> None:
+    rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
+    assert rings.rows(torch.tensor([rings.scratch_slot]), torch.tensor([0])).tolist() == [40]
+    stage = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    plain, padded = (RollingCache(stage, torch.float32, CPU, has_scratch=has).layers[0].k_NGd for has in (False, True))
+    assert len(padded) == len(plain) + stage.cache.page_size

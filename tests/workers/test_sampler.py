@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,9 +12,15 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.sampler import sample, uniform
+from tramontane.workers import sampler
+from tramontane.workers.sampler import uniform
 
 VOCAB = 40
+
+
+def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    ids: list[int] = sampler.sample(logits_SV, params, positions).tolist()
+    return ids
 
 
 def _params(**changes: Any) -> SamplingParams:  # noqa: ANN401 - any field of SamplingParams

@@ -1,0 +1,115 @@
+"""How long a GPU takes for the experts of one layer, row by row and as a grouped product.
+
+    python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8 16 32 128 1024]
+
+Mixtral 8x7B's sizes, in bfloat16: up to how many rows the second is quicker is what ``grouped.FEW_ROWS`` should be. Rows are
+dealt out to the experts by chance, several times, in a CUDA graph, so that no launch is waited for. The share is of the memory
+wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small sizes end soon.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from tramontane.workers.gpu_probe import copy_speed
+from tramontane.workers.grouped import Stack, with_few_rows
+
+DEALS, ROUNDS = 16, 5
+Run = Callable[[], object]
+
+
+def main() -> None:
+    options = _options()
+    if not (torch.cuda.is_available() or options.cpu):
+        sys.exit("there is no GPU here; --cpu --dim 64 --hidden 96 tries the program")
+    device = "cpu" if options.cpu else "cuda"
+    plain = _stack(options.experts, options.dim, options.hidden, device)
+    stack = with_few_rows({0: plain})[0]
+    speed = copy_speed(device)
+    table = Table(
+        "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
+    )
+    with torch.inference_mode():
+        for num_rows in options.rows:
+            ends = [_deal(num_rows, options.experts, seed, device) for seed in range(DEALS)]
+            rows_CD = torch.randn(num_rows, options.dim, device=device).to(plain.w13_E2FD.dtype)
+            touched = sum(len({*each.tolist()} - {0}) for each in ends) / DEALS  # groups that are empty end where others do
+            wall_s = touched * (plain.w13_E2FD[0].nbytes + plain.w2_EDF[0].nbytes) / speed
+            cells = _cells(plain.run, rows_CD, ends, wall_s)
+            cells += _cells(stack.row_by_row, rows_CD, ends, wall_s) if stack.for_few else ["", ""]
+            table.add_row(str(num_rows), f"{touched:.1f}", *cells)
+    Console(width=100).print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--hidden", type=int, default=14336)
+    parser.add_argument("--rows", type=int, nargs="+", default=[2, 4, 8, 16, 32, 128, 1024])
+    return parser.parse_args()
+
+
+def _stack(num_experts: int, dim: int, hidden: int, device: str) -> Stack:
+    shapes = (num_experts, 2 * hidden, dim), (num_experts, dim, hidden)
+    w13_E2FD, w2_EDF = (
+        torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=shape[-1] ** -0.5) for shape in shapes
+    )
+    return Stack(w13_E2FD, w2_EDF)
+
+
+def _deal(num_rows: int, num_experts: int, seed: int, device: str) -> Tensor:
+    """Where the experts' groups end. A token's two choices are different: rows in pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [torch.randperm(num_experts, generator=generator)[:2] for _ in range(-(-num_rows // 2))]
+    sizes = torch.bincount(torch.cat(chosen)[:num_rows], minlength=num_experts)
+    return sizes.cumsum(0).to(device, torch.int32)
+
+
+def _cells(run: Callable[[Tensor, Tensor], Tensor], rows_CD: Tensor, ends: Sequence[Tensor], wall_s: float) -> list[str]:
+    took_s = _seconds(lambda: [run(rows_CD, ends_E) for ends_E in ends], rows_CD.device.type) / len(ends)
+    return [f"{took_s * 1e6:.0f}", f"{wall_s / took_s:.0%}"]
+
+
+def _seconds(run: Run, device: str) -> float:
+    """The quickest of some rounds."""
+    run = _recorded(run) if device == "cuda" else run
+    times = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _recorded(run: Run) -> Run:
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        run()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Is the GPU right, and how near to its memory wall: every check, then every figure, in one table.
+
+    python tests/bench/gpu.py [--only checks,mistral,...] [--device cuda] [--small] [--json FILE]
+
+Weights are random, made in place at the real geometry: no disk. One process and no Ray, but for the row of stages that share
+the GPU, which needs Ray. What cannot be run here is a row that says why. ``--small --device cpu`` tries the program itself.
+Where a command may take ten minutes, run groups apart: checks; mistral,rolling; mixtral; transformers,mistral-inference; stages.
+Checks run first; the figures of a GPU that fails one are of no use. The process ends with 1 if a check fails.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from gpu_checks import Check, logits_check, mask_checks, replay_check, sanitizer_check
+from gpu_peers import against_mistral_inference, against_transformers
+from gpu_pipeline import stages_on_one_gpu
+from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_sizes, quantized, rolling, walls
+from gpu_stage import NotHereError
+from rich.console import Console
+from rich.table import Table
+
+CHECKS: dict[str, Callable[[Size], Iterator[Check]]] = {
+    "logits": lambda size: logits_check(size.device, size.small),
+    "masks": lambda size: mask_checks(size.device),
+    "replay": lambda size: replay_check(size.device, size.small),
+    "sanitizer": lambda _size: sanitizer_check(),
+}
+FIGURES: dict[str, Callable[[Size, Walls], Iterator[Figure]]] = {
+    "mistral": mistral_decode,
+    "mixtral": mixtral_decode,
+    "rolling": rolling,
+    "transformers": against_transformers,
+    "mistral-inference": against_mistral_inference,
+    "stages": stages_on_one_gpu,
+    "quantized": quantized,
+    "pages": page_sizes,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. ``holds``: None where there is nothing to hold."""
+
+    name: str
+    figure: str
+    wanted: str
+    holds: bool | None
+    detail: str
+
+
+def main() -> int:
+    options = _options()
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")  # which kernels were chosen
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("there is no GPU here; --small --device cpu tries the program", file=sys.stderr)
+        return 2
+    size, console = Size(options.device, options.small), Console(stderr=True)
+    rows, failed = [], False
+    for row in _rows(size, options.only):
+        console.print(f"{row.name}: {row.figure} {row.detail}")
+        rows.append(row)
+        failed |= row.wanted.startswith("<") and row.holds is not True
+        if options.json:
+            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))  # as it grows: the run may be cut off
+    Console(width=180).print(_table(rows, _where(size)))
+    return 1 if failed else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = ["checks", *CHECKS, *FIGURES]  # "checks" are all of them
+    parser.add_argument("--only", type=lambda text: text.split(","), default=known, help=f"of {', '.join(known)}")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if unknown := set(options.only) - set(known):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; choose of {', '.join(known)}")
+    return options
+
+
+def _rows(size: Size, only: list[str]) -> Iterator[Row]:
+    for name, check in CHECKS.items():
+        if name in only or "checks" in only:
+            yield from _tried(name, lambda check=check: map(_of_check, check(size)))  # type: ignore[misc]
+    if not any(name in only for name in FIGURES):
+        return
+    wall = walls(size)
+    yield Row("copy", f"{wall.bytes_per_s / 1e12:.2f} TB/s", "", None, "bytes read and written")
+    yield Row("products", f"{wall.flops / 1e12:.0f} TFLOP/s", "", None, "of bfloat16, 8192 x 8192 x 8192, random numbers")
+    for name, figures in FIGURES.items():
+        if name in only:
+            yield from _tried(name, lambda figures=figures: map(_of_figure, figures(size, wall)))  # type: ignore[misc]
+
+
+def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """One group that fails must not cost the others."""
+    began = time.perf_counter()
+    try:
+        yield from rows()
+    except NotHereError as error:
+        yield Row(name, "not measured", "", None, str(error))
+    except Exception as error:
+        wanted = "< its limit" if name in CHECKS else ""
+        yield Row(
+            name, "not measured", wanted, None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        logging.getLogger(__name__).exception("%s failed", name)
+    logging.getLogger(__name__).info("%s took %.0f s", name, time.perf_counter() - began)
+
+
+def _of_check(check: Check) -> Row:
+    return Row(check.name, f"{check.figure:.2g}", f"< {check.limit:g}", check.holds, check.detail)
+
+
+def _of_figure(figure: Figure) -> Row:
+    is_ratio = figure.of == "1"
+    shown = f"{figure.share:.2f}" if is_ratio else f"{figure.share:.0%} of the {figure.of}"
+    wanted = "" if figure.target is None else f"at least {figure.target:.2f}" if is_ratio else f"at least {figure.target:.0%}"
+    return Row(figure.name, shown, wanted, figure.is_met, figure.detail)
+
+
+def _table(rows: list[Row], title: str) -> Table:
+    table = Table("row", "figure", "wanted", "", "detail", title=title)
+    for row in rows:
+        table.add_row(row.name, row.figure, row.wanted, {True: "yes", False: "NO", None: ""}[row.holds], row.detail)
+    return table
+
+
+def _where(size: Size) -> str:
+    name = torch.cuda.get_device_name() if size.device == "cuda" else "CPU"
+    return f"{name}, torch {torch.__version__}{', shrunk models: what it shows are no figures of these' if size.small else ''}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

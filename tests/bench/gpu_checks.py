@@ -1,0 +1,227 @@
+"""Does the GPU compute what the CPU does: rows of gpu.py that pass or fail."""
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_stage import GREEDY, MISTRAL_7B, NotHereError, Runner, running, shrunk
+from torch import Tensor
+
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.attention import DecodeKernel, PrefillKernel, reference_attention
+from tramontane.workers.page_table import power_of_two
+from tramontane.workers.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.step_index import DecodeIndex, PrefillIndex, build_step_index
+
+MAX_DIFFERENCE = 2e-2  # relative, by norms
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+PAGE_SIZES = (16, 64)
+TRIED_PARTS = re.compile("(its own|1) parts, 1 |4 parts, 3 ")  # of split-K: each takes seconds to compile
+# (start, tokens) of chunks: first and later ones, shorter and longer than the windows
+CHUNKS = [(0, 700), (90, 2), (3000, 250), (4100, 33)]
+BATCHES = (1, 3, 8, 9, 16, 17)
+POSITIONS = [0, 1, 15, 16, 63, 1000, 4095, 4096, 5001]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """``figure``: what was seen. It holds below ``limit``."""
+
+    name: str
+    figure: float
+    limit: float
+    detail: str = ""
+
+    @property
+    def holds(self) -> bool:
+        return self.figure < self.limit  # also false for a number that is none
+
+
+def relative(out: Tensor, expected: Tensor) -> float:
+    return float((out.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm())
+
+
+def logits_check(device: str, small: bool) -> Iterator[Check]:
+    """Logits of prompts and of decodes after them: in the checkpoint's 16 bits on the device, in float32 on the CPU.
+
+    Where two experts' scores are nearly the same a gate may choose the other one, and that row's logits are others: of experts
+    most rows count, and how many part is told apart.
+    """
+    dense = _four_layers(small)
+    sparse = replace(dense, moe=MoeArgs(8, 2), hidden_dim=dense.hidden_dim // 4)
+    for name, args in (("dense", dense), ("experts", sparse)):
+        both = zip(_logits(args, device, "bfloat16"), _logits(args, "cpu", "float32"), strict=True)
+        for job, (out_SV, expected_SV) in zip(("prefill", "decode"), both, strict=True):
+            title = f"logits, {name}, {job}: 16 bits against float32 on the CPU"
+            rows = torch.tensor([relative(*row) for row in zip(out_SV, expected_SV, strict=True)])
+            if args.moe is None:
+                yield Check(title, relative(out_SV, expected_SV), MAX_DIFFERENCE)
+            else:
+                yield Check(f"{title}, median row", float(rows.median()), MAX_DIFFERENCE)
+                yield Check(f"{title}, rows that part", float((rows > MAX_DIFFERENCE).float().mean()), 0.6)
+
+
+def _four_layers(small: bool) -> ModelArgs:
+    return shrunk(MISTRAL_7B) if small else replace(MISTRAL_7B, n_layers=4, windows=(64, None, 64, None))
+
+
+def _logits(args: ModelArgs, device: str, dtype: str) -> tuple[Tensor, Tensor]:
+    """Of sixteen prompts of 50 tokens, and of the last of 20 decodes after them that do not depend on what was sampled."""
+    with running(args, device, max_num_seqs=16, max_len=256, dtype=dtype) as runner:
+        if device != "cpu":  # whose random numbers are others
+            with running(args, "cpu", max_num_seqs=1, max_len=256, dtype=dtype) as same:
+                for name, tensor in same.worker.model.state_dict().items():
+                    runner.worker.model.state_dict()[name].copy_(tensor)
+        runner.prefill(16, 50, 1024)
+        with seen_logits(runner) as seen:
+            runner.prefill(16, 50, 1024)
+            for step in range(20):
+                runner.last = {life.seq_id: (7 * step + 11 * life.seq_id) % args.vocab_size for life in runner.lives}
+                runner.decode(1)
+        return seen[0], seen[-1]
+
+
+@contextmanager
+def seen_logits(runner: Runner) -> Iterator[list[Tensor]]:
+    """Of every step that samples, on the CPU."""
+    worker, seen = runner.worker, []
+    sample = worker._sample
+
+    def keep(logits_SV: Tensor, *rest: Any) -> Tensor:  # noqa: ANN401
+        seen.append(logits_SV.float().cpu())
+        return sample(logits_SV, *rest)
+
+    worker._sample = keep  # type: ignore[method-assign]
+    yield seen
+    del worker._sample  # the class's own again
+
+
+def mask_checks(device: str) -> Iterator[Check]:
+    """Kernels over every window and page size, against the plain reference on fresh random numbers: the worst of those that there
+    are on this machine. That there is none is a failure.
+    """
+    from tramontane.workers.xformers_kernels import decode_kernels, prefill_kernels
+
+    for window in (None, 16, 1024, 4096):
+        tried = {name: _tried(lambda k=kernel: _prefill(k, window, device)) for name, kernel in prefill_kernels().items()}  # type: ignore[misc]  # noqa: B023
+        yield _worst(f"mask: prefill, window {window}", tried)
+        for page_size in PAGE_SIZES:
+            some = decode_kernels(page_size, 1) | decode_kernels(page_size, 32)
+            kernels = {
+                name: kernel for name, kernel in some.items() if not name.startswith("split-K") or TRIED_PARTS.search(name)
+            }
+            tried = {name: _tried(lambda k=k: _decode(k, window, page_size, device)) for name, k in kernels.items()}  # type: ignore[misc]  # noqa: B023
+            yield _worst(f"mask: decode, window {window}, pages of {page_size}", tried)
+
+
+def _tried(difference: Callable[[], float]) -> float | str:
+    """Or why it cannot be had."""
+    try:
+        return difference()
+    except (NotImplementedError, ValueError, ImportError) as error:  # as xformers refuses
+        return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()[:60]
+    except Exception as error:
+        print(error, file=sys.stderr)
+        return float("nan")
+
+
+def _worst(title: str, tried: dict[str, float | str]) -> Check:
+    figures = {name: figure for name, figure in tried.items() if isinstance(figure, float)}
+    refusals = "; ".join(f"{name}: {why}" for name, why in tried.items() if isinstance(why, str))
+    worst = max(figures, key=lambda name: float("inf") if math.isnan(figures[name]) else figures[name]) if figures else ""
+    detail = f"worst: {worst}; " if worst else ""
+    return Check(title, figures.get(worst, float("inf")), MAX_DIFFERENCE, f"{detail}{len(figures)} tried; {refusals}")
+
+
+def _prefill(kernel: PrefillKernel, window: int | None, device: str) -> float:
+    prefill, _ = _indexes(CHUNKS, window, 16, device)
+    assert prefill is not None
+    q, k, v = (
+        torch.randn(sum(lens), heads, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        for lens, heads in ((prefill.query_lens, HEADS), (prefill.key_lens, KV_HEADS), (prefill.key_lens, KV_HEADS))
+    )
+    blocks = zip(q.split(prefill.query_lens), k.split(prefill.key_lens), v.split(prefill.key_lens), strict=True)
+    return relative(kernel.attend(q, k, v, kernel.bias(prefill)), torch.cat([reference_attention(*b, window) for b in blocks]))
+
+
+def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: str) -> float:
+    _, index = _indexes([(position, 1) for position in POSITIONS], window, page_size, device)
+    assert index is not None
+    num_rows = (index.ring.num_pages + 1) * page_size
+    cached = LayerCache.zeros(num_rows, KV_HEADS, HEAD_DIM, torch.bfloat16, torch.device(device))
+    cached.k_NGd.normal_()
+    cached.v_NGd.normal_()
+    q = torch.randn(len(POSITIONS), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    expected = []
+    for token, (slot, position) in enumerate(zip(index.slots.tolist(), POSITIONS, strict=True)):
+        positions = torch.arange(index.ring.oldest(position), position + 1, device=device)
+        rows = index.ring.rows(torch.full_like(positions, slot), positions)
+        expected.append(reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], window))
+    return relative(kernel.attend(q, cached, kernel.bias(index)), torch.cat(expected))
+
+
+def _indexes(
+    chunks: list[tuple[int, int]], window: int | None, page_size: int, device: str
+) -> tuple[PrefillIndex | None, DecodeIndex | None]:
+    """What a stage builds for these chunks, each of a sequence of its own, whose pages lie in no order."""
+    ring = ring_pages(window, page_size, 8192)
+    table = SequenceTable(
+        CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),)), len(chunks), torch.device(device)
+    )
+    mixed = torch.randperm(ring * len(chunks)).tolist()
+    pages = [(tuple(mixed[ring * i : ring * (i + 1)]),) for i in range(len(chunks))]
+    past = tuple(Chunk(i, 0, (0,) * start, pages[i], GREEDY, False) for i, (start, _) in enumerate(chunks) if start)
+    now = tuple(
+        Chunk(i, start, (0,) * n, ((),) if start else pages[i], None if start else GREEDY, False)
+        for i, (start, n) in enumerate(chunks)
+    )
+    table.update(MicroBatch(0, 0, past))
+    table.update(batch := MicroBatch(0, 1, now))
+    index = build_step_index(batch, table, torch.device(device))
+    return index.prefill[0], index.decode[0]
+
+
+def replay_check(device: str, small: bool) -> Iterator[Check]:
+    """Logits of recorded steps against those of computed ones, of tokens that depend on neither: worst of several sizes."""
+    with running(_four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
+        means, worst = runner.worker.means, 0.0
+        for batch in BATCHES:
+            recorded = _forced(runner, batch)
+            graphs, runner.worker.graphs = runner.worker.graphs, None
+            worst = max(worst, *(relative(a, b) for a, b in zip(recorded, _forced(runner, batch), strict=True)))
+            runner.worker.graphs = graphs
+        yield Check("recorded steps: logits of them against computed ones, at worst", worst, MAX_DIFFERENCE)
+        if means.recorder is not None:
+            recorded_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
+            missing = {power_of_two(batch) for batch in BATCHES} - recorded_sizes
+            yield Check("recorded steps: sizes that could not be recorded", float(len(missing)), 1.0)
+
+
+def _forced(runner: Runner, batch: int) -> list[Tensor]:
+    runner.prefill(batch, 100, 1024)
+    with seen_logits(runner) as seen:
+        for step in range(12):
+            runner.last = {life.seq_id: (5 * step + 3 * life.seq_id) % runner.plan.args.vocab_size for life in runner.lives}
+            runner.decode(1)
+    return seen
+
+
+def sanitizer_check() -> Iterator[Check]:
+    """Errors that compute-sanitizer finds in a shrunk model, its masks and its recorded steps."""
+    if shutil.which("compute-sanitizer") is None:
+        raise NotHereError("compute-sanitizer is not installed here")
+    program = [sys.executable, str(Path(__file__).with_name("gpu.py")), "--small", "--only", "masks,replay"]
+    done = subprocess.run(["compute-sanitizer", *program], capture_output=True, text=True, check=False, timeout=400)
+    if (said := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:
+        raise RuntimeError((done.stdout + done.stderr).strip().splitlines()[-1])
+    yield Check("compute-sanitizer: errors of masks and recorded steps", float(said[1]), 1.0)

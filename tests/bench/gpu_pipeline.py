@@ -1,0 +1,43 @@
+"""Stages that share one GPU, over Ray and either link: ``tramontane bench`` as people run it."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from gpu_speed import Figure, Size, Walls
+from gpu_stage import MISTRAL_7B, NotHereError, give_back
+
+from tramontane.proto.hf_config import hf_config_of
+
+BATCH, STAGES, TARGET = 64, 4, 0.8
+BENCH = "from tramontane.cluster.entry import main; main()"
+
+
+def stages_on_one_gpu(size: Size, _wall: Walls) -> Iterator[Figure]:
+    """Tokens a second of four stages on the one GPU over those of one stage, 64 requests at once."""
+    if find_spec("ray") is None:
+        raise NotHereError("Ray is not installed here")
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(size.model(MISTRAL_7B))))
+        give_back(size.device)
+        alone = _tokens_per_s(size, folder, ["--stages", "1"])
+        yield Figure(f"1 stage over Ray, batch {BATCH}", 1.0, "1", None, f"{alone:.0f} tokens/s")
+        for link in ("object-store", "direct"):
+            flags = ["--stages", str(STAGES), "--link", link]
+            shared = _tokens_per_s(size, folder, flags + (["--stages-per-gpu", str(STAGES)] if size.device == "cuda" else []))
+            detail = f"{shared:.0f} tokens/s against {alone:.0f} of one stage"
+            yield Figure(f"{STAGES} stages on one GPU, {link}, batch {BATCH}", shared / alone, "1", TARGET, detail)
+
+
+def _tokens_per_s(size: Size, folder: str, flags: list[str]) -> float:
+    work = {"--num-prompts": BATCH, "--input-len": size.tokens(1024), "--output-len": size.tokens(128), "--max-num-seqs": BATCH}
+    command = [sys.executable, "-c", BENCH, "bench", "--model", folder, "--load-format", "dummy", "--json", *flags]
+    command += [str(part) for flag, value in work.items() for part in (flag, value)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "tramontane bench failed")
+    return float(json.loads(done.stdout)["output_throughput"])

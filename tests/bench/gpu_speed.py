@@ -1,0 +1,171 @@
+"""How fast a GPU goes, as shares of what its memory and its products allow: rows of gpu.py with a figure."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shrunk, weight_bytes_read
+
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.workers.gpu_probe import copy_speed
+
+WARM_STEPS, STEPS = 6, 40
+PREFILL_BUDGET = 4096  # tokens in a micro-batch
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What is run. ``--small`` shrinks it to what a CPU can try."""
+
+    device: str
+    small: bool
+
+    def model(self, args: ModelArgs) -> ModelArgs:
+        return shrunk(args) if self.small else args
+
+    def tokens(self, number: int) -> int:
+        return max(number // 32, 8) if self.small else number
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured row: ``share`` of ``of``, or a plain ratio; ``target`` is the least that is aimed at."""
+
+    name: str
+    share: float
+    of: str
+    target: float | None
+    detail: str
+
+    @property
+    def is_met(self) -> bool | None:
+        return None if self.target is None else self.share >= self.target
+
+
+@dataclass(frozen=True, slots=True)
+class Walls:
+    """Measured first, in the same run: bytes a second that a copy reads and writes, and what products do."""
+
+    bytes_per_s: float
+    flops: float
+
+
+def walls(size: Size) -> Walls:
+    width = size.tokens(8192)
+    a, b = (torch.randn(width, width, device=size.device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = _seconds(lambda: a @ b, size.device)
+    copied = 2**26 if size.small else 2**32
+    return Walls(float(copy_speed(size.device, copied)), 2 * width**3 / seconds)
+
+
+def _seconds(compute: Callable[[], object], device: str, rounds: int = 10) -> float:
+    """The mean of some rounds, after three that count for nothing."""
+    for _ in range(3):
+        compute()
+    _wait_for(device)
+    began = time.perf_counter()
+    for _ in range(rounds):
+        compute()
+    _wait_for(device)
+    return (time.perf_counter() - began) / rounds
+
+
+def _wait_for(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
+    """Mistral 7B, context 1k, and the prefill that leads to it."""
+    with running(size.model(MISTRAL_7B), size.device, max_num_seqs=64, max_len=size.tokens(2304)) as runner:
+        for batch, target in ((1, 0.75), (16, 0.75), (64, 0.65)):
+            runner.prefill(batch, size.tokens(1024), PREFILL_BUDGET)
+            yield _decode_row(f"Mistral 7B, decode, batch {batch}, context 1k", runner, wall, target)
+        yield _prefill_row(size, runner, wall)
+
+
+def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) -> Figure:
+    """Of experts those count that the timed steps touched."""
+    runner.decode(WARM_STEPS)
+    times, touched = [], []
+    for _ in range(STEPS):
+        before = _expert_tokens(runner)
+        times.append(runner.decode(1))
+        touched.append(_touched(before, _expert_tokens(runner)))
+    steps = StepTimes(*(tuple(t for some in times for t in getattr(some, kind)) for kind in ("whole", "device")))
+    experts = statistics.mean(touched) if runner.plan.args.moe else None
+    needed_s = (weight_bytes_read(runner, experts) + runner.live_bytes()) / wall.bytes_per_s
+    detail = _told(steps, len(runner.lives)) + (f"; {experts:.1f} experts a layer" if experts else "")
+    return Figure(name, needed_s / statistics.median(steps.whole), "memory wall", target, detail)
+
+
+def _expert_tokens(runner: Runner) -> dict[int, list[int]]:
+    return {layer: list(tokens) for layer, tokens in runner.worker.model.expert_load.items()}
+
+
+def _touched(before: dict[int, list[int]], after: dict[int, list[int]]) -> float:
+    """Experts that were given any token between, on average over layers; of one step."""
+    return statistics.mean(sum(n > m for n, m in zip(after[i], before[i], strict=True)) for i in before) if before else 0.0
+
+
+def _told(times: StepTimes, batch: int) -> str:
+    whole, device = statistics.median(times.whole), statistics.median(times.device)
+    return f"{whole * 1e3:.2f} ms a step, {device * 1e3:.2f} of it on the device; {batch / whole:.0f} tokens/s"
+
+
+def _prefill_row(size: Size, runner: Runner, wall: Walls) -> Figure:
+    length = size.tokens(2048)
+    seconds = min(runner.prefill(16, length, PREFILL_BUDGET) for _ in range(3))
+    args = runner.plan.args
+    per_token = 2 * sum(p.numel() for n, p in runner.worker.model.named_parameters() if "layers." in n and p.dim() > 1)
+    pairs = sum(_visible_pairs(length, window) for window in args.windows)
+    flops = 16 * (length * per_token + 4 * args.n_heads * args.head_dim * pairs)
+    detail = f"{seconds:.2f} s, {16 * length / seconds:.0f} tokens/s, {PREFILL_BUDGET} tokens a micro-batch"
+    return Figure("Mistral 7B, prefill of 16 x 2k", flops / seconds / wall.flops, "matrix rate", 0.55, detail)
+
+
+def _visible_pairs(length: int, window: int | None) -> int:
+    """Of queries and keys in one layer. 5 tokens, W = 3: 1 + 2 + 3 + 3 + 3 = 12."""
+    seen = min(window or length, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def mixtral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
+    with running(size.model(MIXTRAL_8X7B), size.device, max_num_seqs=64, max_len=size.tokens(1280)) as runner:
+        for batch, target in ((1, 0.65), (64, 0.55)):
+            runner.prefill(batch, size.tokens(1024), PREFILL_BUDGET)
+            yield _decode_row(f"Mixtral 8x7B, decode, batch {batch}, context 1k", runner, wall, target)
+
+
+def rolling(size: Size, _wall: Walls) -> Iterator[Figure]:
+    """A decode step at 32k tokens against one at 4k: with a window of 4096 they read the same."""
+    times = {}
+    with running(size.model(MISTRAL_7B), size.device, max_num_seqs=8, max_len=size.tokens(32_768)) as runner:
+        for length in (size.tokens(4096 + 512), size.tokens(32_768 - 512)):
+            runner.prefill(8, length, PREFILL_BUDGET)
+            runner.decode(WARM_STEPS)
+            times[length] = statistics.median(runner.decode(min(STEPS, size.tokens(256))).whole)
+    short, long = times.values()
+    detail = f"{short * 1e3:.2f} ms at 4.5k, {long * 1e3:.2f} ms at 32k"
+    yield Figure("rolling cache: a step at 4k over one at 32k, window 4096", short / long, "1", 0.95, detail)
+
+
+def quantized(size: Size, wall: Walls) -> Iterator[Figure]:
+    """What narrower weights bring at batch 1 and 64."""
+    for quantize in Quantization:
+        args = size.model(MISTRAL_7B)
+        with running(args, size.device, max_num_seqs=64, max_len=size.tokens(1280), quantize=quantize) as runner:
+            for batch in (1, 64):
+                runner.prefill(batch, size.tokens(1024), PREFILL_BUDGET)
+                yield _decode_row(f"Mistral 7B {quantize}, decode, batch {batch}, context 1k", runner, wall, None)
+
+
+def page_sizes(size: Size, wall: Walls) -> Iterator[Figure]:
+    """What a kernel reads at a time divides a page."""
+    for page_size in (16, 32, 64, 128):
+        args = size.model(replace(MISTRAL_7B, n_layers=8, windows=(4096,) * 8))
+        with running(args, size.device, max_num_seqs=64, max_len=size.tokens(2304), page_size=page_size) as runner:
+            runner.prefill(64, size.tokens(1024), PREFILL_BUDGET)
+            yield _decode_row(f"8 layers, decode, batch 64, pages of {page_size}", runner, wall, None)

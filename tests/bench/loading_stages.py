@@ -1,0 +1,142 @@
+"""What a stage reads and how much memory it takes while it loads, against the bytes of its weights.
+
+A random checkpoint of Mistral 7B's width, 2.1 GiB with four layers, in a temporary folder, is loaded by stage
+actors over Ray: in the dtype that it is stored in, converted to float32, and made in place instead. Nothing of it
+is in the system's cache when it begins, so that what the disk delivers can be counted (``read_bytes`` of
+``/proc/PID/io``, which counts mapped pages as well). Memory is the most that was seen every 2 ms of ``RssAnon``
+(the process's own) and of ``RssAnon`` + ``RssFile`` (with what it has mapped of files), less what it was before.
+"""
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import ray
+from disk import forget, read_from_disk, write_model
+from rich.console import Console
+from rich.table import Table
+
+from tramontane.cluster.actors import StageActor, as_stage_actor
+from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.supervisor import wait_until_ready
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_folder import Layout, RandomWeights, Weights, read_model_args
+from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.tensor_names import stage_tensors
+
+READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
+ALWAYS_ALLOWED = 128 * 2**20  # pieces on their way weigh more in a stage of half a GiB, as with int8 here, than in one of seven
+SAMPLE_EVERY_S = 0.002
+console = Console(stderr=True)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Bytes."""
+
+    weights: int  # as the plan says
+    stored: int  # the same tensors as the checkpoint has them
+    asked_for: int  # of the checkpoint, by our own count
+    from_disk: int
+    peak_own: int
+    peak_with_files: int
+
+    @property
+    def is_within_limits(self) -> bool:
+        read = max(self.asked_for, self.from_disk)
+        allowed = max(MEMORY_LIMIT * self.weights, self.weights + ALWAYS_ALLOWED)
+        return read <= READ_LIMIT * self.stored and max(self.peak_own, self.peak_with_files) <= allowed
+
+
+class MeasuredStage(StageActor):
+    """A stage that watches its own process while it loads."""
+
+    def _load(self) -> StageWorker:
+        import torch
+
+        torch.zeros(64).bfloat16().normal_().float()  # what PyTorch needs for its first number is no weight
+        before, read_before = _memory(), read_from_disk()
+        with _sampled() as samples:
+            worker = super()._load()
+        read = read_from_disk() - read_before
+        own, with_files = (max(each) - start for each, start in zip(zip(*samples, strict=True), before, strict=True))
+        size = self._plan.weight_bytes
+        stored = sum(spec.num_bytes(self._plan.args.dtype) for spec in stage_tensors(self._plan.args, self._plan.layers))
+        self._figures = Figures(size, stored, self._bytes_read, read, own, with_files)
+        return worker
+
+    def figures(self) -> Figures:
+        return self._figures
+
+
+@contextmanager
+def _sampled() -> Iterator[list[tuple[int, int]]]:
+    """This process's memory, again and again, until the block ends."""
+    samples, stopped = [_memory()], threading.Event()
+
+    def watch() -> None:
+        while not stopped.wait(SAMPLE_EVERY_S):
+            samples.append(_memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield samples
+    stopped.set()
+    thread.join()
+    samples.append(_memory())
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes of this process in memory: its own, and with those of files that it has mapped."""
+    lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
+    size = {words[0]: int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssFile:")}
+    return size["RssAnon:"], size["RssAnon:"] + size["RssFile:"]
+
+
+def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> ClusterPlan:
+    """With caches for one short sequence only: they are not what is measured."""
+    return make_plan(args, PlanRequest((StageRoom(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
+
+
+def measure(plan: ClusterPlan, weights: Weights) -> list[Figures]:
+    if isinstance(weights, Path):
+        forget(weights)
+    stages = [as_stage_actor(MeasuredStage).options(num_cpus=1).remote(stage, weights, "cpu", 1) for stage in plan.stages]
+    wait_until_ready(stages)
+    figures: list[Figures] = ray.get([stage.figures.remote() for stage in stages])
+    for stage in stages:
+        ray.kill(stage)
+    return figures
+
+
+def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
+    with tempfile.TemporaryDirectory(prefix="tramontane-bench-") as home:
+        folder = Path(home) / "model"
+        console.print("writing a random checkpoint ...")
+        write_model(folder, num_layers, Layout.HUGGING_FACE)
+        args = read_model_args(folder)
+        ways: dict[str, tuple[str, Quantization | None, Weights]] = {
+            "as stored": (args.dtype, None, folder),
+            "to float32": ("float32", None, folder),
+            "to int8": (args.dtype, Quantization.INT8, folder),
+            "dummy": (args.dtype, None, RandomWeights()),
+            "dummy in int8": (args.dtype, Quantization.INT8, RandomWeights()),
+        }
+        console.print("loading it ...")
+        with own_ray(num_cpus=num_stages):
+            return {name: measure(plan_for(args, num_stages, *how), weights) for name, (*how, weights) in ways.items()}
+
+
+def table(figures: dict[str, list[Figures]]) -> Table:
+    table = Table("loaded", "stage", "MiB", "asked for", "from disk", "peak, own", "with files")
+    for name, stages in figures.items():
+        for number, f in enumerate(stages, start=1):
+            read = (f"{n / f.stored:.3f}" for n in (f.asked_for, f.from_disk))
+            peaks = (f"{n / f.weights:.3f}" for n in (f.peak_own, f.peak_with_files))
+            table.add_row(name, f"{number}/{len(stages)}", f"{f.weights / 2**20:.0f}", *read, *peaks)
+    return table

@@ -1,0 +1,104 @@
+"""How long products with quantised matrices take on this device, by every way that it has, beside the same in bfloat16.
+
+    python tests/bench/quantized_products.py [--tokens 1,16,17,64,65,512,4096] [--width 4096] [--rows 28672]
+
+Each way is first held against the exact product of the quantised weights; "off by" is relative, by norm. Several matrices
+take turns, so that none is in a cache; milliseconds are medians. ``*`` is the way that a stage takes.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional as F
+
+from tramontane.proto.model_args import Quantization
+from tramontane.workers.quantize import quantized
+from tramontane.workers.quantized_linear import FUSED_TOKENS, Product, blockwise, gpu_products
+
+ROUNDS, PRODUCTS = 30, 8  # products in a round
+OUT_OF_CACHE = 2**28  # bytes that the matrices of one way have together
+
+
+def median_ms(run: Callable[[int], object]) -> float:
+    """Of rounds that end when the device is done. On a GPU each is a captured graph, as a stage's decode steps are."""
+    go = _captured(run) if torch.cuda.is_available() else lambda: _round(run)
+    times = []
+    for _ in range(ROUNDS + 3):
+        _wait()
+        started = time.perf_counter()
+        go()
+        _wait()
+        times.append((time.perf_counter() - started) / PRODUCTS * 1000)
+    return statistics.median(times[3:])
+
+
+def _round(run: Callable[[int], object]) -> None:
+    for number in range(PRODUCTS):
+        run(number)
+
+
+def _captured(run: Callable[[int], object]) -> Callable[[], None]:
+    _round(run)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _round(run)
+    return graph.replay
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def ways_of(quantize: Quantization, device: torch.device) -> dict[str, Product]:
+    number_dtype = quantized(torch.ones(1, 1), quantize, torch.float32, torch.device("cpu"))[0].dtype
+    found = gpu_products(device, number_dtype, torch.bfloat16)
+    ways = {"fused": found.fused, "in fp8": found.fp8, "blocks": blockwise}
+    return {name: product for name, product in ways.items() if product is not None}
+
+
+def show(weight_NK: Tensor, lengths: list[int]) -> None:
+    device, copies = weight_NK.device, max(OUT_OF_CACHE // weight_NK.numel(), 1)
+    table = Table("tokens", "weights", "way", "off by", "ms", "of bfloat16", "GB/s of weights")
+    halves = [weight_NK.bfloat16() for _ in range(copies)]
+    held = {q: [quantized(weight_NK, q, torch.float32, device) for _ in range(copies)] for q in Quantization}
+    for num_tokens in lengths:
+        x_TK = torch.randn(num_tokens, weight_NK.shape[1], device=device).bfloat16()
+        plain = median_ms(lambda i, x_TK=x_TK: F.linear(x_TK, halves[i % copies]))  # type: ignore[misc]
+        table.add_row(str(num_tokens), "bfloat16", "", "", f"{plain:.3f}", "", f"{halves[0].nbytes / plain / 1e6:.0f}")
+        for quantize, matrices in held.items():
+            chosen = gpu_products(device, matrices[0][0].dtype, torch.bfloat16).choose(num_tokens)
+            exact_TN = x_TK.double() @ (matrices[0][0].double() * matrices[0][1].double()[:, None]).T
+            for name, product in ways_of(quantize, device).items():
+                if name == "fused" and num_tokens > FUSED_TOKENS:
+                    continue
+                off = ((product(x_TK, *matrices[0]).double() - exact_TN).norm() / exact_TN.norm()).item()
+                ms = median_ms(lambda i, p=product, x=x_TK, m=matrices: p(x, *m[i % copies]))  # type: ignore[misc]
+                figures = f"{off:.2%}", f"{ms:.3f}", f"{ms / plain:.2f} x", f"{weight_NK.numel() / ms / 1e6:.0f}"
+                table.add_row("", str(quantize), f"{name}{' *' * (product is chosen)}", *figures)
+    Console(width=110).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="1,4,16,17,32,64,65,128,512,4096")
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=28672)
+    options = parser.parse_args()
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        print("no GPU here: a GPU's ways, as far as they run on a CPU", file=sys.stderr)
+    weight_NK = torch.randn(options.rows, options.width, device=device) * options.width**-0.5
+    with torch.inference_mode():
+        show(weight_NK, [int(number) for number in options.tokens.split(",")])
+
+
+if __name__ == "__main__":
+    main()

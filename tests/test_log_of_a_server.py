@@ -1,0 +1,118 @@
+"""A server's log as JSON, and its spans: by what a client calls its request it is found in door, router and stages."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import pytest
+from serving import free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+
+COMMAND = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()", "serve"]
+FLAGS = ["--link", "direct", "--log-format", "json", "--log-level", "info", "--json", "--tracing-exporter", "file"]
+TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # a client's own
+
+
+@contextmanager
+def _serving(folder: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """A server whose Ray writes into this folder, and its URL."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+    environment = clean | {"HOME": folder, "RAY_TMPDIR": folder}
+    ports = ["--port", str(free_port()), "--grpc-port", str(free_port())]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*COMMAND, *FLAGS, *ports], env=environment, **pipes) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())["url"]
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+                process.communicate()
+
+
+def _lines(folder: str, pattern: str) -> list[dict[str, Any]]:
+    """Ray begins an actor's standard error with lines of its own, which are no JSON."""
+    texts = [file.read_text(encoding="utf-8") for file in Path(folder).glob(f"ray/session_2*/logs/{pattern}")]
+    return [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+
+
+def _naming(request_id: str, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [line for line in lines if line.get("request_id") == request_id or request_id in line.get("request_ids", ())]
+
+
+def _spans(folder: str) -> list[dict[str, Any]]:
+    """Ray Serve writes one object after the other, each on several lines."""
+    spans, decoder = [], json.JSONDecoder()
+    for file in Path(folder).glob("ray/session_2*/logs/serve/spans/*"):
+        text = file.read_text(encoding="utf-8").strip()
+        while text:
+            span, end = decoder.raw_decode(text)
+            spans.append(span)
+            text = text[end:].lstrip()
+    return spans
+
+
+def _first_stage(folder: str) -> int:
+    """Its process: Ray puts what an actor says of itself, and its process's number, on the log of its standard error."""
+    (log,) = [f for f in Path(folder).glob("ray/session_2*/logs/worker-*.err") if ":actor_name:Stage 1/" in f.read_text()]
+    return int(log.stem.rpartition("-")[2])
+
+
+def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
+    with TemporaryDirectory(prefix="log") as folder:  # whose name is short: Ray makes sockets in it
+        with _serving(folder) as (process, url):
+            body = {"prompt": "ROMEO:", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+            headers = {"x-request-id": "mine/1", "traceparent": f"00-{TRACE}-{PARENT}-01"}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=300) as response:
+                told = response.iter_text()
+                next(told)
+                os.kill(_first_stage(folder), signal.SIGKILL)  # so that the next one misses its hidden states
+                assert "".join(told).endswith("data: [DONE]\n\n")
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate()
+        door, router = (_lines(folder, f"serve/replica_tramontane_{name}_*.log") for name in ("Ingress", "Router"))
+        spans = _spans(folder)
+        stages = [line for line in _lines(folder, "worker-*.err") if line["component"] == "stage"]
+    assert all(json.loads(line)["component"] == "command" for line in errors.splitlines())
+    (answered,) = _naming("mine/1", door)
+    assert (answered["component"], answered["status"], answered["path"]) == ("door", 200, "/v1/completions")
+    of_router = _naming("mine/1", router)
+    assert {line["component"] for line in of_router} == {"router"}
+    heard = [line["message"].partition(":")[0] for line in of_router]
+    assert heard[0] == "request mine/1 is accepted"
+    assert "the pipeline failed, and goes on with what was running" in heard
+    assert heard[-1] == "request mine/1 has ended"
+    assert {(line["stage"], line["pipeline"]) for line in _naming("mine/1", stages)} == {(1, of_router[0]["pipeline"])}
+    assert "ROMEO" not in json.dumps([*door, *router, *stages, *spans])
+    _check_spans([span for span in spans if span["context"]["trace_id"] == f"0x{TRACE}"])
+
+
+def _check_spans(spans: list[dict[str, Any]]) -> None:
+    """From the client's own, by the proxy and the door, to what the router did; with the failure where it was."""
+    by_id = {span["context"]["span_id"]: span for span in spans}
+    (decode,) = [span for span in spans if span["name"] == "decode"]
+    line, above = [], decode["parent_id"]
+    while above in by_id:
+        line.append(by_id[above])
+        above = line[-1]["parent_id"]
+    assert above == f"0x{PARENT}"
+    call, *_, proxy = line
+    assert call["name"].startswith("replica_handle_request Router")
+    assert (call["attributes"]["request_id"], call["attributes"]["tramontane.is_complete"]) == ("mine/1", True)
+    assert [event["name"] for event in call["events"]] == ["recovery"]
+    assert any(span["name"].startswith("replica_handle_request Ingress") for span in line)
+    assert proxy["name"].startswith("proxy_http_request")
+    phases = [span for span in spans if span["parent_id"] == decode["parent_id"]]
+    assert sorted(span["name"] for span in phases) == ["decode", "prefill", "queue"]
+    in_order = sorted(phases, key=lambda span: str(span["end_time"]))
+    assert [span["name"] for span in in_order] == ["queue", "prefill", "decode"]
+    assert call["start_time"] <= in_order[0]["start_time"] <= in_order[-1]["end_time"] <= call["end_time"]

@@ -1,0 +1,137 @@
+"""Kernels are tried before they are used: the fastest of those that are right, and PyTorch's where there is none."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_args, tiny_plan
+from torch import Tensor
+
+from tramontane.workers.kernel_choice import FEW_TOKENS, Compute, _chosen_decode, _chosen_prefill, fastest, trials_of
+from tramontane.workers.sdpa_kernels import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
+from tramontane.workers.step_index import DecodeIndex, PrefillIndex
+
+CPU = torch.device("cpu")
+RIGHT = torch.arange(1.0, 5.0)
+
+
+def _at_once(_compute: Compute) -> float:
+    return 1.0
+
+
+def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], caplog: pytest.LogCaptureFixture) -> str | None:
+    last: list[str] = []
+
+    def prepare(name: str) -> Compute:
+        def compute() -> Tensor:
+            last[:] = [name]
+            outcome = computed[name]
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return compute
+
+    def clock(compute: Compute) -> float:
+        compute()
+        return seconds[last[0]]
+
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.kernel_choice"):
+        best = fastest("decode", {name: name for name in computed}, prepare, RIGHT, clock)
+        return best and best[0]
+
+
+def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None:
+    computed: dict[str, Tensor | Exception] = {
+        "slow": RIGHT,
+        "fast": RIGHT * 1.001,
+        "wrong": RIGHT + torch.tensor([0.0, 0.0, 0.5, 0.0]),
+        "none": RIGHT * float("nan"),
+        "absent": NotImplementedError("not built for this GPU\nand a long story"),
+    }
+    seconds = {"slow": 3e-5, "fast": 2e-5, "wrong": 1e-6, "none": 1e-6}
+    assert _chosen(computed, seconds, caplog) == "fast"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; absent not built for this GPU)"
+    )
+
+
+def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    assert _chosen({"absent": NotImplementedError("not built for this GPU")}, {}, caplog) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "decode by PyTorch's attention (absent not built for this GPU)"
+
+
+class _WiderWindow(SdpaPrefill):
+    """By one."""
+
+    def bias(self, index: PrefillIndex) -> list[Block]:
+        return super().bias(dataclasses.replace(index, window=index.window and index.window + 1))
+
+
+class _NoWindow(SdpaPrefill):
+    def bias(self, index: PrefillIndex) -> list[Block]:
+        return super().bias(dataclasses.replace(index, window=None))
+
+
+class _ForgetsTheOldest(PagedDecode):
+    """A key of each token is not seen."""
+
+    def bias(self, index: DecodeIndex) -> GatheredKeys:
+        keys = super().bias(index)
+        return GatheredKeys(keys.rows_BL, keys.mask & (keys.mask.cumsum(-1) > 1))
+
+
+class _FromTheFirstRow(PagedDecode):
+    """Where in the first page the window begins is not looked at."""
+
+    def bias(self, index: DecodeIndex) -> GatheredKeys:
+        keys = super().bias(index)
+        return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
+
+
+@pytest.mark.parametrize("windows", [(None,), (24,), (1024,), (5000,), (None, 4096), (64, 4096, None)], ids=str)
+def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, ...]) -> None:
+    """Of every window class, however wide."""
+    plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
+    has_window = any(windows)
+    wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
+    trials, right = trials_of(plan, CPU, FEW_TOKENS), SdpaPrefill()
+    assert _chosen_prefill(trials, {**wrong, "right": right}, _at_once) is right
+    assert _chosen_prefill(trials, wrong, _at_once) not in wrong.values()
+    wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
+    gathered = GatheredDecode()
+    assert _chosen_decode(trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
+    assert type(_chosen_decode(trials, wrong_decodes, _at_once)) is PagedDecode
+
+
+def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
+    plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    few, many = GatheredDecode(), PagedDecode()
+    kernel = BySize(few, many, FEW_TOKENS)
+    for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
+        (trial,) = trials_of(plan, CPU, num_tokens)
+        assert isinstance(kernel.bias(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
+        torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+def test_the_split_k_kernel_sees_what_the_reference_sees() -> None:
+    """The kernel itself, in Triton's interpreter: pages in any order, windows, several splits, padding."""
+    pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    program = Path(__file__).with_name("interpreted_split_k.py")
+    path = os.pathsep.join([str(program.parent), str(program.parents[1]), *sys.path])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    differences = [float(line) for line in done.stdout.split()]
+    assert len(differences) == 24
+    assert max(differences) < 1e-5

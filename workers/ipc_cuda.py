@@ -1,0 +1,118 @@
+"""Memory and events of a GPU, shared between processes by CUDA IPC.
+
+Memory is asked of CUDA rather than of torch: torch counts who has opened what in a file that outlives a killed process,
+and keeps what a killed process had opened for ever.
+
+Shape letters: N bytes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.ipc_memory import Mark, Memory
+
+
+class CudaMemory:
+    """``pointer`` is on ``device``; whether it was made or opened here decides how it is closed."""
+
+    def __init__(self, device: torch.device, pointer: int, num_bytes: int, handle: bytes, is_ours: bool) -> None:
+        self._device, self._pointer, self._is_ours = device, int(pointer), is_ours
+        self.handle = handle
+        self.bytes_N = torch.as_tensor(_Bytes(self._pointer, num_bytes), device=device)
+
+    def close(self) -> None:
+        runtime = _runtime(self._device)
+        self.bytes_N = torch.empty(0, dtype=torch.uint8)
+        _call(runtime.cudaFree(self._pointer) if self._is_ours else runtime.cudaIpcCloseMemHandle(self._pointer))
+
+
+class CudaMark:
+    """An event; recorded and waited for on the current stream of whoever calls."""
+
+    def __init__(self, device: torch.device, handle: bytes | None = None) -> None:
+        cuda: Any = torch.cuda  # whose type stubs know little
+        self._device = device
+        if handle is not None:
+            self._event = cuda.Event.from_ipc_handle(device, handle)
+            self.handle = handle
+            return
+        self._event = cuda.Event(interprocess=True)
+        with torch.cuda.device(device):  # which the event becomes one of
+            self.handle = self._event.ipc_handle()
+
+    def record(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        self._event.wait(torch.cuda.current_stream(self._device))
+
+    def finish(self) -> None:
+        self._event.synchronize()
+
+    def close(self) -> None:
+        self._event = None
+
+
+class CudaSharing:
+    """``Sharing`` on one GPU; copies go to the current stream of whoever calls, and nothing waits on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def memory(self, num_bytes: int) -> Memory:
+        runtime = _runtime(self._device)
+        pointer = _call(runtime.cudaMalloc(num_bytes))
+        try:
+            handle = _call(runtime.cudaIpcGetMemHandle(pointer))
+        except RuntimeError:
+            runtime.cudaFree(pointer)
+            raise
+        return CudaMemory(self._device, pointer, num_bytes, bytes(handle.reserved), is_ours=True)
+
+    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+        runtime = _runtime(self._device)
+        theirs = runtime.cudaIpcMemHandle_t()
+        theirs.reserved = handle
+        pointer = _call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess))
+        return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
+
+    def mark(self) -> Mark:
+        return CudaMark(self._device)
+
+    def open_mark(self, handle: bytes) -> Mark:
+        return CudaMark(self._device, handle)
+
+    def copy(self, target_N: Tensor, source_N: Tensor) -> None:
+        with torch.inference_mode():  # slots that were made in it may be written nowhere else
+            target_N.copy_(source_N, non_blocking=True)
+
+
+class _Bytes:
+    """As torch takes memory that is not its own."""
+
+    def __init__(self, pointer: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without types
+    """CUDA's runtime, at work on this device: it has a current one for every thread."""
+    from cuda.bindings import runtime  # comes with torch for CUDA
+
+    _call(runtime.cudaSetDevice(device.index))
+    return runtime
+
+
+def _call(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """What a function of the runtime gives besides the code that says how it went. Raises RuntimeError."""
+    code, *rest = answer
+    if int(code) != 0:
+        raise RuntimeError(f"CUDA: {code.name}")
+    return rest[0] if rest else None

@@ -1,0 +1,92 @@
+"""Tensors on their way between a GPU and the host: through pinned memory, which the GPU copies without help of the processor.
+
+A copy to a GPU from ordinary memory waits until the GPU has done all that it was given before; one from pinned memory only
+joins the queue. torch keeps pinned memory and gives it out again only when nobody holds a tensor, or an array, on it any more
+and the copies that it was part of are done.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Pinning(Protocol):
+    """What a GPU's driver does for us."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Pinned memory of this size, with anything in it."""
+        ...
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to."""
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        """What blocks until all that has been begun there by now is done."""
+        ...
+
+    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+        """A tensor there into which it is on its way: what the GPU does from now on comes after that."""
+        ...
+
+
+class CudaPinning:
+    """On the current stream."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event.synchronize
+
+    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+        return pinned.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A contiguous copy on the host, complete once ``wait`` has returned. Of what is there already, itself."""
+
+    tensor: Tensor
+    wait: Callable[[], None]
+
+
+def leaving(tensor: Tensor, pinning: Pinning | None = None) -> Leaving:
+    """What the GPU does later does not delay it."""
+    if tensor.device.type == "cpu" and pinning is None:
+        return Leaving(tensor.contiguous(), lambda: None)
+    pinning = pinning or CudaPinning()
+    pinned = pinning.like(tensor)
+    pinning.copy(pinned, tensor)
+    return Leaving(pinned, pinning.mark(tensor.device))
+
+
+def to_host(tensor: Tensor, pinning: Pinning | None = None) -> Tensor:
+    """Contiguous, and complete: of a GPU's tensor a copy; of one that is on the host itself, if it is contiguous."""
+    left = leaving(tensor, pinning)
+    left.wait()
+    return left.tensor
+
+
+def to_device(tensor: Tensor, device: torch.device, pinning: Pinning | None = None) -> Tensor:
+    """A host's tensor, which may be read-only and may be gone when this returns; itself where it is there already."""
+    if pinning is None and (device.type == "cpu" or tensor.device.type != "cpu"):
+        return tensor.to(device)
+    pinning = pinning or CudaPinning()
+    pinned = pinning.like(tensor)
+    pinned.copy_(tensor)
+    return pinning.sent(pinned, device)
+
+
+def on_device(
+    values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """A tensor of these numbers."""
+    return to_device(torch.tensor(values, dtype=dtype), device)
