@@ -28,6 +28,12 @@ def _no_stray_ray(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(ray, "init", refuse)
 
 
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    """A test that draws from torch's own generator draws the same at every run, whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def _own_logging() -> Iterator[None]:
     """For tests of what a process does to its loggers."""

@@ -16,6 +16,7 @@ INTERPRETED = """
 import torch
 from tramontane.workers.few_rows import gated, product
 from tramontane.workers.grouped import Stack
+torch.manual_seed(0)
 for num_experts, width, hidden in ((8, 32, 48), (3, 24, 520), (2, 520, 20), (1, 40, 8)):
     stack = Stack(torch.randn(num_experts, 2 * hidden, width) / width**0.5, torch.randn(num_experts, width, hidden) / hidden**0.5)
     for seed in range(2):
