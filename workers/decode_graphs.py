@@ -24,6 +24,7 @@ from tramontane.workers.pinned import on_device
 from tramontane.workers.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.rotary import rotary_frequencies, rotary_tables
 from tramontane.workers.step_index import StepIndex, decode_index
+from tramontane.workers.trial import in_a_line
 from tramontane.workers.waiting import completed
 
 logger = logging.getLogger(__name__)
@@ -107,8 +108,7 @@ class DecodeGraphs:
             recording = self._recordings[size] = self._recorder.record(lambda: self._compute(size))
         except RuntimeError as error:  # what a device cannot record, or has no memory left for
             self._has_failed = True
-            why = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            logger.warning("%s: no more steps are recorded: %d decodes failed (%s)", self._plan.label, size[0], why)
+            logger.warning("%s: no more steps are recorded: %d decodes failed (%s)", self._plan.label, size[0], in_a_line(error))
             return None
         return recording
 

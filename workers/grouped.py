@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.tensor_names import TensorSpec
+from tramontane.workers.trial import check, failure
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,8 @@ def with_few_rows(stacks: Mapping[int, Stack]) -> dict[int, Stack]:
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
         return dict(stacks)
-    try:
-        for num_rows in (1, FEW_ROWS):
-            _try(first, num_rows)
-    except Exception as error:  # of a compiler, a driver or an import, each of its own kind
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("experts on %s: no kernel for few rows (%s)", first.w13_E2FD.device, why[-1][:200])
+    if why := failure(lambda: _try(first)):
+        logger.warning("experts on %s: no kernel for few rows (%s)", first.w13_E2FD.device, why)
         return dict(stacks)
     return {layer: stack._replace(for_few=True) for layer, stack in stacks.items()}
 
@@ -68,17 +65,16 @@ def _is_on_gpu(stack: Stack) -> bool:
     return stack.w13_E2FD.device.type == "cuda"
 
 
-def _try(stack: Stack, num_rows: int) -> None:
+@torch.inference_mode()
+def _try(stack: Stack) -> None:
     """Groups of 0, 1, 1, ... rows: of 8 rows and 8 experts the last row is nobody's, of one row expert 1 has it."""
     num_experts, _, width = stack.w13_E2FD.shape
     like = stack.w13_E2FD
-    rows_CD = torch.randn(num_rows, width, dtype=like.dtype, device=like.device)
-    ends_E = torch.arange(num_experts, dtype=torch.int32, device=like.device).clamp(max=num_rows)
-    own = slice(min(num_rows, num_experts - 1))
-    with torch.inference_mode():
-        few_CD, grouped_CD = (done_CD[own].float() for done_CD in (stack.row_by_row(rows_CD, ends_E), stack.run(rows_CD, ends_E)))
-    if not (few_CD - grouped_CD).norm() <= CLOSE * grouped_CD.norm():  # nor if it is no number
-        raise ArithmeticError("a wrong result")
+    for num_rows in (1, FEW_ROWS):
+        rows_CD = torch.randn(num_rows, width, dtype=like.dtype, device=like.device)
+        ends_E = torch.arange(num_experts, dtype=torch.int32, device=like.device).clamp(max=num_rows)
+        own = slice(min(num_rows, num_experts - 1))
+        check(stack.row_by_row(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor | None:

@@ -18,6 +18,7 @@ from tramontane.workers.page_table import table_width
 from tramontane.workers.rolling_cache import LayerCache, PageRings
 from tramontane.workers.sdpa_kernels import BySize, PagedDecode, SdpaPrefill, sdpa_kernels
 from tramontane.workers.step_index import DecodeIndex, PrefillIndex, decode_index, num_cached_keys
+from tramontane.workers.trial import check, in_a_line
 from tramontane.workers.unread import CudaMark
 
 logger = logging.getLogger(__name__)
@@ -116,22 +117,15 @@ def fastest(
     for name, kernel in kernels.items():
         try:
             compute = prepare(kernel)
-            failure = _difference(compute(), expected)
-            if not failure:
-                seconds[name] = clock(compute)
+            check(compute(), expected, MAX_DIFFERENCE)
+            seconds[name] = clock(compute)
+            reports.append(f"{name} {seconds[name] * 1e6:.0f} us")
         except Exception as error:  # whatever a library's kernels raise where they do not fit
-            failure = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        reports.append(f"{name} {failure or f'{seconds[name] * 1e6:.0f} us'}")
+            reports.append(f"{name} {in_a_line(error)}")
     best = min(seconds, key=seconds.__getitem__) if seconds else None
     level = logging.INFO if best else logging.WARNING
     logger.log(level, "%s by %s (%s)", job, best or "PyTorch's attention", "; ".join(reports))
     return (best, kernels[best]) if best else None
-
-
-def _difference(out: Tensor, expected: Tensor) -> str:
-    """What is wrong with it, if anything is. Numbers that are none differ from everything."""
-    relative = float((out.float() - expected).norm() / expected.norm())
-    return "" if relative < MAX_DIFFERENCE else f"differs by {relative:.2g}"
 
 
 def kernels_for(plan: StagePlan, device: torch.device) -> Kernels:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.workers.linear import has_products, product_in_blocks
+from tramontane.workers.trial import check, failure
 
 logger = logging.getLogger(__name__)
 
@@ -144,18 +145,16 @@ def _works(
         torch.randn(TRIED_SIZE, TRIED_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
     )
     scale_N = torch.arange(1, TRIED_SIZE + 1, device=device) / TRIED_SIZE
-    try:
+
+    def attempt() -> None:
         for num_tokens in lengths:
             x_TK = torch.randn(num_tokens, TRIED_SIZE, device=device, generator=generator).to(dtype)
             expected_TN = x_TK.float() @ (numbers_NK.float() * scale_N[:, None]).T
-            difference = product(x_TK, numbers_NK, scale_N).float() - expected_TN
-            if not difference.norm() < MAX_DIFFERENCE * expected_TN.norm():
-                raise ArithmeticError("a wrong result")
-    except Exception as error:  # of a compiler, a driver or an import, each of its own kind
-        why = str(error).strip().splitlines() or [type(error).__name__]
-        logger.warning("weights in %s on %s: no %s (%s)", number_dtype, device, name, why[-1][:200])
-        return False
-    return True
+            check(product(x_TK, numbers_NK, scale_N), expected_TN, MAX_DIFFERENCE)
+
+    if why := failure(attempt):
+        logger.warning("weights in %s on %s: no %s (%s)", number_dtype, device, name, why)
+    return not why
 
 
 def try_products(model: nn.Module, dtype: torch.dtype) -> None:

@@ -1,22 +1,42 @@
-"""The fused functions against the plain ones, on the CPU: a program of its own, for torch's compiler leaves much in a process.
+"""The fused functions against the plain ones, on the CPU, and in a model, which has to find them compiled.
 
-Prints the largest difference of each, or why there is nothing to compare.
+A program of its own, for torch's compiler leaves much in a process. Prints the largest difference of each function, or why there
+is nothing to compare.
 """
 
 import torch
-from tiny import tiny_args
+from harness import PROMPTS, run_in_process
+from tiny import random_model, split_model, tiny_args, tiny_plan
+from torch._dynamo.utils import counters
 
-from tramontane.workers.pointwise import PLAIN, compiled
+from tramontane.workers.means import Means
+from tramontane.workers.pointwise import PLAIN, Pointwise, compiled
+from tramontane.workers.sdpa_kernels import sdpa_kernels
 
-
-def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+ARGS = tiny_args(moe=False)
 
 
 def main() -> None:
-    fused = compiled(tiny_args(), torch.device("cpu"), torch.float32)
-    if fused is PLAIN:
-        return
+    fused = compiled(ARGS, torch.device("cpu"), torch.float32)
+    if fused is not PLAIN:
+        _serve(fused)
+        with torch.inference_mode():
+            _compare_all(fused)
+
+
+def _serve(fused: Pointwise) -> None:
+    """Raises AssertionError if steps of any size compile anything again."""
+    model, plan, compiled_before = random_model(ARGS), tiny_plan(ARGS, 2), dict(counters["stats"])
+    assert compiled_before["unique_graphs"]
+    answers = [
+        run_in_process(plan, split_model(model, plan, means=Means(sdpa_kernels(), pointwise)), PROMPTS)
+        for pointwise in (PLAIN, fused)
+    ]
+    assert answers[0] == answers[1]
+    assert counters["stats"] == compiled_before, "something was compiled again"
+
+
+def _compare_all(fused: Pointwise) -> None:
     for num_tokens in (1, 7):
         heads_THd, angles_Td = _random(num_tokens, 8, 8)[:, :6], _random(num_tokens, 8)  # heads as they lie beside values
         _compare(fused.turned(heads_THd, angles_Td, -angles_Td), PLAIN.turned(heads_THd, angles_Td, -angles_Td))
@@ -26,11 +46,14 @@ def main() -> None:
             _compare(ours, theirs)
 
 
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
 def _compare(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert ours.shape == theirs.shape
     print(float((ours - theirs).abs().max()))
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
-        main()
+    main()

@@ -74,8 +74,8 @@ def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch)
     ("factor", "error", "why"),
     [
         (1.0, None, ""),
-        (1.1, None, "a wrong result"),
-        (torch.nan, None, "a wrong result"),
+        (1.1, None, "differs by 0.1"),
+        (torch.nan, None, "differs by nan"),
         (1.0, "No module named 'triton'", "triton"),
     ],
 )

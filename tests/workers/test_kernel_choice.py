@@ -52,13 +52,14 @@ def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None
         "fast": RIGHT * 1.001,
         "wrong": RIGHT + torch.tensor([0.0, 0.0, 0.5, 0.0]),
         "none": RIGHT * float("nan"),
-        "absent": NotImplementedError("not built for this GPU\nand a long story"),
+        "absent": NotImplementedError("not built for this GPU\na long story\nwhich ends"),
     }
     seconds = {"slow": 3e-5, "fast": 2e-5, "wrong": 1e-6, "none": 1e-6}
     assert _chosen(computed, seconds, caplog) == "fast"
     (record,) = caplog.records
     assert record.getMessage() == (
-        "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; absent not built for this GPU)"
+        "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; "
+        "absent not built for this GPU ... which ends)"
     )
 
 

@@ -127,7 +127,7 @@ def test_the_way_depends_on_sizes_alone(fused: Product | None, fp8: Product | No
     assert chosen == [few, few, several, several, many]
 
 
-@pytest.mark.parametrize(("product", "why"), [(_missing, "this device has no such thing"), (_wrong, "a wrong result")])
+@pytest.mark.parametrize(("product", "why"), [(_missing, "this device has no such thing"), (_wrong, "differs by ")])
 @pytest.mark.parametrize("quantize", Quantization)
 def test_what_does_not_work_is_said_in_one_line_and_done_without(
     product: Product, why: str, quantize: Quantization, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -139,7 +139,7 @@ def test_what_does_not_work_is_said_in_one_line_and_done_without(
         for _ in range(3):
             assert gpu_products(CPU, NUMBER_DTYPES[quantize], torch.bfloat16) == GpuProducts(None, None)
     assert len(caplog.messages) == (2 if quantize is FP8 else 1)
-    assert all(message.endswith(f"({why})") and "\n" not in message for message in caplog.messages)
+    assert all(why in message and "\n" not in message for message in caplog.messages)
     linear, x_TK = _linear(32, 48, quantize), _random(20, 48).bfloat16()
     assert linear._gpu_product(x_TK) is blockwise
 
