@@ -30,7 +30,7 @@ WINDOWS = [
 ]
 
 
-TRACING = threading.Lock()  # stages are threads here, and torch 2.11 ends the process when two of them trace
+TRACING = threading.Lock()  # stages are threads here, and a trace changes methods of nn.Module in the whole process
 
 
 class Replays:
