@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tramontane.cluster.expert_outlook import ExpertOutlook
-from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, is_possible
+from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, is_possible
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.sizes import GIB, readable_size
 
 LENGTHS = (1024, 8192, 32768)  # tokens
 
@@ -59,7 +60,7 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
     more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
     enough = next((n for n in more if is_possible(args, replace(request, rooms=(smallest,) * n))), None)
     if enough is not None:
-        ways.append(f"{enough // per_gpu} GPUs of {smallest.memory * per_gpu / GIB:.3g} GiB")
+        ways.append(f"{enough // per_gpu} GPUs of {readable_size(smallest.memory * per_gpu)}")
 
     def is_enough(gib: int) -> bool:
         return is_possible(args, replace(request, rooms=(StageRoom(gib * GIB // per_gpu),) * request.num_stages))

@@ -145,7 +145,7 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        code = _complain(error.format_message(), 2)
+        code = _complain(error.format_message().replace("Value error, ", ""), 2)  # pydantic's, in typer
     except TramontaneError as error:
         code = _complain(str(error), 2 if isinstance(error, UserError) else 1)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):

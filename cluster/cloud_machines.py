@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from tramontane.cluster.planner import GIB
+from tramontane.proto.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True)

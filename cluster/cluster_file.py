@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from tramontane.cluster.cloud_machines import HEADS
-from tramontane.cluster.planner import GIB
 from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.proto.sizes import GIB
 
 MARK = "# Written by: "
 NAME = "tramontane"  # of the cluster

@@ -11,6 +11,8 @@ from rich.segment import Segments
 from rich.status import Status
 from rich.text import Text
 
+from tramontane.proto.sizes import readable_size
+
 if TYPE_CHECKING:
     from tramontane.cluster.loading import Loading
     from tramontane.cluster.token_colours import TokenColours
@@ -63,7 +65,7 @@ class Display:
         quarters = 4 * sum(stage.num_bytes for stage in stages) // total
         if self._quarters_told < quarters < 4:
             self._quarters_told = quarters
-            self.stderr.print(f"loaded {quarters * 25}% of {total / 2**30:.3g} GiB ...")
+            self.stderr.print(f"loaded {quarters * 25}% of {readable_size(total)} ...")
 
     def note(self, what: str) -> None:
         """One line, however long."""

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tramontane.cluster.planner import GIB, StageRoom
+from tramontane.cluster.planner import StageRoom
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.sizes import readable_size
 from tramontane.workers.tensor_names import expert_tensors
 
 BROADLY = 8  # how much more it counts what an actor does in all than what it does in one layer
@@ -38,7 +39,7 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     num_actors, least = len(places), request.replicas or 1
     if sum(min(count, len(experts)) for count in places) < least * len(experts):
         raise PlanError(
-            f"too little memory for {least * len(experts)} experts of {size / GIB:.3g} GiB on {num_actors} expert actors, "
+            f"too little memory for {least * len(experts)} experts of {readable_size(size)} on {num_actors} expert actors, "
             f"which may hold {', '.join(map(str, places))}; use more --expert-actors, fewer --expert-replicas or --quantize int8"
         )
     spare = sum(places) - least * len(experts)

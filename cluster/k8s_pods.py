@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from tramontane.cluster.planner import GIB
+from tramontane.proto.sizes import GIB
 
 Document = dict[str, Any]
 

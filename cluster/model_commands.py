@@ -11,6 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, preset, scaled_down
+from tramontane.proto.sizes import readable_size
 from tramontane.workers.tensor_names import stage_tensors
 
 
@@ -44,8 +45,8 @@ def make_random(
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console.print(f"writing {num_bytes / 2**30:.3g} GiB to {out} ...", soft_wrap=True)
+    console.print(f"writing {readable_size(num_bytes)} to {out} ...", soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(str(out), total=num_bytes)
         write_random_checkpoint(out, args, LAYOUTS[layout], lambda written: progress.advance(task, written))
-    console.print(f"{out}: {args.n_layers} layers, {num_bytes / 2**30:.3g} GiB, random", soft_wrap=True)
+    console.print(f"{out}: {args.n_layers} layers, {readable_size(num_bytes)}, random", soft_wrap=True)

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.config_values import for_each_expert_actor
 from tramontane.cluster.hardware import Gpu, Hardware, TooFewNodesError, by_node
-from tramontane.cluster.planner import GIB, StageRoom
+from tramontane.cluster.planner import StageRoom
 from tramontane.proto.errors import ConfigError
+from tramontane.proto.sizes import GIB
 
 
 @dataclass(frozen=True, slots=True)

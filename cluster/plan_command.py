@@ -15,12 +15,13 @@ from tramontane.cluster.expert_load import by_expert, read_load
 from tramontane.cluster.expert_outlook import ExpertOutlook, outlook
 from tramontane.cluster.expert_planner import ExpertRequest
 from tramontane.cluster.options import Defaults, flag
-from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, TooLittleMemoryError, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import find_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.sizes import GIB
 
 FEW, MANY = 2**14, 2**24  # as ``config.EngineConfig`` bounds them
 

@@ -8,11 +8,10 @@ from tramontane.cluster.layer_split import Fits, can_be_split, split_layers
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
+from tramontane.proto.sizes import readable_size, size_for_flag
 from tramontane.workers.tensor_names import TensorSpec, embedding_tensor, head_tensors, layer_tensors
 
 MEMORY_SHARE = 0.9  # of what a stage has; the rest is for activations and the runtime
-GIB = 2**30
-SIZE_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class TooLittleMemoryError(PlanError):
@@ -161,9 +160,9 @@ def _too_little(spans: list[range], request: PlanRequest, need: _Need) -> str:
     one = need.one_sequence(span)
     return (
         f"too little memory for {_label(stage_id, spans)}: it needs "
-        f"{need.weights(span) / GIB:.3g} GiB for weights and {max(one, request.kv_cache_memory or 0) / GIB:.3g} GiB of cache "
-        f"(one sequence of {request.max_model_len} positions takes {one / GIB:.3g} GiB) and may use "
-        f"{room.usable / GIB:.3g} GiB"
+        f"{readable_size(need.weights(span))} for weights and {readable_size(max(one, request.kv_cache_memory or 0))} of cache "
+        f"(one sequence of {request.max_model_len} positions takes {readable_size(one)}) and may use "
+        f"{readable_size(room.usable)}"
     )
 
 
@@ -188,18 +187,13 @@ def _check_kv_cache_memory(given: int, sequence_bytes: list[int], spans: list[ra
     """The minimum is named for all stages at once: raising it to the first stage's would only meet the next."""
     minimum = max(sequence_bytes)
     if given < minimum:
+        least = size_for_flag(minimum)
         raise PlanError(
-            f"--kv-cache-memory is {_size(given)}, but one sequence of {max_model_len} positions takes {_size(minimum)} on "
-            f"{_label(sequence_bytes.index(minimum), spans)}; give --kv-cache-memory {_size(minimum)} or more, "
+            f"--kv-cache-memory is {size_for_flag(given)}, but one sequence of {max_model_len} positions takes {least} on "
+            f"{_label(sequence_bytes.index(minimum), spans)}; give --kv-cache-memory {least} or more, "
             "or lower --max-model-len"
         )
 
 
 def _label(stage_id: int, spans: list[range]) -> str:
     return f"stage {stage_id + 1}/{len(spans)} (layers {spans[stage_id].start}-{spans[stage_id].stop - 1})"
-
-
-def _size(num_bytes: int) -> str:
-    """As --kv-cache-memory takes it, rounded up, so that it can be given back: 100 is 100B, 20481 is 21KiB."""
-    unit, name = next((unit, name) for unit, name in SIZE_UNITS if num_bytes >= 10 * unit or unit == 1)
-    return f"{-(-num_bytes // unit)}{name}"

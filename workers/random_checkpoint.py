@@ -14,12 +14,12 @@ from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.mistral_params import mistral_params_of
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
+from tramontane.proto.sizes import readable_size
 from tramontane.workers.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.random_weights import random_parameter
 from tramontane.workers.rotary import rows_in_pairs
 from tramontane.workers.tensor_names import TensorSpec, stage_tensors
 
-GIB = 2**30
 PART_BYTES = 2**28  # of one file; what is in memory at once
 
 
@@ -46,7 +46,7 @@ def write_random_checkpoint(
     needed = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
     try:
         if needed > free:
-            raise ConfigError(f"--out {folder} needs {needed / GIB:.3g} GiB, and {free / GIB:.3g} GiB are free there")
+            raise ConfigError(f"--out {folder} needs {readable_size(needed)}, and {readable_size(free)} are free there")
         _write(folder, args, layout, parts, on_written)
     except BaseException:  # also Ctrl-C: half a checkpoint is of no use, and in the way of the next
         for path in folder.iterdir():

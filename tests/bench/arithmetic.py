@@ -26,10 +26,11 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.sizes import GIB
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.stage_worker import StageWorker
 

@@ -11,10 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.sizes import GIB
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.activation import Activation
 from tramontane.workers.stage_worker import StageWorker

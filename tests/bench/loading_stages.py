@@ -21,11 +21,12 @@ from rich.table import Table
 
 from tramontane.cluster.actors import StageActor, as_stage_actor
 from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.cluster.supervisor import wait_until_ready
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights, read_model_args
 from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.sizes import GIB
 from tramontane.workers.stage_worker import StageWorker
 from tramontane.workers.tensor_names import stage_tensors
 

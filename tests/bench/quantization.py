@@ -31,13 +31,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import GIB, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, preset, scaled_down
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.sizes import GIB
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 from tramontane.workers import quantized_linear
 from tramontane.workers.random_checkpoint import write_random_checkpoint

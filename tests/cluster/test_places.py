@@ -15,9 +15,10 @@ from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Gpu, Hardware
 from tramontane.cluster.launch import local_devices
 from tramontane.cluster.places import Place, expert_places, gpu_choices, place_choices, shared_out
-from tramontane.cluster.planner import GIB, MEMORY_SHARE, StageRoom, layer_costs
+from tramontane.cluster.planner import MEMORY_SHARE, StageRoom, layer_costs
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.plan import kv_bytes_per_position, ring_pages
+from tramontane.proto.sizes import GIB
 from tramontane.workers.tensor_names import stage_tensors
 
 A = [Gpu("A100", 80 * GIB, "a", index, speed=2) for index in range(2)]

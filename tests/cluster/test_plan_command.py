@@ -19,13 +19,14 @@ from typer.testing import CliRunner
 from tramontane.cluster.cli import app
 from tramontane.cluster.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.plan_command import plan
-from tramontane.cluster.planner import GIB, MEMORY_SHARE, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planner import MEMORY_SHARE, PlanRequest, StageRoom, make_plan
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.proto.request import SamplingParams
+from tramontane.proto.sizes import GIB
 from tramontane.router.pages import PageLedger
 from tramontane.router.sequence import Sequence
 from tramontane.workers.expert_worker import ExpertWorker
@@ -380,7 +381,7 @@ def test_mistakes_about_expert_actors_are_named(options: dict[str, Any], message
 
 
 def test_expert_actors_that_cannot_be_are_named() -> None:
-    with pytest.raises(PlanError, match=r"too little memory for 256 experts of 0\.328 GiB on 4 expert actors"):
+    with pytest.raises(PlanError, match=r"too little memory for 256 experts of 336 MiB on 4 expert actors"):
         plan("mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")
     with pytest.raises(ConfigError, match="--expert-actors is for models of several experts per layer; this one has none"):
         plan("mistral-7b-v0.1", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")

@@ -26,6 +26,7 @@ from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
+from tramontane.proto.sizes import readable_size
 from tramontane.router.balanced import BalancedPolicy
 from tramontane.workers.model import StageModel
 from tramontane.workers.quantize import quantize_linears
@@ -283,9 +284,9 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError) as refusal:
         make_plan(args, _request(args, 2, stage_memory=memory))
     assert str(refusal.value) == (
-        f"too little memory for stage 1/2 (layers 0-1): it needs {weights / GIB:.3g} GiB for weights and "
-        f"{sequence / GIB:.3g} GiB of cache (one sequence of 1024 positions takes {sequence / GIB:.3g} GiB) and may use "
-        f"{int(memory * MEMORY_SHARE) / GIB:.3g} GiB"
+        f"too little memory for stage 1/2 (layers 0-1): it needs {readable_size(weights)} for weights and "
+        f"{readable_size(sequence)} of cache (one sequence of 1024 positions takes {readable_size(sequence)}) and may use "
+        f"{readable_size(int(memory * MEMORY_SHARE))}"
     )
     hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
     with pytest.raises(PlanError) as refusal:

@@ -21,9 +21,9 @@ from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.hardware import Hardware, joined_cluster
 from tramontane.cluster.launch import pipeline_spec
 from tramontane.cluster.pipeline_spec import PipelineSpec
-from tramontane.cluster.planner import GIB
 from tramontane.cluster.supervisor import _group
 from tramontane.proto.errors import PlanError
+from tramontane.proto.sizes import GIB
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # what nodes are asked with is not installed on them
