@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tramontane.workers.ipc_memory import Mark, Memory
+from tramontane.workers.ipc_memory import Event, Memory
 
 
 class CudaMemory:
@@ -28,7 +28,7 @@ class CudaMemory:
         _call(runtime.cudaFree(self._pointer) if self._is_ours else runtime.cudaIpcCloseMemHandle(self._pointer))
 
 
-class CudaMark:
+class CudaEvent:
     """An event; recorded and waited for on the current stream of whoever calls."""
 
     def __init__(self, device: torch.device, handle: bytes | None = None) -> None:
@@ -78,11 +78,11 @@ class CudaSharing:
         pointer = _call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess))
         return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
 
-    def mark(self) -> Mark:
-        return CudaMark(self._device)
+    def event(self) -> Event:
+        return CudaEvent(self._device)
 
-    def open_mark(self, handle: bytes) -> Mark:
-        return CudaMark(self._device, handle)
+    def open_event(self, handle: bytes) -> Event:
+        return CudaEvent(self._device, handle)
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         with torch.inference_mode():  # slots that were made in it may be written nowhere else

@@ -1,7 +1,7 @@
 """Edges between processes of one machine: bytes lie in memory that both have open, and a line says that they do.
 
-Neither end waits on the host for what the GPU does: marks keep the order there. A slot is written, marked, and told of;
-the other end waits for the mark on its GPU, copies, marks that, and answers at once.
+Neither end waits on the host for what the GPU does: events keep the order there. A slot is written, an event is
+recorded, and the other end told; it has its GPU wait for the event, copies, records one of its own, and answers at once.
 
 Shape letters: N bytes.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tramontane.proto.errors import LinkError
 from tramontane.workers.edge import CONNECT_TIMEOUT, MAX_UNSENT
-from tramontane.workers.ipc_memory import Mark, Memory, Sharing
+from tramontane.workers.ipc_memory import Event, Memory, Sharing
 from tramontane.workers.line import Line
 
 NUM_SLOTS = MAX_UNSENT
@@ -29,29 +29,29 @@ class RefusedError(RuntimeError):
 
 
 class _End:
-    """What both ends have: marks of their own, those of the neighbour, and what has to be closed, in its order, at the end."""
+    """What both ends have: events of their own, those of the neighbour, and what has to be closed, in its order, at the end."""
 
     def __init__(self, line: Line, sharing: Sharing) -> None:
         self._line, self._sharing = line, sharing
         self._slots: list[Memory | None] = [None] * NUM_SLOTS
         self._num_done = 0  # tensors that were sent, or received
         self._turn = threading.Lock()
-        self._own: list[Mark | Memory] = []
-        self._opened: list[Mark | Memory] = []
-        self._marks: list[Mark] = []
-        self._their_marks: list[Mark] = []
+        self._own: list[Event | Memory] = []
+        self._opened: list[Event | Memory] = []
+        self._events: list[Event] = []
+        self._their_events: list[Event] = []
 
-    def make_marks(self) -> list[bytes]:
-        """Handles of our own marks, one for each slot."""
+    def make_events(self) -> list[bytes]:
+        """Handles of our own events, one for each slot."""
         for _ in range(NUM_SLOTS):
-            self._marks.append(self._sharing.mark())
-            self._own.append(self._marks[-1])
-        return [mark.handle for mark in self._marks]
+            self._events.append(self._sharing.event())
+            self._own.append(self._events[-1])
+        return [event.handle for event in self._events]
 
-    def open_marks(self, handles: Sequence[bytes]) -> None:
+    def open_events(self, handles: Sequence[bytes]) -> None:
         for handle in handles:
-            self._their_marks.append(self._sharing.open_mark(handle))
-            self._opened.append(self._their_marks[-1])
+            self._their_events.append(self._sharing.open_event(handle))
+            self._opened.append(self._their_events[-1])
 
     def close(self) -> None:
         self._line.close()
@@ -66,8 +66,8 @@ class _End:
         """What the neighbour shares is closed before it hears of that; what it has opened of ours, once it has let go or died."""
         try:
             with self._turn:
-                for mark in self._marks:
-                    mark.finish()
+                for event in self._events:
+                    event.finish()
                 self._slots = [None] * NUM_SLOTS
                 _close(self._opened)
         finally:
@@ -85,12 +85,12 @@ class IpcOutlet(_End):
             slot = self._num_done % NUM_SLOTS
             if self._num_done >= NUM_SLOTS:
                 self._line.receive()  # the answer to what lies there: it was taken, or will be when the GPU gets there
-                self._their_marks[slot].wait()
+                self._their_events[slot].wait()
             news = self.make_room(slot, len(source_N))
             memory = self._slots[slot]
             assert memory is not None
             self._sharing.copy(memory.bytes_N[: len(source_N)], source_N)
-            self._marks[slot].record()
+            self._events[slot].record()
             self._line.send(news)
             self._num_done += 1
 
@@ -129,9 +129,9 @@ class IpcInlet(_End):
                     raise LinkError(f"the link to a neighbour is broken: {error}") from error
             memory = self._slots[slot]
             assert memory is not None
-            self._their_marks[slot].wait()
+            self._their_events[slot].wait()
             self._sharing.copy(target_N, memory.bytes_N[: len(target_N)])
-            self._marks[slot].record()
+            self._events[slot].record()
             self._line.send(None)
             self._num_done += 1
 
@@ -142,14 +142,14 @@ class IpcInlet(_End):
 
 
 def offer(line: Line, sharing: Sharing) -> IpcOutlet:
-    """The sending end. It shows its marks and the first slot, and is shown the other end's marks.
+    """The sending end. It shows its events and the first slot, and is shown the other end's.
 
     Raises RefusedError at both ends where one cannot make or open them: the line can then be used for something else.
     Raises LinkError where the neighbour is gone.
     """
     outlet = IpcOutlet(line, sharing)
     try:
-        shown = {"marks": outlet.make_marks(), "slot": outlet.make_room(0, MIN_BYTES)}
+        shown = {"events": outlet.make_events(), "slot": outlet.make_room(0, MIN_BYTES)}
     except (OSError, RuntimeError) as error:
         outlet.free()
         line.send({"why": str(error)})
@@ -158,7 +158,7 @@ def offer(line: Line, sharing: Sharing) -> IpcOutlet:
         line.send(shown)
         answer = line.receive(TIMEOUT_S)
         if "why" not in answer:
-            outlet.open_marks(answer["marks"])
+            outlet.open_events(answer["events"])
             return outlet
     except (LinkError, OSError, RuntimeError) as error:
         outlet.close()
@@ -174,9 +174,9 @@ def take_offer(line: Line, sharing: Sharing) -> IpcInlet:
         raise RefusedError(shown["why"])
     inlet = IpcInlet(line, sharing)
     try:
-        inlet.open_marks(shown["marks"])
+        inlet.open_events(shown["events"])
         inlet.open_slot(0, *shown["slot"])
-        answer = {"marks": inlet.make_marks()}
+        answer = {"events": inlet.make_events()}
     except (OSError, RuntimeError) as error:
         inlet.free()
         line.send({"why": str(error)})
@@ -189,7 +189,7 @@ def take_offer(line: Line, sharing: Sharing) -> IpcInlet:
     return inlet
 
 
-def _close(things: Iterable[Mark | Memory]) -> None:
+def _close(things: Iterable[Event | Memory]) -> None:
     for thing in things:
         thing.close()
 

@@ -1,4 +1,4 @@
-"""What edges between processes of one machine share: memory, and marks that say how far the work on it is.
+"""What edges between processes of one machine share: memory, and events that say how far the work on it is.
 
 Shape letters: N bytes.
 """
@@ -27,7 +27,7 @@ class Memory(Protocol):
         """Whoever has opened it closes it first; nothing here may use it then, or be about to."""
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A point in the order of what an end has begun. Whoever made it records it, the other end waits for it.
 
     Between a wait and the record that it means the ends have spoken over their line: it is for the record before.
@@ -56,9 +56,9 @@ class Sharing(Protocol):
 
     def open_memory(self, handle: bytes, num_bytes: int) -> Memory: ...
 
-    def mark(self) -> Mark: ...
+    def event(self) -> Event: ...
 
-    def open_mark(self, handle: bytes) -> Mark: ...
+    def open_event(self, handle: bytes) -> Event: ...
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         """Begin to; it comes after what was begun, or waited for, before."""
@@ -79,7 +79,7 @@ class HostMemory:
             os.close(descriptor)
 
 
-class HostMark:
+class HostEvent:
     """On the host a copy is done when it returns, and the line brings the news in order: there is nothing to wait for."""
 
     handle = b""
@@ -105,11 +105,11 @@ class HostSharing:
         process, descriptor = msgpack.unpackb(handle)
         return HostMemory(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), num_bytes)
 
-    def mark(self) -> Mark:
-        return HostMark()
+    def event(self) -> Event:
+        return HostEvent()
 
-    def open_mark(self, handle: bytes) -> Mark:
-        return HostMark()
+    def open_event(self, handle: bytes) -> Event:
+        return HostEvent()
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         with torch.inference_mode():  # slots that were made in it may be written nowhere else

@@ -1,4 +1,4 @@
-"""A GPU that takes its time: nothing is done when it is begun, and two processes' work is done in any order that marks allow.
+"""A GPU that takes its time: nothing is done when it is begun, and two processes' work is done in any order that events allow.
 
 As CUDA has it, a wait is for what had been recorded when the wait was asked for, and memory that is given back while somebody
 has it open, or is about to use it, is an error.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tramontane.workers.ipc_memory import Mark, Memory
+from tramontane.workers.ipc_memory import Event, Memory
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class LazyMemory:
 
 
 @dataclass(eq=False)
-class LazyMark:
+class LazyEvent:
     handle: bytes
     gpu: "LazyGpu"
     stream: "Stream"  # of whoever records
@@ -66,8 +66,8 @@ class LazyMark:
 
 
 @dataclass(eq=False)
-class OpenedMark:
-    mark: LazyMark
+class OpenedEvent:
+    event: LazyEvent
     stream: "Stream"  # of whoever waits
     handle: bytes = b""
 
@@ -78,9 +78,9 @@ class OpenedMark:
         raise AssertionError("the other end knows")
 
     def wait(self) -> None:
-        assert not self.mark.is_closed
-        number = self.mark.num_asked
-        self.stream.begin(lambda: self.mark.num_done >= number)
+        assert not self.event.is_closed
+        number = self.event.num_asked
+        self.stream.begin(lambda: self.event.num_done >= number)
 
     def close(self) -> None: ...
 
@@ -100,12 +100,12 @@ class LazyGpu:
         self._random = random.Random(seed)
         self._turn = threading.Lock()
         self._memories: list[LazyMemory] = []
-        self._marks: list[LazyMark] = []
+        self._events: list[LazyEvent] = []
         self._streams: list[Stream] = []
 
     def process(self) -> "LazySharing":
         self._streams.append(Stream())
-        return LazySharing(self, self._streams[-1], self._memories, self._marks)
+        return LazySharing(self, self._streams[-1], self._memories, self._events)
 
     @property
     def is_idle(self) -> bool:
@@ -132,7 +132,7 @@ class LazySharing:
     gpu: LazyGpu
     stream: Stream
     memories: list[LazyMemory]
-    marks: list[LazyMark]
+    events: list[LazyEvent]
 
     def memory(self, num_bytes: int) -> Memory:
         self.memories.append(LazyMemory(torch.zeros(num_bytes, dtype=torch.uint8), bytes([len(self.memories)]), self.stream))
@@ -145,12 +145,12 @@ class LazySharing:
         made.num_open += 1
         return LazyMemory(made.bytes_N, handle, self.stream, opened_of=made)
 
-    def mark(self) -> Mark:
-        self.marks.append(LazyMark(bytes([len(self.marks)]), self.gpu, self.stream))
-        return self.marks[-1]
+    def event(self) -> Event:
+        self.events.append(LazyEvent(bytes([len(self.events)]), self.gpu, self.stream))
+        return self.events[-1]
 
-    def open_mark(self, handle: bytes) -> Mark:
-        return OpenedMark(self.marks[handle[0]], self.stream)
+    def open_event(self, handle: bytes) -> Event:
+        return OpenedEvent(self.events[handle[0]], self.stream)
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         def done() -> bool:

@@ -21,7 +21,7 @@ from tramontane.workers.edge import MAX_UNSENT, Address, Edge
 from tramontane.workers.gpu_edge import AnnouncedEdge, GpuEdges, Place, StagedEdge, Ways
 from tramontane.workers.group_edge import GroupEdges
 from tramontane.workers.ipc_edge import MIN_BYTES, IpcInlet, IpcOutlet, offer, take_offer
-from tramontane.workers.ipc_memory import HostMark, HostSharing, Mark, Memory, Sharing
+from tramontane.workers.ipc_memory import Event, HostEvent, HostSharing, Memory, Sharing
 from tramontane.workers.line import Line
 from tramontane.workers.socket_edge import SocketListener, connection_to
 
@@ -127,7 +127,7 @@ def test_slots_may_be_made_while_a_model_runs_and_written_when_it_does_not() -> 
     _leave(outlet, inlet)
 
 
-class _BusyMark(HostMark):
+class _BusyEvent(HostEvent):
     """Of a GPU that has still to do."""
 
     def __init__(self, done: threading.Event) -> None:
@@ -141,8 +141,8 @@ class _Busy(HostSharing):
     def __init__(self) -> None:
         self.done = threading.Event()
 
-    def mark(self) -> Mark:
-        return _BusyMark(self.done)
+    def event(self) -> Event:
+        return _BusyEvent(self.done)
 
 
 def test_a_neighbour_hears_of_a_close_before_the_gpu_is_done() -> None:
