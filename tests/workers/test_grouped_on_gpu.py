@@ -1,6 +1,6 @@
 """Grouped products on a GPU: each expert's, without waiting for the device, and in a CUDA graph replayed for other choices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.workers.decode_graphs import CudaRecorder
 from tramontane.workers.experts import LocalExperts
 from tramontane.workers.grouped import FEW_ROWS, are_together
 from tramontane.workers.model import StageModel
@@ -103,28 +104,16 @@ def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageMo
     """Of 4 tokens row by row, of 16 as a grouped product."""
     hidden_TD, is_padding_T = _rows(num_tokens), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
     with torch.inference_mode():
-        replay, out_TD = _recorded(model, hidden_TD, is_padding_T)
+        replay = CudaRecorder().record(lambda: _run(model, hidden_TD, is_padding_T))
         for seed in range(1, 9):
             own = num_tokens - seed % 4
             hidden_TD.copy_(_rows(num_tokens, seed))
             is_padding_T.copy_(torch.arange(num_tokens) >= own)
             expected_TD = _run(model, hidden_TD, None)
+            replay().fill_(torch.nan)
             before = model.expert_load
-            out_TD.fill_(torch.nan)
-            replay()
+            out_TD = replay()
             torch.testing.assert_close(out_TD[:own], expected_TD[:own], rtol=TOLERANCE, atol=TOLERANCE)
             assert torch.equal(out_TD[own:], hidden_TD[own:]), "nothing was added to padding"
             after = model.expert_load
             assert [sum(after[layer]) - sum(before[layer]) for layer in LAYERS] == [2 * own] * 2
-
-
-def _recorded(model: StageModel, hidden_TD: Tensor, is_padding_T: Tensor) -> tuple[Callable[[], None], Tensor]:
-    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    beside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(beside):
-        _run(model, hidden_TD, is_padding_T)
-    torch.cuda.current_stream().wait_stream(beside)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        out_TD = _run(model, hidden_TD, is_padding_T)
-    return graph.replay, out_TD
