@@ -82,10 +82,12 @@ class ExpertSet(nn.Module):
         """These experts of a layer, each on its group of rows."""
         return run_each([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
 
-    def expert(self, which: ExpertId) -> nn.Module:
+    def expert(self, which: ExpertId) -> FeedForward:
         own = self.layers[str(which.layer)]
         assert isinstance(own, nn.ModuleDict)
-        return own[str(which.expert)]
+        expert = own[str(which.expert)]
+        assert isinstance(expert, FeedForward)
+        return expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +136,8 @@ class LocalExperts(ExpertSet):
     def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> Answered:
         """See ``ExpertBackend``; rows are [C, D]. Answers as many, or as many as belong to an expert."""
         if layer in self._stacks:
-            return Answered(layer, self._stacks[layer].run(rows_CD, groups.ends_E))
+            gated = self.expert(ExpertId(layer, 0)).pointwise.gated
+            return Answered(layer, self._stacks[layer].run(rows_CD, groups.ends_E, gated))
         sizes = groups.sizes
         return Answered(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))
 

@@ -5,7 +5,7 @@ one expert's matrix.
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.proto.plan import StagePlan
+from tramontane.workers.pointwise import PLAIN
 from tramontane.workers.tensor_names import TensorSpec
 from tramontane.workers.trial import check, failure
 
@@ -32,16 +33,16 @@ class Stack(NamedTuple):
     w2_EDF: Tensor
     for_few: bool = False
 
-    def run(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+    def run(self, rows_CD: Tensor, ends_E: Tensor, gated: Callable[[Tensor], Tensor] = PLAIN.gated) -> Tensor:
         """Each expert on its group of rows, [C, D]; those with none are not read. ``ends_E`` (int32) stays on the device.
+        ``gated``: as of ``Pointwise``.
 
         Rows after the last group are nobody's: what comes out there is whatever was in memory.
         """
         if self.for_few and len(rows_CD) <= FEW_ROWS:
             return self.row_by_row(rows_CD, ends_E)
         both_C2F = F.grouped_mm(rows_CD, self.w13_E2FD.transpose(1, 2), offs=ends_E)
-        gate_CF, up_CF = both_C2F.chunk(2, dim=-1)
-        return F.grouped_mm(F.silu(gate_CF) * up_CF, self.w2_EDF.transpose(1, 2), offs=ends_E)
+        return F.grouped_mm(gated(both_C2F), self.w2_EDF.transpose(1, 2), offs=ends_E)
 
     def row_by_row(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
         """The same, by kernels that read an expert's weights for each of its rows."""

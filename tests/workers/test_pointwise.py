@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import random_model, split_model, tiny_args, tiny_plan
+from harness import run_in_process
+from tiny import experts_together, random_model, split_model, tiny_args, tiny_plan
 
+from tramontane.proto.request import SamplingParams
 from tramontane.workers.layers import Attention, FeedForward
 from tramontane.workers.means import Means
 from tramontane.workers.pointwise import PLAIN, Pointwise, compiled
 from tramontane.workers.sdpa_kernels import sdpa_kernels
+from tramontane.workers.stage_worker import StageWorker
 
 CPU = torch.device("cpu")
 
@@ -51,3 +54,17 @@ def test_every_layer_uses_what_its_stage_has() -> None:
     users = [module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))]
     assert len(users) == 4
     assert all(module.pointwise is mine for module in users)
+
+
+def test_experts_that_lie_together_use_it_too() -> None:
+    args = tiny_args(n_layers=2)
+    plan, num_rows = tiny_plan(args, 1), []
+
+    def gated(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(gate_up_T2F))
+        return PLAIN.gated(gate_up_T2F)
+
+    means = Means(sdpa_kernels(), Pointwise(gated=gated))
+    worker = StageWorker(plan.stages[0], experts_together(random_model(args)), means=means)
+    run_in_process(plan, [worker], [[1, 2, 3]], SamplingParams(max_tokens=1))
+    assert num_rows == [6, 6], "two experts of each token, in two layers"
