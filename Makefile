@@ -19,10 +19,12 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-test: check  ## ruff and types, then the tests: beside those that start Ray run all others, which are shown when they are through
-	$(BIN)/python -m pytest -m "not ray" -o cache_dir=.pytest_cache/alone > .tests-alone.log 2>&1 & alone=$$!; \
-	$(BIN)/python -m pytest -m ray; clusters=$$?; \
-	wait $$alone; alone=$$?; cat .tests-alone.log; test $$clusters -eq 0 -a $$alone -eq 0
+test: check  ## ruff and types, then the tests: beside those of Ray Serve, which mostly wait, all others, shown when they are through
+	{ $(BIN)/python -m pytest -m "not ray" -o cache_dir=.pytest_cache/plain; plain=$$?; \
+	  $(BIN)/python -m pytest -m "ray and not serve" -o cache_dir=.pytest_cache/ray && test $$plain -eq 0; \
+	} > .tests-beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest -m serve; served=$$?; \
+	wait $$beside; beside=$$?; cat .tests-beside.log; test $$served -eq 0 -a $$beside -eq 0
 
 check: $(STAMP) types
 	$(BIN)/ruff check .

@@ -19,7 +19,11 @@ from serving import free_port, leftovers
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.serve_app import APPLICATION, application
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 PORT = free_port()
 URL = f"http://127.0.0.1:{PORT}"

@@ -61,6 +61,7 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.ray
+@pytest.mark.serve
 def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[str, str], tmp_path: Path) -> None:
     """Ports and the file of keys are the test's; everything else is as rendered."""
     config = serve_config(ray_service(overlay("demo")))

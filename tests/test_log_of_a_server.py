@@ -15,7 +15,11 @@ import httpx
 import pytest
 from serving import free_port
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 COMMAND = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()", "serve"]
 FLAGS = ["--link", "direct", "--log-format", "json", "--log-level", "info", "--json", "--tracing-exporter", "file"]

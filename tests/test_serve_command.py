@@ -32,7 +32,11 @@ from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.router.client import Client
 from tramontane.workers.stage_worker import StageWorker
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 COMMAND = [str(Path(sys.executable).parent / "tramontane"), "serve"]
 

@@ -15,7 +15,11 @@ from tramontane.cluster.pipeline import own_ray
 from tramontane.proto.errors import ConnectionLostError
 from tramontane.router.client import Client
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -13,7 +13,11 @@ from tramontane.cluster.cli import app
 from tramontane.cluster.pipeline import own_ray
 from tramontane.proto.errors import ConfigError
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 BODY = {"prompt": "ROMEO:", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 

@@ -24,6 +24,7 @@ from tramontane.cluster import pipeline
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.serve,
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
     pytest.mark.skipif(not (PROMETHEUS and PROMTOOL), reason="there is no prometheus here; apt-get install prometheus"),
 ]

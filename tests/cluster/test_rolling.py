@@ -36,7 +36,11 @@ from serving import (
 
 from tramontane.cluster.ray_settings import RAY_SETTINGS
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 CLIENTS = 6
 SYSTEM = {"_system_config": dict(RAY_SETTINGS)}

@@ -15,6 +15,7 @@ from tramontane.cluster.serve_app import APPLICATION, build
 
 pytestmark = [
     pytest.mark.ray,
+    pytest.mark.serve,
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),  # see ``number_of_routers``
 ]

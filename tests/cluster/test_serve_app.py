@@ -74,7 +74,11 @@ from tramontane.router.openai_schema import ParameterError
 from tramontane.router.served_model import UnknownModelError
 from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
 
-pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",
