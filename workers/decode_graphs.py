@@ -63,7 +63,7 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """The recordings of one stage, made when they are first needed."""
+    """The recordings of one stage: for few keys made when it is loaded, and for more of them when they are first needed."""
 
     def __init__(
         self, plan: StagePlan, model: StageModel, cache: RollingCache, table: SequenceTable, kernels: Kernels, recorder: Recorder
@@ -82,6 +82,15 @@ class DecodeGraphs:
     def sizes(self) -> list[Size]:
         """Of which there are recordings."""
         return list(self._recordings)
+
+    def prepare(self) -> None:
+        """Record the sizes that every server comes to: any number of decodes, of up to ``MIN_KEYS`` keys. The largest first: the
+        others find room in its memory. For 64 sequences these are 64, 32, ... 1.
+        """
+        widths = tuple(table_width([0], ring) for ring in self._table.rings)
+        num_decodes = self._numbers_3B.shape[1]
+        while num_decodes and self._record((num_decodes, widths)) is not None:
+            num_decodes //= 2
 
     def run(self, batch: MicroBatch, incoming_BD: Tensor | None) -> Tensor | None:
         """Hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32. ``batch`` has no chunks.

@@ -1,7 +1,7 @@
 """One stage: its share of the model, its caches, and the order in which steps may run."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -84,7 +84,15 @@ class StageWorker:
             on_tensor,
             are_together(plan, device),
         )
-        return cls(plan, model, device, read_pieces)
+        worker = cls(plan, model, device, read_pieces)
+        worker.prepare()
+        return worker
+
+    def prepare(self) -> None:
+        """Before the first step: what would make some steps wait, and changes nothing."""
+        with self._at_work():
+            if self.graphs is not None:
+                self.graphs.prepare()
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
@@ -124,7 +132,7 @@ class StageWorker:
 
     def begin(self, batch: MicroBatch, incoming: Activation | None) -> Unread:
         """As ``step``, of which the outcome is to be read: on a GPU the next step can be begun before."""
-        with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+        with self._at_work():
             return completed(self.open(batch, incoming))
 
     def open(self, batch: MicroBatch, incoming: Activation | None) -> Waiting[Unread]:
@@ -153,6 +161,11 @@ class StageWorker:
         of_prompts = tuple(self.logprobs.prompts(batch, hidden_TD, self.model.head))
         logits_SV = self.model.head(hidden_TD[index.sampled_rows]) if batch.sampled_ids else hidden_TD[:0]
         return self._unread(batch, incoming, notes, logits_SV, of_prompts)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
+            yield
 
     def _graphs(self) -> DecodeGraphs | None:
         """None where nothing is recorded, or cannot be: experts whose groups the host must know."""

@@ -15,6 +15,7 @@ from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ClusterPlan, WindowClass
 from tramontane.proto.request import SamplingParams
+from tramontane.workers import stage_worker
 from tramontane.workers.attention import Kernels
 from tramontane.workers.decode_graphs import Compute
 from tramontane.workers.means import Means
@@ -119,6 +120,18 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
     for slots, positions in (([0, 3, 1, 2], [5, 23, 24, 400]), ([2, 0, ring.scratch_slot, 1], [99, 0, 0, 26])):
         numbers_2B.copy_(torch.tensor([slots, positions]))
         assert torch.equal(replayed(), tensors())
+
+
+def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, args = Replays(), tiny_args(n_layers=2, moe=False)
+    monkeypatch.setattr(stage_worker, "means_for", lambda *_: Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=recorder))
+    plan = tiny_plan(args, 2, max_num_seqs=5)
+    workers = [StageWorker.load(stage, RandomWeights()) for stage in plan.stages]
+    for worker in workers:
+        assert worker.graphs is not None
+        assert [size[0] for size in worker.graphs.sizes] == [8, 4, 2, 1]
+    run_in_process(plan, workers, PROMPTS[:5], budget=32)
+    assert (recorder.num_recorded, recorder.num_replayed > 20) == (2 * 4, True)
 
 
 class _Refuses:
