@@ -9,10 +9,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 from k8s_documents import overlay, ray_service, serve_config
@@ -55,7 +57,9 @@ def cluster(environment: dict[str, str], tmp_path: Path) -> Iterator[str]:
                 time.sleep(0.2)
             yield url
         finally:
-            ray.terminate()
+            for process in (*psutil.Process(ray.pid).children(recursive=True), ray):  # asked to end, Ray takes half a minute
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
             ray.wait(60)
             shutil.rmtree(folder, ignore_errors=True)
 
