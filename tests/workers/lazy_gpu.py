@@ -55,7 +55,7 @@ class LazyEvent:
         return done
 
     def finish(self) -> None:
-        while self.num_done < self.num_asked:
+        while not self.gpu.is_done(self):
             self.gpu.work_a_little()
 
     def wait(self) -> None:
@@ -115,6 +115,11 @@ class LazyGpu:
     def num_kept(self) -> int:
         """Pieces of memory that nobody has closed."""
         return sum(not memory.is_closed for memory in self._memories)
+
+    def is_done(self, event: LazyEvent) -> bool:
+        """Not while somebody is about to take what was done off its stream."""
+        with self._turn:
+            return event.num_done >= event.num_asked
 
     def work_a_little(self) -> None:
         """One operation of one process, if it is not one that waits."""

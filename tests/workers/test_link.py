@@ -296,8 +296,8 @@ def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: py
     listener = SocketListener(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
+        neighbour = SocketEdges().connect(listener.address, HOST)  # it has said the word before anybody waits for that
         accepted = thread.submit(listener.accept)
-        neighbour = SocketEdges().connect(listener.address, HOST)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
         neighbour.receive(received_T)
@@ -320,10 +320,10 @@ def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, e
         monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
     worker.fence(0)
-    with socket.create_server((HOST, 0)) as nobody:
-        port = nobody.getsockname()[1]
-    with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
-        _link(worker, edges).connect((HOST, port, "word"))
+    with socket.socket() as nobody:
+        nobody.bind((HOST, 0))  # and listens to nothing, but keeps the port from others
+        with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
+            _link(worker, edges).connect((HOST, nobody.getsockname()[1], "word"))
 
 
 @every_kind
