@@ -51,15 +51,17 @@ async def _not_by_way_of(head: list[int]) -> AsyncIterator[httpx.AsyncClient]:
                 return
 
 
-async def _tokens(prompt: str, head: list[int], begun: asyncio.Event) -> list[int]:
-    """Of a stream; ``begun`` after some of them."""
+async def _tokens(prompt: str, head: list[int], connected: asyncio.Barrier, begun: asyncio.Event) -> list[int]:
+    """Of a stream; ``begun`` after some of them. None is asked for before all have found a connection: that may take several."""
     tokens: list[int] = []
-    async with _not_by_way_of(head) as client, client.stream("POST", "/v1/completions", json=BODY | {"prompt": prompt}) as answer:
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                tokens += [token for choice in json.loads(line[6:])["choices"] for token in choice["token_ids"]]
-            if len(tokens) > 10:
-                begun.set()
+    async with _not_by_way_of(head) as client:
+        await connected.wait()
+        async with client.stream("POST", "/v1/completions", json=BODY | {"prompt": prompt}) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    tokens += [token for choice in json.loads(line[6:])["choices"] for token in choice["token_ids"]]
+                if len(tokens) > 10:
+                    begun.set()
     return tokens
 
 
@@ -68,7 +70,9 @@ class _Streams:
 
     def __init__(self, head: list[int]) -> None:
         self._begun = [asyncio.Event() for _ in PROMPTS]
-        self._asked = [asyncio.create_task(_tokens(*each)) for each in zip(PROMPTS, [head] * 2, self._begun, strict=True)]
+        connected = asyncio.Barrier(len(PROMPTS))
+        asked = zip(PROMPTS, self._begun, strict=True)
+        self._asked = [asyncio.create_task(_tokens(prompt, head, connected, begun)) for prompt, begun in asked]
 
     async def begun(self) -> None:
         for each in self._begun:

@@ -73,7 +73,9 @@ def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[st
     config["applications"][0]["args"]["api_key_file"] = str(tmp_path / "keys")
     (tmp_path / "keys").write_text(f"{KEY}\n")
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
-    assert httpx.get(f"{cluster}/api/serve/applications/").status_code in (401, 403), "the cluster obeys those with its token"
+    assert httpx.get(f"{cluster}/api/serve/applications/", timeout=30).status_code in (401, 403), (
+        "the cluster obeys those with its token"
+    )
     deploy = [BIN / "serve", "deploy", "--address", cluster, str(tmp_path / "serve.yaml")]
     done = subprocess.run(deploy, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -86,7 +88,7 @@ def test_the_demos_config_deploys_and_answers(cluster: str, environment: dict[st
     assert len(status["deployments"]["Ingress"]["replicas"]) == 2
     wait_until_ready()
     body = {"prompt": "ROMEO:", "max_tokens": 8, "temperature": 0}
-    assert httpx.post(f"{URL}/v1/completions", json=body).status_code == 401
+    assert httpx.post(f"{URL}/v1/completions", json=body, timeout=120).status_code == 401
     answer = httpx.post(f"{URL}/v1/completions", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
     assert answer.json()["usage"]["completion_tokens"] == 8, answer.text
     with Client(GRPC, api_key=KEY) as client:

@@ -121,22 +121,22 @@ def test_it_finishes_what_runs_and_a_second_signal_ends_it(tmp_path: Path) -> No
     with _server(_environment(tmp_path), "--port", str(port), "--drain-timeout", "600") as (process, ready):
         completions = f"{ready['url']}/v1/completions"
         with (
-            httpx.stream("POST", completions, json=body | {"max_tokens": 200}, timeout=120) as short,
+            httpx.stream("POST", completions, json=body | {"max_tokens": 600}, timeout=120) as short,
             httpx.stream("POST", completions, json=body | {"max_tokens": 2000}, timeout=120) as long,
         ):
             short_lines, long_lines = short.iter_lines(), long.iter_lines()
             assert next(short_lines).startswith("data: {")
             assert next(long_lines).startswith("data: {")
             process.send_signal(signal.SIGTERM)
-            while (health := httpx.get(f"{ready['url']}/health")).status_code == 200:
+            while (health := httpx.get(f"{ready['url']}/health", timeout=60)).status_code == 200:
                 time.sleep(0.01)
             assert health.json()["error"]["code"] == "draining"
-            refused = httpx.post(completions, json={"prompt": "x"})
+            refused = httpx.post(completions, json={"prompt": "x"}, timeout=60)
             assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
             assert [line for line in short_lines if line][-1] == "data: [DONE]"
             process.send_signal(signal.SIGTERM)
             assert "has stopped before this request ended" in [line for line in long_lines if line][-1]
-        assert process.wait(60) == 0
+        assert process.wait(timeout=120) == 0
         assert process.stderr is not None
         assert re.search(
             r"finishing 2 requests.*ending [12] request", process.stderr.read(), re.DOTALL

@@ -909,11 +909,11 @@ def test_an_idle_stage_that_dies_is_fenced_anew_without_a_request() -> None:
     while True:
         try:
             (after,) = router_stats()
-            if after["epoch"] > before["epoch"] and httpx.get(f"{URL}/health", timeout=10).status_code == 200:
+            if after["epoch"] > before["epoch"] and httpx.get(f"{URL}/health", timeout=60).status_code == 200:
                 break
         except RayError:
             pass
-        httpx.get(f"{URL}/health", timeout=10)  # asking is what notices
+        httpx.get(f"{URL}/health", timeout=60)  # asking is what notices
         time.sleep(0.1)
     assert after["stages"][0]["pid"] == before["stages"][0]["pid"]
     assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
