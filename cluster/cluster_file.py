@@ -60,10 +60,11 @@ class ClusterFile:
 
 def cluster_text(file: ClusterFile) -> str:
     document = {"cluster_name": NAME, **_machines(file), **_software(file), **_ray(file)}
+    needed = "rsync" if file.memory else "rsync, a driver for CUDA, gcc and Python's headers (Triton compiles with them)"
     lines = [
         f"{MARK}{file.command}",
         "# In capitals: what to fill in. The token that Ray will ask for is made once, by: ray get-auth-token --generate",
-        f"# On every node: Python 3.11 or later with venv, {'rsync' if file.memory else 'rsync and a driver for CUDA'}"
+        f"# On every node: Python 3.11 or later with venv, {needed}"
         f"{f', and the model at {model}' if (model := file.serve.get('model')) else ''}.",
         f"# ray up FILE; ray exec FILE 'ray status', until {file.num_nodes + (not file.stage_on_head)} nodes are active; then:",
         f"# ray exec FILE 'tramontane serve --config {SERVE_FILE}'",
@@ -128,6 +129,7 @@ def _software(file: ClusterFile) -> dict[str, Any]:
     """What is installed, into a virtual environment of its own, and set for every shell and thus for all that Ray starts."""
     is_url = "://" in file.wheel
     wheel = file.wheel if is_url else f"~/{PurePosixPath(file.wheel).name}"
+    pip, name = "~/tramontane/bin/python -m pip install", shlex.quote(wheel) if is_url else wheel
     settings = {"RAY_AUTH_MODE": "token", **SERVE_SETTINGS}
     lines = ["export PATH=~/tramontane/bin:$PATH", *(f"export {name}={value}" for name, value in settings.items())]
     serve = json.dumps({"address": "auto", **file.serve})  # which is YAML, too
@@ -135,12 +137,13 @@ def _software(file: ClusterFile) -> dict[str, Any]:
         "file_mounts": {TOKEN: TOKEN, **({} if is_url else {wheel: file.wheel})},
         "setup_commands": [
             "test -x ~/tramontane/bin/python || python3 -m venv ~/tramontane",
-            f"~/tramontane/bin/python -m pip install {shlex.quote(wheel) if is_url else wheel}",
+            f"{pip} {name}",
+            f"{pip} --force-reinstall --no-deps {name}",  # pip leaves what has the same version, however it was built
             f"printf '%s\\n' {' '.join(map(shlex.quote, lines))} > ~/{SETTINGS_FILE}",
             f"grep -qs {SETTINGS_FILE} ~/.bashrc || echo '. ~/{SETTINGS_FILE}' >> ~/.bashrc",
         ],
         "head_setup_commands": [
-            *([f"~/tramontane/bin/python -m pip install {' '.join(sdks)}"] if (sdks := SDKS.get(file.provider)) else []),
+            *([f"{pip} {' '.join(sdks)}"] if (sdks := SDKS.get(file.provider)) else []),
             f"echo {shlex.quote(serve)} > ~/{SERVE_FILE}",
         ],
         "worker_setup_commands": [],

@@ -44,12 +44,12 @@ def cluster_yaml(
     wheel: Annotated[str | None, option("--wheel", help="Tramontane's: a path here, or a URL.")] = None,
     ssh_user: Annotated[str, option("--ssh-user", help="Who may log in.")] = "ubuntu",
     ssh_key: Annotated[
-        str | None, option("--ssh-key", help="Private key. Default: Ray makes one; local: ~/.ssh/id_ed25519.")
+        str | None, option("--ssh-key", help="local: private key. Default: ~/.ssh/id_ed25519. In clouds Ray makes one.")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File. Default: standard output.")] = None,
 ) -> None:
     """Write a file for ray up: a cluster that serves a model, one machine for each stage."""
-    _check(provider, machine, gpu_memory, cpu, hosts)
+    _check(provider, machine, gpu_memory, cpu, hosts, ssh_key)
     if out is not None and out.exists() and not (out.is_file() and out.read_text(encoding="utf-8").startswith(MARK)):
         raise ConfigError(f"{out} was not written by this command; choose another --out")
     args = application_args(context, OURS | {"gpu_memory"})
@@ -76,15 +76,16 @@ def cluster_yaml(
     typer.echo(f"wrote {out}: {num_nodes} machines with a stage each{f', {chosen.name}' if chosen.name else ''}")
 
 
-def _check(provider: str, machine: str | None, gpu_memory: str | None, cpu: bool, hosts: str | None) -> None:
+def _check(provider: str, machine: str | None, gpu_memory: str | None, cpu: bool, hosts: str | None, ssh_key: str | None) -> None:
     if provider == "local":
         if machine is not None:
             raise ConfigError("--machine is for clouds; say by --gpu-memory what your machines have")
         if gpu_memory is None:
             raise ConfigError("--provider local needs --gpu-memory, which says what each machine has, such as 24GiB")
         return
-    if hosts is not None or cpu:
-        raise ConfigError(f"{'--hosts' if hosts else '--cpu'}: only with --provider local")
+    for flag_name, given in {"--hosts": hosts, "--cpu": cpu, "--ssh-key": ssh_key}.items():
+        if given:
+            raise ConfigError(f"{flag_name}: only with --provider local")
     if (machine is None) != (gpu_memory is None):
         raise ConfigError("--machine and --gpu-memory belong together: give both, or neither for the smallest that will do")
 

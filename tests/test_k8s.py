@@ -120,6 +120,14 @@ def test_what_is_named_is_there(name: str) -> None:
     assert {secret for d in documents for secret in _found(d, "secretName")} <= {"tramontane-api-keys", "tramontane-tls"}
 
 
+def test_a_model_can_be_fetched_before_anything_else_changes() -> None:
+    parts = [d for d in overlay("stages") if d["metadata"].get("labels", {}).get("tramontane-part") == "model"]
+    names, job = sorted(parts, key=lambda document: str(document["kind"]))
+    assert (names["kind"], job["kind"]) == ("ConfigMap", "Job")
+    assert names["data"]["name"] == "mixtral-8x7b"
+    assert {reference["name"] for reference in _found(job, "configMapKeyRef")} == {names["metadata"]["name"]}
+
+
 def test_keys_come_from_a_file_that_is_not_shipped(tmp_path: Path) -> None:
     folder = shutil.copytree(K8S / "secrets", tmp_path / "secrets", ignore=shutil.ignore_patterns("*.txt"))
     assert [path.name for path in folder.iterdir()] == ["kustomization.yaml"]
@@ -145,6 +153,7 @@ def test_the_image_is_one_for_the_pods() -> None:
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         for source in line.replace("--chown=1000:1000 ", "").split():
             assert (ROOT / source).exists(), source
+    assert {"bash", "gcc", "libc6-dev"} <= set(text.split()), "Triton compiles with them, without recommended packages"
     assert re.search(r"ray\[[^]]*\]>=" + re.escape(RAY_VERSION.rpartition(".")[0]), (ROOT / "pyproject.toml").read_text())
 
 

@@ -162,9 +162,12 @@ def test_a_wheel_is_a_path_or_a_url(tmp_path: Path) -> None:
     path = _written(tmp_path / "a.yaml", *LOCAL, "--wheel", "built/tramontane-1.whl")
     assert path["file_mounts"]["~/tramontane-1.whl"] == "built/tramontane-1.whl"
     assert path["setup_commands"][1].endswith("pip install ~/tramontane-1.whl")
+    assert path["setup_commands"][2].endswith("pip install --force-reinstall --no-deps ~/tramontane-1.whl"), "also if built anew"
     url = _written(tmp_path / "b.yaml", *LOCAL, "--wheel", "https://example.com/tramontane-1.whl?a=1&b=2")
     assert list(url["file_mounts"]) == ["~/.ray/auth_token"]
-    assert shlex.split(url["setup_commands"][1])[-1] == "https://example.com/tramontane-1.whl?a=1&b=2"
+    assert {shlex.split(command)[-1] for command in url["setup_commands"][1:3]} == {
+        "https://example.com/tramontane-1.whl?a=1&b=2"
+    }
 
 
 @pytest.mark.parametrize(
@@ -178,6 +181,7 @@ def test_a_wheel_is_a_path_or_a_url(tmp_path: Path) -> None:
         ((*LOCAL, "--hosts", "a,,b"), "--hosts is 'a,,b'"),
         (("--provider", "aws", *MIXTRAL, "--hosts", "a,b"), "--hosts: only with --provider local"),
         (("--provider", "aws", *MIXTRAL, "--cpu"), "--cpu: only with --provider local"),
+        (("--provider", "azure", *MIXTRAL, "--ssh-key", "~/.ssh/mine"), "--ssh-key: only with --provider local"),
         (("--provider", "aws", *MIXTRAL, "--gpu-memory", "80GiB"), "--machine and --gpu-memory belong together"),
         (("--provider", "local", *MIXTRAL, "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
         ((*LOCAL, "--config", "{}/address.yaml"), "address (in "),
