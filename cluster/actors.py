@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.cluster.expert_record import current_plan
 from tramontane.cluster.logs import LogSettings
+from tramontane.cluster.own_failures import OwnFailures
 from tramontane.cluster.step_log import failures_logged
 from tramontane.cluster.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
 from tramontane.proto import wire
@@ -88,6 +89,7 @@ class StageActor(WorkerActor["StageWorker"]):
         self._steps: Steps | None = None
         self._remote: RemoteExperts | None = None  # where experts are on actors of their own
         self._link: StageLink | None = None  # where hidden states travel directly
+        self._own_failures = OwnFailures(plan.label, device)
         super().__init__(plan.label, plan.weight_bytes, weights, device, fingerprint)
 
     def _load(self) -> "StageWorker":
@@ -150,7 +152,7 @@ class StageActor(WorkerActor["StageWorker"]):
         if self._link is None:
             raise StaleEpochError(f"{self.label} has not been linked since it was loaded")
         decoded = wire.decode_batch(batch)
-        with failures_logged(self._worker, decoded):
+        with self._own_failures.noticed(decoded.epoch), failures_logged(self._worker, decoded):
             return wire.encode_result(self._link.step(decoded))
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
@@ -163,7 +165,7 @@ class StageActor(WorkerActor["StageWorker"]):
         worker.check_epoch(decoded)
         assert self._steps is not None
         outbox = Outbox()
-        with failures_logged(worker, decoded):
+        with self._own_failures.noticed(decoded.epoch), failures_logged(worker, decoded):
             outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.put)
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.packed(outcome)
 

@@ -10,6 +10,7 @@ from ray.util.placement_group import PlacementGroup
 
 from tramontane.cluster.actors import ExpertActors, placed_in
 from tramontane.cluster.logs import LogSettings
+from tramontane.cluster.own_failures import OwnFailures
 from tramontane.cluster.worker_actor import WorkerActor, WorkerHealth
 from tramontane.proto.errors import ExpertLostError
 from tramontane.proto.expert_plan import ExpertId
@@ -52,6 +53,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         self._pipeline = experts.pipeline
         self._door: ExpertDoor | None = None
         own = self._plan.actors[actor_id]
+        self._own_failures = OwnFailures(own.label, device)
         super().__init__(own.label, own.weight_bytes, weights, device, fingerprint)
 
     def _load(self) -> "ExpertWorker":
@@ -61,7 +63,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
 
         worker = ExpertWorker.load(self._plan, self._actor_id, self._weights, self._device, self._on_tensor)
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        self._door = ExpertDoor(worker, self._plan, host, edges_for(worker.device), self._threads)
+        self._door = ExpertDoor(worker, self._plan, host, edges_for(worker.device), self._threads, self._own_failures.noticed)
         return worker
 
     def _exporter(self) -> Callable[[], None]:
@@ -85,8 +87,9 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
         torch.set_num_threads(self._threads)  # counts per thread
         dtype = getattr(torch, self._plan.dtype)
         rows_CD = torch.from_numpy(rows).view(dtype).view(expert_call.num_rows, -1)
-        reply = worker.run(expert_call, to_device(rows_CD, worker.device))
-        return reply.busy_s, to_host(reply.rows_CD).view(torch.uint8).reshape(-1).numpy()
+        with self._own_failures.noticed():
+            reply = worker.run(expert_call, to_device(rows_CD, worker.device))
+            return reply.busy_s, to_host(reply.rows_CD).view(torch.uint8).reshape(-1).numpy()
 
     @ray.method(concurrency_group="control")
     def open(self, calls: "Address") -> "Address":

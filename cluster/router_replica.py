@@ -31,6 +31,7 @@ from tramontane.cluster.token_channel import TokenChannels
 from tramontane.cluster.worker_actor import EXPORT_EVERY_S, naming_the_node
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
 from tramontane.router.activity import ActivityLog
+from tramontane.router.progress import Progress
 from tramontane.router.router import Router
 from tramontane.workers.fingerprint import Fingerprint, check_fingerprint, mark_of
 
@@ -186,7 +187,8 @@ class RouterReplica:
         self._is_given_up = False
         router = self._router
         gave_up = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
-        if self._driving.done() or (gave_up and not router.is_running and not await self._is_superseded()):
+        is_well = router.is_running and not router.progress.is_fruitless
+        if self._driving.done() or (gave_up and not is_well and not await self._is_superseded()):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
         if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
             self._is_given_up = True
@@ -224,13 +226,15 @@ class RouterReplica:
         while True:
             await self._router.run()
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
-            self._num_failed_starts = 0 if self._router.scheduler.epoch else self._num_failed_starts + 1
+            ended = self._router
+            had_begun = bool(ended.scheduler.epoch) and not ended.progress.is_fruitless
+            self._num_failed_starts = 0 if had_begun else self._num_failed_starts + 1
             await asyncio.sleep(RETRY_S)
-            self._router = self._new_router()
+            self._router = self._new_router(ended.progress)
 
-    def _new_router(self) -> Router:
+    def _new_router(self, before: Progress | None = None) -> Router:
         scheduler = scheduler_for(self._config, self._spec.plan, bounded=True)
-        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity)
+        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, before=before)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:

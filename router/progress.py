@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+MAX_FRUITLESS = 5  # recoveries in a row, without a micro-batch between them, that count as getting on
+
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
@@ -15,11 +17,15 @@ class Recovery:
 
 
 class Progress:
-    """Of one router. By its clock, which is told to nobody else."""
+    """Of one router. By its clock, which is told to nobody else.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    ``before``: of the router that drove the same pipeline before this one, which does not make it any better.
+    """
+
+    def __init__(self, clock: Callable[[], float], before: "Progress | None" = None) -> None:
         self._clock = clock
-        self._at = clock()  # when something was last done, or there was last nothing to do
+        self._at: float = before._at if before else clock()  # when something was last done, or there was last nothing to do
+        self._num_fruitless: int = before._num_fruitless if before else 0
         self.is_fenced = self.has_begun = False
         self.num_recoveries = 0
         self.paused_s = 0.0  # in recoveries, from what was seen of the failure to the first token after it
@@ -30,23 +36,35 @@ class Progress:
         """By the router's clock."""
         return self._clock()
 
-    def note(self) -> None:
-        """Something was done, or there is nothing to do."""
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether the pipeline has failed since the last micro-batch that came back."""
+        return self._num_fruitless > 0
+
+    def came_back(self) -> None:
+        """A micro-batch did."""
+        self._num_fruitless = 0
         self._at = self._clock()
+
+    def note(self) -> None:
+        """Something else was done, or there is nothing to do. No matter where nothing ever comes of it."""
+        if self._num_fruitless <= MAX_FRUITLESS:
+            self._at = self._clock()
 
     def fenced(self) -> None:
         """The stages obey; work can begin."""
         self.is_fenced = self.has_begun = True
         self.note()
         if self.last_recovery is not None and self.last_recovery.fenced_at is None:
-            self.last_recovery = replace(self.last_recovery, fenced_at=self._at)
+            self.last_recovery = replace(self.last_recovery, fenced_at=self._clock())
 
     def failed(self, reason: str) -> None:
         """The stages must be fenced anew."""
         self.is_fenced = False
+        self._num_fruitless += 1
         self.note()
         self.num_recoveries += 1
-        self.last_recovery = Recovery(reason, self._at)
+        self.last_recovery = Recovery(reason, self._clock())
 
     def told_tokens(self) -> None:
         if self.last_recovery is not None and self.last_recovery.resumed_at is None:

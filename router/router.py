@@ -38,6 +38,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
         activity: ActivityLog | None = None,
+        before: Progress | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
@@ -50,7 +51,7 @@ class Router:
         self._seq_ids = itertools.count()
         self._starts = Starts(clock)
         self.failure: PipelineError | None = None
-        self.progress = Progress(clock)
+        self.progress = Progress(clock, before)
         self.activity = activity or ActivityLog()
         self._num_verdicts = 0  # against requests, since the last token of any
         self._loss: PipelineError | None = None  # that somebody else has seen
@@ -208,7 +209,7 @@ class Router:
 
     def _collect(self) -> None:
         while (done := self._in_flight.take()) is not None:
-            self.progress.note()
+            self.progress.came_back()
             self._deliver(*done)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:

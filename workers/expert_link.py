@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -64,10 +65,19 @@ class RowFormat:
 
 
 class ExpertDoor:
-    """An expert actor's ends of its links. Each stage has a thread of its own; one computes at a time."""
+    """An expert actor's ends of its links. Each stage has a thread of its own; one computes at a time, within ``around``."""
 
-    def __init__(self, worker: ExpertWorker, plan: ExpertPlan, host: str, edges: Edges, num_threads: int) -> None:
+    def __init__(
+        self,
+        worker: ExpertWorker,
+        plan: ExpertPlan,
+        host: str,
+        edges: Edges,
+        num_threads: int,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._worker, self._edges, self._host, self._num_threads = worker, edges, host, num_threads
+        self._around = around
         self._format = RowFormat.of(plan, worker.device)
         self._turn = threading.Lock()
 
@@ -106,7 +116,7 @@ class ExpertDoor:
 
     def _answer(self, call: ExpertCall, rows_CD: Tensor, outlet: Edge) -> None:
         try:
-            with self._turn:
+            with self._turn, self._around():
                 reply = self._worker.run(call, rows_CD)
         except ExpertMovedError:
             outlet.send(self._format.reply_head(MOVED))

@@ -239,6 +239,33 @@ def test_a_stage_that_stands_still_is_replaced(folder: Path, link: Link) -> None
         assert not psutil.pid_exists(stopped[0])
 
 
+@pytest.mark.parametrize("link", ["object-store", "direct"])
+def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, link: Link) -> None:
+    """As after a kernel that has failed: the process lives, answers and obeys, and each of its steps fails."""
+
+    def break_down(actor: Any) -> int:  # noqa: ANN401
+        from tramontane.cluster import own_failures
+
+        def fails(*_: object) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        actor._steps.step = fails
+        own_failures.can_compute = lambda device: False
+        return os.getpid()
+
+    with _pipeline(folder, 2, link=link) as (spec, chain):
+        broken: list[int] = []
+
+        def break_once(result: StepResult) -> None:
+            if result.step_id == 5 and not broken:
+                broken.append(ray.get(chain.stages[1].__ray_call__.remote(break_down)))
+
+        outputs = asyncio.run(run_prompts(chain, scheduler_for(spec.plan, 64), PROMPTS, observe=break_once))
+        _check_outputs(outputs)
+        assert ray.get(chain.stages[1].health.remote()).pid not in broken
+        assert not psutil.pid_exists(broken[0])
+
+
 # ---- the direct link
 
 

@@ -14,6 +14,7 @@ from past_activity import log_of, pipeline_data
 from tiny import tiny_args, tiny_plan
 
 from tramontane.cluster import any_pipeline as any_pipeline_module
+from tramontane.cluster import router_replica
 from tramontane.cluster.any_pipeline import any_pipeline, pipeline_prefix
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.expert_load import ExpertLoad
@@ -37,6 +38,14 @@ class StubRouter:
     failure: PipelineError | None = None
     loss: PipelineError | None = None
     makes_progress: bool = True
+    is_fruitless: bool = False
+
+    @property
+    def progress(self) -> Any:  # noqa: ANN401
+        return SimpleNamespace(is_fruitless=self.is_fruitless)
+
+    async def run(self) -> None:
+        """It has ended."""
 
     @property
     def has_begun(self) -> bool:
@@ -153,6 +162,27 @@ def test_a_router_that_lost_its_lease_or_its_loop_is_not_healthy() -> None:
         driving.set_result(None)
         with pytest.raises(PipelineError, match="drives no pipeline"):
             await _replica(StubRouter(7), driving).check_health()
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Router after router has it obey, and then nothing comes back."""
+    monkeypatch.setattr(router_replica, "RETRY_S", 0.0)
+
+    async def scenario() -> None:
+        replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
+        replica._new_router = lambda _before: StubRouter(8, is_fruitless=True)
+        driving = asyncio.create_task(RouterReplica._drive(replica))
+        while replica._num_failed_starts < MAX_FAILED_STARTS:
+            await replica.check_health()
+            await asyncio.sleep(0)
+        driving.cancel()
+        with pytest.raises(PipelineError, match="drives no pipeline"):
+            await replica.check_health()
+        assert not replica._is_given_up, "so that it is removed, and made anew"
+        replica._router = StubRouter(10)
+        await replica.check_health()
 
     asyncio.run(scenario())
 

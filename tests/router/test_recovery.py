@@ -324,6 +324,54 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    now, is_ill = [0.0], True
+
+    async def ill(_batch: MicroBatch) -> None:
+        now[0] += 1.0
+        await asyncio.sleep(0)
+        if is_ill:
+            await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+            raise PipelineError("a stage failed: no kernel runs any more")
+
+    class Replaced(RememberingChain):
+        async def replace_stuck(self, limit_s: float) -> str:
+            return "stage 1 did nothing for too long"
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    async def scenario() -> None:
+        nonlocal is_ill
+        chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
+        while not was_ill:
+            scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+            router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, before=before)
+            running = asyncio.create_task(router.run())
+            asked = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
+            while router.failure is None and not was_ill:
+                await asyncio.sleep(0)
+                num_looks += 1
+                was_ill = router.has_begun and not router.makes_progress
+                assert num_looks < 100_000
+            before = router.progress
+        assert before is not None
+        assert before.is_fruitless
+        is_ill = False
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert await _tokens(router, (7,), 5) == answer((7,), 5)
+        assert router.makes_progress, "a micro-batch came back"
+        assert not before.is_fruitless
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
 def test_a_limit_follows_what_micro_batches_take() -> None:
     watch = StepWatch(30.0)
     watch.submitted(100.0)

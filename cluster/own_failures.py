@@ -1,0 +1,61 @@
+"""A worker whose process can no longer compute ends it: Ray starts another one, which loads the weights anew."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tramontane.proto.errors import TramontaneError
+
+MAX_FAILURES = 4  # in a row, one more than a request causes that is to blame: two in company, the third alone
+
+logger = logging.getLogger(__name__)
+
+
+class OwnFailures:
+    """Of one process: what fails in it, and is neither a neighbour's doing nor told by an error of ours.
+
+    A kernel that fails leaves a CUDA context in which nothing works any more, while the process, its health checks and all
+    that only concerns the host's memory go on. So whatever fails, the device is asked whether it still computes.
+    """
+
+    def __init__(self, label: str, device: str, end: Callable[[], None] | None = None) -> None:
+        self._label, self._device, self._end = label, device, end or _end_process
+        self._num_in_a_row = 0
+        self._failed_epoch: int | None = None
+
+    @contextmanager
+    def noticed(self, epoch: int | None = None) -> Iterator[None]:
+        """Around each thing that the process is there for. In one epoch only the first failure counts: the rest was under way."""
+        try:
+            yield
+        except TramontaneError:
+            raise
+        except Exception as error:
+            if epoch is None or epoch != self._failed_epoch:
+                self._num_in_a_row += 1
+            self._failed_epoch = epoch
+            if not can_compute(self._device):
+                self._give_up(f"{self._device} computes no more: {error}")
+            elif self._num_in_a_row >= MAX_FAILURES:
+                self._give_up(f"{MAX_FAILURES} failures in a row: {error}")
+            raise
+        self._num_in_a_row = 0
+
+    def _give_up(self, why: str) -> None:
+        logger.error("%s ends its process, and gets a new one: %s", self._label, why)
+        self._end()
+
+
+def _end_process() -> None:
+    os._exit(1)  # an exit that Ray does not take for intended, and that waits for no device
+
+
+def can_compute(device: str) -> bool:
+    """Whether the device still does what it is told."""
+    import torch
+
+    try:
+        return bool(torch.ones(1, device=device).add_(1).item() == 2)
+    except Exception:
+        return False
