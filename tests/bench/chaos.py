@@ -219,6 +219,15 @@ def _show(ledger: dict[str, Any]) -> None:
     console.print(f"longest request: {ledger['longest_request_s']} s")
     console.print(f"object stores filled: {ledger['stores_filled']}")
     console.print(f"left behind: {ledger['left'] or 'nothing'}")
+    for what in _not_done(ledger):
+        console.print(f"not shown: {what}")
+
+
+def _not_done(ledger: dict[str, Any]) -> list[str]:
+    """What a run must not pass without."""
+    unfilled = any("object store" in kind for kind in ledger["faults"]) and not ledger["stores_filled"]
+    few = ledger["least_streams"] < WANTED
+    return [f"a fault came with fewer than {WANTED} unfinished streams"] * few + ["no object store was filled"] * unfilled
 
 
 def main() -> None:
@@ -240,7 +249,7 @@ def main() -> None:
     _show(ledger)
     if args.json:
         print(json.dumps(ledger, indent=1))
-    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"]))
+    sys.exit(bool(ledger["failed"] or ledger["different"] or ledger["left"] or _not_done(ledger)))
 
 
 if __name__ == "__main__":
