@@ -139,16 +139,16 @@ class Counting(GoingOn):
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         super().__init__(token_ids)
-        self.num_new = 0
+        self.has_room = True
         self.asked: list[Sequence[SequenceSpec]] = []
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        self.num_new += 1
-        if self.num_new > 1:
+        if not self.has_room:
             raise OverloadedError("full", 3)
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self.asked.append(specs)
+        self.has_room = False
         async for batch in super().generate(specs):
             yield batch
 
@@ -352,7 +352,7 @@ def test_who_has_met_a_door_that_was_dead_already_is_new_to_the_next() -> None:
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        source.num_new = 1  # somebody else has the room
+        source.has_room = False  # somebody else has the room
         relay, doors = _relayed(source, (0,))
         client = await answered(relay, COMPLETIONS, {"prompt": "Hello"})
         assert source.asked == []
