@@ -27,6 +27,7 @@ from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, Measured
 from tramontane.cluster.http_errors import ERROR_HANDLERS, json_error, owner_of, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
+from tramontane.cluster.slow_readers import WaitForReaders
 from tramontane.cluster.ui_page import ui_routes
 from tramontane.cluster.whole_answers import TELL
 from tramontane.proto.errors import ConfigError, OverloadedError
@@ -53,7 +54,7 @@ class HttpDoor:
     ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
     how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``more_routes`` are other
     doors' endpoints, behind the same keys, and ``more_operations`` what the page of all endpoints says of them.
-    ``sends_request_id``: see ``DoorGuard``. ``slow_reader_s``: see ``EventStream``.
+    ``sends_request_id``: see ``DoorGuard``. ``slow_reader_s``: see ``WaitForReaders``.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class HttpDoor:
         self._operations = {**OPERATIONS, **(more_operations or {})}
         self._page: dict[str, Any] | None = None
         self._more_routes, self._sends_request_id = more_routes, sends_request_id
-        self._pacer, self._slow_reader_s = Pacer(writes_per_s), slow_reader_s
+        self._pacer, self._waits = Pacer(writes_per_s), Middleware(WaitForReaders, limit_s=slow_reader_s)
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
@@ -95,7 +96,7 @@ class HttpDoor:
             **ERROR_HANDLERS,
             Exception: _our_fault(self._sends_request_id),
         }
-        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard])
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard, self._waits])
         app.router.redirect_slashes = False  # a client that follows would come back with a GET
         return app
 
@@ -207,7 +208,7 @@ class HttpDoor:
         events = paced_events(
             self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
         )
-        return EventStream(events, changes, self._slow_reader_s, request_id(request))
+        return EventStream(events, changes)
 
     async def _body(self, request: Request) -> bytes:
         try:
