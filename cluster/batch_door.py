@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tramontane.cluster.batch_operations import JSONL
-from tramontane.cluster.http_errors import body_of, parts_of
+from tramontane.cluster.body_budget import BodyBudget
 from tramontane.proto.errors import TramontaneError
 from tramontane.router.batch_results import result_line
 from tramontane.router.batch_service import BatchService
@@ -43,8 +43,8 @@ MAX_FIELDS = 8
 class BatchDoor:
     """The endpoints. Its routes are for another application to take in."""
 
-    def __init__(self, service: BatchService) -> None:
-        self._service, self._keep_s = service, service.limits.keep_s
+    def __init__(self, service: BatchService, bodies: BodyBudget | None = None) -> None:
+        self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyBudget()
 
     def routes(self) -> list[Route]:
         return [
@@ -64,7 +64,7 @@ class BatchDoor:
         """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
         _check_form_type(request.headers.get("content-type", ""))
         most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
-        parser = MultiPartParser(request.headers, parts_of(request, most), max_files=1, max_fields=MAX_FIELDS)
+        parser = MultiPartParser(request.headers, self._bodies.parts(request, most), max_files=1, max_fields=MAX_FIELDS)
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, UnicodeError) as error:
@@ -102,7 +102,7 @@ class BatchDoor:
 
     async def create(self, request: Request) -> Response:
         """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
-        parsed = parse_batch(await body_of(request, MAX_BATCH_BODY))
+        parsed = parse_batch(await self._bodies.whole(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
         return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
 

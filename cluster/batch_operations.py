@@ -18,14 +18,14 @@ BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 BATCH_OPERATIONS: Operations = MappingProxyType(
     {
         ("POST", "/v1/files"): Operation(
-            "Store a file of requests", shapes.StoredFile, (400, 413, 503), shapes.Upload, body_type="multipart/form-data"
+            "Store a file of requests", shapes.StoredFile, (400, 408, 413, 503), shapes.Upload, body_type="multipart/form-data"
         ),
         ("GET", "/v1/files"): Operation("The files", shapes.FileList, (400, 404, 503), query=FILE_QUERY),
         ("GET", "/v1/files/{file_id}"): Operation("A file", shapes.StoredFile, (404, 503)),
         ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", shapes.DeletedFile, (404, 503)),
         ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", errors=(404, 503), answer_type=JSONL),
         ("POST", "/v1/batches"): Operation(
-            "Start a batch job", shapes.Batch, (400, 404, 413, 429, 503), BatchRequest, BATCH_EXAMPLE
+            "Start a batch job", shapes.Batch, (400, 404, 408, 413, 429, 503), BatchRequest, BATCH_EXAMPLE
         ),
         ("GET", "/v1/batches"): Operation("The batch jobs", shapes.BatchList, (400, 404, 503), query=BATCH_QUERY),
         ("GET", "/v1/batches/{job_id}"): Operation("A batch job", shapes.Batch, (404, 503)),

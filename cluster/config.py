@@ -85,7 +85,7 @@ class EngineConfig(BaseModel):
     max_body_bytes: Count = Field(8 * 2**20, description="of one HTTP request")
     stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
     drain_timeout: Annotated[float, Field(ge=0, le=86_400)] | None = Field(None, description="seconds; 30, deployed by Serve 600")
-    slow_reader_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds without reading a stream")
+    slow_reader_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds without reading an answer")
     api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(api_keys)] = Field((), description="shown by nothing")
     api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
     jobs_database: Annotated[SecretStr, Field(min_length=1)] | None = Field(

@@ -73,17 +73,16 @@ class DoorRelay:
 
     def _keeping(self, body: "_Body") -> Receive:
         """What a door reads, from the beginning again."""
-        place = 0
+        knows_all = not body.has_begun
 
         async def receive() -> Message:
-            nonlocal place
-            if place < len(body.parts):
-                place += 1
-                return body.parts[place - 1]
+            nonlocal knows_all
+            if not knows_all:
+                knows_all = True
+                return body.so_far()
             message = await body.receive()
             if body.is_kept and message["type"] == "http.request":
                 self._num_kept += body.keep(message, room=MAX_BODIES - self._num_kept)
-                place += 1
             return message
 
         return receive
@@ -124,13 +123,15 @@ class _Tries:
 
 
 class _Body:
-    """Of one request, as far as it has been read."""
+    """Of one request, as far as it has been read; in one piece, since the parts may be millions of a byte each."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self.parts: list[Message] = []
-        self._num_bytes = 0
-        self.is_kept, self.has_left = True, False
+        self._kept, self._has_more = bytearray(), True
+        self.has_begun, self.is_kept, self.has_left = False, True, False
+
+    def so_far(self) -> Message:
+        return {"type": "http.request", "body": bytes(self._kept), "more_body": self._has_more}
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -138,17 +139,17 @@ class _Body:
         return message
 
     def keep(self, message: Message, room: int) -> int:
-        """Returns how many bytes that adds. Where it is too much, nothing of this body is kept any more."""
-        size = len(message.get("body", b""))
-        if self._num_bytes + size > MAX_BODY or size > room:
+        """Returns how many bytes more are kept now. Where it is too much, nothing of this body is kept any more."""
+        part = message.get("body", b"")
+        if len(self._kept) + len(part) > MAX_BODY or len(part) > room:
             self.is_kept = False
-            self.parts.clear()
-            return 0
-        self.parts.append(message)
-        self._num_bytes += size
-        return size
+            return -self.forget()
+        self._kept += part
+        self.has_begun, self._has_more = True, message.get("more_body", False)
+        return len(part)
 
     def forget(self) -> int:
-        """Returns how many bytes it has added in all."""
-        self.parts.clear()
-        return self._num_bytes
+        """Returns how many bytes it has kept."""
+        num_bytes = len(self._kept)
+        self._kept = bytearray()
+        return num_bytes

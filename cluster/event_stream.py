@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import logging
-import math
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from typing import Any, NamedTuple, Protocol
@@ -14,13 +12,9 @@ from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.http_errors import failed
 from tramontane.cluster.relayed_response import ANSWER, NEWS, event_of
-from tramontane.cluster.slow_readers import LIMIT, SlowReaderError, patient
 from tramontane.proto.errors import TramontaneError
-from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource
 from tramontane.router.begun_answer import ChoiceNews
-
-logger = logging.getLogger(__name__)
 
 Changes = AsyncGenerator[list[dict[str, Any]], None]
 
@@ -78,28 +72,20 @@ class Pacer:
 class EventStream(StreamingResponse):
     """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
 
-    Without this they would wait for Python's garbage collector, and hold their places until then. So they are when the client
-    does not read for ``slow_reader_s``. The last event and the end travel in one message: a door cannot die between the two.
+    Without this they would wait for Python's garbage collector, and hold their places until then. The last event and the end
+    travel in one message: a door cannot die between the two.
     """
 
-    def __init__(
-        self, events: AsyncGenerator[Piece, None], changes: Changes, slow_reader_s: float = math.inf, request_id: str = "-"
-    ) -> None:
-        headers = {"cache-control": "no-cache"} | ({LIMIT: f"{slow_reader_s:g}"} if slow_reader_s < math.inf else {})
-        super().__init__((), media_type="text/event-stream", headers=headers)
+    def __init__(self, events: AsyncGenerator[Piece, None], changes: Changes) -> None:
+        super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.events, self._changes = events, changes
-        self._slow_reader_s, self._request_id = slow_reader_s, request_id
         self._is_relayed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._is_relayed = ANSWER in scope
         async with aclosing(self._changes), aclosing(self.events):
             with suppress(ClientDisconnect):
-                try:
-                    await super().__call__(scope, receive, patient(send, self._slow_reader_s))
-                except SlowReaderError:
-                    why = "request %s was dropped: its client did not read for %g s"
-                    logger.warning(why, self._request_id, self._slow_reader_s, extra=about(self._request_id))
+                await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -19,16 +19,18 @@ from starlette.routing import Match, Route
 from starlette.types import ExceptionHandler
 
 from tramontane.cluster.api_keys import ApiKeys
+from tramontane.cluster.body_budget import MAX_HELD, BodyBudget
 from tramontane.cluster.docs_page import docs_routes
 from tramontane.cluster.door_guard import DoorGuard
 from tramontane.cluster.event_stream import EventStream, Growing, Pacer, paced_events
 from tramontane.cluster.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
-from tramontane.cluster.http_errors import ERROR_HANDLERS, body_of, json_error, owner_of, request_id
+from tramontane.cluster.http_errors import ERROR_HANDLERS, json_error, owner_of, request_id
 from tramontane.cluster.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.relayed_response import ANSWER, SaysItsNode
+from tramontane.cluster.slow_readers import WaitForReaders
 from tramontane.cluster.ui_page import ui_routes
 from tramontane.cluster.whole_answers import TELL
-from tramontane.proto.errors import ConfigError
+from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource
 from tramontane.router.asked import TIMEOUT, Asked, seconds_given
@@ -52,7 +54,7 @@ class HttpDoor:
     ``move_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that, and by
     how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``more_routes`` are other
     doors' endpoints, behind the same keys, and ``more_operations`` what the page of all endpoints says of them.
-    ``sends_request_id``: see ``DoorGuard``. ``slow_reader_s``: see ``EventStream``.
+    ``sends_request_id``: see ``DoorGuard``. ``slow_reader_s``: see ``WaitForReaders``.
     """
 
     def __init__(
@@ -71,9 +73,11 @@ class HttpDoor:
         more_operations: Operations | None = None,
         sends_request_id: bool = True,
         slow_reader_s: float = math.inf,
+        bodies: BodyBudget | None = None,
         sign: tuple[str, str] = ("", ""),
     ) -> None:
         self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
+        self._bodies = bodies or BodyBudget(max(MAX_HELD, max_body))  # a body as large as allowed has room, at least alone
         self._expert_load, self._move_experts = expert_load, move_experts
         self._chat = chat or NoChat("this server has no chat format")
         self._keys = keys or ApiKeys()
@@ -82,7 +86,7 @@ class HttpDoor:
         self._operations = {**OPERATIONS, **(more_operations or {})}
         self._page: dict[str, Any] | None = None
         self._more_routes, self._sends_request_id = more_routes, sends_request_id
-        self._pacer, self._slow_reader_s = Pacer(writes_per_s), slow_reader_s
+        self._pacer, self._waits = Pacer(writes_per_s), Middleware(WaitForReaders, limit_s=slow_reader_s)
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
@@ -92,7 +96,7 @@ class HttpDoor:
             **ERROR_HANDLERS,
             Exception: _our_fault(self._sends_request_id),
         }
-        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard])
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard, self._waits])
         app.router.redirect_slashes = False  # a client that follows would come back with a GET
         return app
 
@@ -160,10 +164,9 @@ class HttpDoor:
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
         begun: BegunAnswer = request.scope.get(ANSWER) or BegunAnswer()
-        deadline = _deadline(request, begun)
+        source = self._source_for(request, begun)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, owner_of(request), deadline, request_id(request))
         if not begun.goes_on:
             source.check_room(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
@@ -174,16 +177,22 @@ class HttpDoor:
     async def chat_completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
         begun: BegunAnswer = request.scope.get(ANSWER) or BegunAnswer()
-        deadline = _deadline(request, begun)
+        source = self._source_for(request, begun)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, owner_of(request), deadline, request_id(request))
         if not begun.goes_on:
             source.check_room(parsed.n)
         chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
         if not parsed.stream:
             return JSONResponse(await chat.run(source, request.scope.get(TELL, tell_nobody)))
         return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
+
+    def _source_for(self, request: Request, begun: BegunAnswer) -> Asked:
+        """Before the body is read and parsed. Raises DrainingError, and OverloadedError where not even one sequence has room."""
+        source = Asked(self._source, owner_of(request), _deadline(request, begun), request_id(request))
+        if not begun.goes_on:
+            source.check_room(1)
+        return source
 
     async def _stream(
         self,
@@ -199,10 +208,14 @@ class HttpDoor:
         events = paced_events(
             self._pacer, answer, first, changes, request_id(request), includes_usage=includes_usage, opening=opening
         )
-        return EventStream(events, changes, self._slow_reader_s, request_id(request))
+        return EventStream(events, changes)
 
     async def _body(self, request: Request) -> bytes:
-        return await body_of(request, self._max_body)
+        try:
+            return await self._bodies.whole(request, self._max_body)
+        except OverloadedError as error:
+            self._model.counts.note_refusal(error)
+            raise
 
 
 def _deadline(request: Request, begun: BegunAnswer) -> float:

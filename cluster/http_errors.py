@@ -1,7 +1,7 @@
-"""What goes wrong, in OpenAI's shape and with the status that fits; and bodies that are too large."""
+"""What goes wrong, in OpenAI's shape and with the status that fits."""
 
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Any
@@ -10,7 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ExceptionHandler
 
-from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, RequestError, TramontaneError
+from tramontane.cluster.body_budget import BodyTooLargeError, BodyTooSlowError
+from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.log_fields import about
 from tramontane.router.error_shapes import ErrorShape, shape_of
 from tramontane.router.openai_schema import ErrorType, error_body
@@ -21,38 +22,23 @@ CLIENT_CLOSED_REQUEST = 499
 DRAIN_RETRY_S = "5"  # somebody else may serve by then
 
 
-class BodyTooLargeError(RequestError):
-    """More bytes than the door reads."""
-
-
-async def body_of(request: Request, max_body: int) -> bytes:
-    """Raises BodyTooLargeError."""
-    return b"".join([part async for part in parts_of(request, max_body)])
-
-
-async def parts_of(request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
-    """Of its body. Raises BodyTooLargeError as soon as it is known; a body that says so itself is not read at all."""
-    declared = request.headers.get("content-length", "")
-    num_bytes = 0
-    if not (declared.isdecimal() and int(declared[:20]) > max_body):
-        async for part in request.stream():
-            num_bytes += len(part)
-            if num_bytes > max_body:
-                break
-            yield part
-        else:
-            return
-    raise BodyTooLargeError(f"the body is larger than {max_body} bytes; send less at once")
-
-
 def error_response(error: TramontaneError) -> JSONResponse:
-    shape = ErrorShape(413, "invalid_request_error") if isinstance(error, BodyTooLargeError) else shape_of(error)
+    shape = _shape(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, DrainingError | PipelineError):
         headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
     return JSONResponse(shape.body(str(error)), shape.status, headers)
+
+
+def _shape(error: TramontaneError) -> ErrorShape:
+    match error:
+        case BodyTooLargeError():
+            return ErrorShape(413, "invalid_request_error")
+        case BodyTooSlowError():
+            return ErrorShape(408, "invalid_request_error")
+    return shape_of(error)
 
 
 def failed(error: TramontaneError, request_id: str) -> JSONResponse:

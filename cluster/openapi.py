@@ -44,8 +44,9 @@ class Operation:
 
 Operations = Mapping[tuple[str, str], Operation]  # by method and path
 
-ERRORS_OF_MODEL = (400, 404, 413)
-ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 429, 503, 504)
+ERRORS_OF_BODY = (400, 408, 413, 429)
+ERRORS_OF_MODEL = (*ERRORS_OF_BODY, 404)
+ERRORS_OF_TOKENS = (*ERRORS_OF_MODEL, 503, 504)
 CHAT_EXAMPLE = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 16}
 LOAD_EXAMPLE = {"tokens_per_expert": [[1, 2], [3, 0]]}
 OPERATIONS: Operations = MappingProxyType(
@@ -72,7 +73,7 @@ OPERATIONS: Operations = MappingProxyType(
         ("GET", "/health"): Operation("Whether tokens can be made now", answers.Health, (503,)),
         ("GET", "/experts"): Operation("Tokens that each expert was given", answers.ExpertTokens, (404, 503)),
         ("POST", "/experts"): Operation(
-            "Spread the experts by another load", answers.Moved, (400, 413, 503), answers.WantedExperts, LOAD_EXAMPLE
+            "Spread the experts by another load", answers.Moved, (*ERRORS_OF_BODY, 503), answers.WantedExperts, LOAD_EXAMPLE
         ),
     }
 )

@@ -20,6 +20,7 @@ from tramontane.cluster.background import repeat_for_ever
 from tramontane.cluster.batch_door import BatchDoor
 from tramontane.cluster.batch_operations import BATCH_OPERATIONS
 from tramontane.cluster.batch_replica import BatchReplica, batch_service
+from tramontane.cluster.body_budget import MAX_HELD, BodyBudget
 from tramontane.cluster.config import EngineConfig
 from tramontane.cluster.deployments import is_drained
 from tramontane.cluster.event_stream import Pacer
@@ -186,6 +187,7 @@ class IngressReplica(GrpcServicer):
             max_message=config.max_body_bytes,
             id_of=serves_request_id,
         )
+        bodies = BodyBudget(max(MAX_HELD, config.max_body_bytes))
         self._door = HttpDoor(
             model,
             source,
@@ -196,10 +198,11 @@ class IngressReplica(GrpcServicer):
             self._routers.move_experts if config.move_experts else None,
             chat=chat_format(config, model),
             keys=keys,
-            more_routes=[*BatchDoor(self._batches).routes(), *ActivityDoor(self._routers.activity).routes()],
+            more_routes=[*BatchDoor(self._batches, bodies).routes(), *ActivityDoor(self._routers.activity).routes()],
             more_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
+            bodies=bodies,
             sign=(node, mark),
         )
 

@@ -42,7 +42,7 @@ SERVING: Mapping[str, Any] = MappingProxyType(
         ],
         "slow_reader_timeout": Annotated[
             float | None,
-            option("--slow-reader-timeout", help="Seconds for which a client may leave its stream unread. Default 60."),
+            option("--slow-reader-timeout", help="Seconds for which a client may leave its answer unread. Default 60."),
         ],
         "log_format": Annotated[str | None, option("--log-format", help="text, or json: an object a line. Default: text.")],
         "log_level": Annotated[

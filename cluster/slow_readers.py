@@ -1,4 +1,4 @@
-"""Clients that do not read what they asked for: their streams stand still, and after a while they are dropped.
+"""Clients that do not read what they asked for: their answers stand still, and after a while they are dropped.
 
 Ray Serve passes an application's answer on through a queue without a bound, so that writing never waits; what is in it is
 looked at here. Behind it everything waits for whoever reads: gRPC between replica and proxy, and the proxy's HTTP server.
@@ -6,10 +6,11 @@ looked at here. Behind it everything waits for whoever reads: gRPC between repli
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,11 +18,14 @@ import ray.serve._private.replica
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tramontane.proto.log_fields import about
+
 logger = logging.getLogger(__name__)
 
 LIMIT = "x-slow-reader-timeout"  # from a door to its proxy, seconds; clients do not see it
 MOST_UNREAD = 16  # writes of a stream
 LOOK_EVERY_S = 0.05
+PIECE = 2**16  # an HTTP server takes a write whole, however large, and lets the next one wait
 
 _answers: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
 
@@ -63,8 +67,36 @@ def patient(send: Send, limit_s: float, unread: Callable[[], int] = num_unread) 
     return send_and_wait
 
 
+class WaitForReaders:
+    """For the door, ASGI middleware around its endpoints: each answer waits for its reader, and is given up after ``limit_s``."""
+
+    def __init__(self, app: ASGIApp, limit_s: float) -> None:
+        self._app, self._limit_s = app, limit_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self._limit_s == math.inf:
+            await self._app(scope, receive, send)
+            return
+        patient_send = patient(send, self._limit_s)
+
+        async def send_with_limit(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[LIMIT] = f"{self._limit_s:g}"
+            await patient_send(message)
+
+        try:
+            await self._app(scope, receive, send_with_limit)
+        except SlowReaderError:
+            own_id = str(scope.get("state", {}).get("request_id", "-"))
+            why = "request %s was dropped: its client did not read for %g s"
+            logger.warning(why, own_id, self._limit_s, extra=about(own_id))
+
+
 class DropSlowReaders:
-    """For the proxy, ASGI middleware around all others: a connection that takes nothing for as long as the door says is cut."""
+    """For the proxy, ASGI middleware around all others: a connection that takes nothing for as long as the door says is cut.
+
+    A large message is written in pieces: a whole answer would otherwise lie in the HTTP server's buffer until its client goes.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -79,13 +111,22 @@ class DropSlowReaders:
                 limit_s = float(headers[LIMIT]) if LIMIT in headers else None
                 del headers[LIMIT]
             try:
-                async with asyncio.timeout(limit_s):
-                    await send(message)
+                for piece in (message,) if limit_s is None else _pieces(message):
+                    async with asyncio.timeout(limit_s):
+                        await send(piece)
             except TimeoutError:
                 logger.warning("a connection was cut: its client had not read for %g s", limit_s)
                 _cut(send)
 
         await self._app(scope, receive, send_or_cut)
+
+
+def _pieces(message: Message) -> Iterator[Message]:
+    """Of a body; 150 KiB are 64, 64 and 22."""
+    body: bytes = message.get("body", b"")
+    for start in range(0, len(body) - PIECE, PIECE):
+        yield {**message, "body": body[start : start + PIECE], "more_body": True}
+    yield message if len(body) <= PIECE else {**message, "body": body[(len(body) - 1) // PIECE * PIECE :]}
 
 
 def _cut(send: Send) -> None:

@@ -14,7 +14,7 @@ from scripted import TellingChain, no_gate
 from scripted_source import ScriptedSource, door_of
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster import door_relay, lost_nodes, whole_answers
@@ -139,16 +139,16 @@ class Counting(GoingOn):
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         super().__init__(token_ids)
-        self.num_new = 0
+        self.has_room = True
         self.asked: list[Sequence[SequenceSpec]] = []
 
     def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        self.num_new += 1
-        if self.num_new > 1:
+        if not self.has_room:
             raise OverloadedError("full", 3)
 
     async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
         self.asked.append(specs)
+        self.has_room = False
         async for batch in super().generate(specs):
             yield batch
 
@@ -352,7 +352,7 @@ def test_who_has_met_a_door_that_was_dead_already_is_new_to_the_next() -> None:
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        source.num_new = 1  # somebody else has the room
+        source.has_room = False  # somebody else has the room
         relay, doors = _relayed(source, (0,))
         client = await answered(relay, COMPLETIONS, {"prompt": "Hello"})
         assert source.asked == []
@@ -431,6 +431,33 @@ def test_the_next_door_reads_the_whole_body_however_much_of_it_the_first_has_rea
         await client.ask(DoorRelay(dying), COMPLETIONS)
         assert read == [client.body[: 5 * num_parts], client.body]
         assert client.is_answered
+
+    asyncio.run(scenario())
+
+
+def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
+    """A message for each of its bytes would take hundreds of times as much, and bodies have room by their bytes."""
+    read: list[list[Message]] = []
+
+    async def dying(_scope: Scope, receive: Receive, send: Send) -> None:
+        read.append([await receive()])
+        while read[-1][-1]["more_body"]:
+            read[-1].append(await receive())
+        if len(read) > 1:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def scenario() -> None:
+        parts = iter(range(100))
+
+        async def receive() -> Message:
+            number = next(parts)
+            return {"type": "http.request", "body": bytes([number]), "more_body": number < 99}
+
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "root_path": ""}
+        await DoorRelay(dying)(scope, receive, Client(b"").send)
+        assert [len(messages) for messages in read] == [100, 1]
+        assert read[1][0]["body"] == bytes(range(100))
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""A client that does not read its stream: it stands still, is dropped after a while with a reason, and gives its place back."""
+"""A client that does not read its answer: it stands still, is dropped after a while with a reason, and gives its place back."""
 
 import asyncio
 import json
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import ray.serve._private.replica
-from scripted_source import TOKENIZER, ScriptedSource, door_of
+from scripted_source import TOKENIZER, ScriptedSource, client_of, door_of
 from starlette.types import Message, Receive, Scope, Send
 
 from tramontane.cluster import slow_readers
-from tramontane.cluster.slow_readers import LIMIT, MOST_UNREAD, DropSlowReaders, SlowReaderError, num_unread, patient
+from tramontane.cluster.slow_readers import LIMIT, MOST_UNREAD, PIECE, DropSlowReaders, SlowReaderError, num_unread, patient
 
 NUM_TOKENS = 100
 
@@ -36,8 +36,8 @@ def _source() -> OpenSource:
     return OpenSource(TOKENIZER.encode("x")[1:2] * NUM_TOKENS)
 
 
-async def _request(app: Any, send: Send, stays: asyncio.Event) -> None:  # noqa: ANN401
-    body = json.dumps({"prompt": "ROMEO:", "max_tokens": NUM_TOKENS, "stream": True, "ignore_eos": True}).encode()
+async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool = True) -> None:  # noqa: ANN401
+    body = json.dumps({"prompt": "ROMEO:", "max_tokens": NUM_TOKENS, "stream": stream, "ignore_eos": True}).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -111,6 +111,19 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
     assert "was dropped: its client did not read for 0.2 s" in record.getMessage()
 
 
+@pytest.mark.parametrize("asked", [{"stream": False}, {"stream": True}])
+def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked: dict[str, Any]) -> None:
+    async def send(_message: Message) -> None:
+        await asyncio.Event().wait()
+
+    source = _source()
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(_request(door_of(source, slow_reader_s=0.05).app(), send, asyncio.Event(), **asked))
+    assert source.num_open == 0
+    (record,) = caplog.records
+    assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
+
+
 def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
     slow_readers.note_queues_of_answers()
@@ -179,6 +192,53 @@ def test_the_proxy_cuts_a_connection_that_takes_nothing_as_long_as_its_door_says
         await _told(b"0.05", _one_write, connection.send)
         assert connection.gone.is_set()
         assert connection.headers == {b"a": b"b"}, "what the door says is not for clients"
+
+    asyncio.run(scenario())
+
+
+class Buffering(Connection):
+    """As uvicorn's, too: it takes the first write however large it is, and the next one waits."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.written: list[Message] = []
+        self._reads = reads
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            if self.written and not self._reads:
+                await self.gone.wait()
+            self.written.append(message)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE - 1])
+def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(size: int) -> None:
+    body = bytes(number % 251 for number in range(size))
+
+    async def whole(send: Send) -> None:
+        await send({"type": "http.response.body", "body": body})
+
+    async def scenario() -> None:
+        reading, waiting = Buffering(reads=True), Buffering(reads=False)
+        await _told(b"60", whole, reading.send)
+        *others, last = reading.written
+        assert b"".join(message["body"] for message in reading.written) == body
+        assert [message["more_body"] for message in others] == [True] * len(others)
+        assert not last.get("more_body", False)
+        assert not reading.gone.is_set()
+        await _told(b"0.05", whole, waiting.send)
+        assert waiting.gone.is_set() == (size > PIECE)
+
+    asyncio.run(scenario())
+
+
+def test_doors_say_of_every_answer_how_long_it_may_go_unread() -> None:
+    async def scenario() -> None:
+        async with client_of(door_of(_source(), slow_reader_s=30.0).app()) as client:
+            asked = {"prompt": "ROMEO:", "max_tokens": 2}
+            answers = [await client.post("/v1/completions", json=asked | {"stream": stream}) for stream in (True, False)]
+            answers += [await client.get("/v1/models"), await client.get("/nowhere")]
+            assert [answer.headers.get(LIMIT) for answer in answers] == ["30"] * 4
 
     asyncio.run(scenario())
 
