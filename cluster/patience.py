@@ -20,18 +20,22 @@ TRY_EVERY_S = 0.2
 
 
 class Patience:
-    """Of one request, which a router may have accepted already. It is renewed with every token."""
+    """Of one request, which a router may have accepted already. It is renewed with every token.
+
+    ``since``: when it was left without a router, by the event loop's clock; until it has lost one, when it came.
+    """
 
     def __init__(self, *, was_accepted: bool = False) -> None:
         self.renew()
+        self.since = asyncio.get_running_loop().time()
         self._was_accepted = was_accepted
 
     def renew(self) -> None:
         self._failing_since: float | None = None
         self._num_losses = 0
 
-    async def wait(self, error: TramontaneError) -> None:
-        """Until it is time to ask again, after this; raises why not to.
+    def bear(self, error: TramontaneError) -> None:
+        """Raises why not to ask again, after this.
 
         A request that no router has ever accepted may be refused, with what the routers say; it waits for a newer version.
         """
@@ -40,7 +44,7 @@ class Patience:
         self._failing_since = self._failing_since or now
         if isinstance(error, RouterLostError):
             self._was_accepted = True
-            self._failing_since = now  # it was with a router until now, and may have waited there for long
+            self._failing_since = self.since = now  # it was with a router until now, and may have waited there for long
             self._num_losses += 1
             if self._num_losses >= MAX_LOSSES:
                 raise PipelineError(f"{MAX_LOSSES} routers were lost with this request: {error}") from error
@@ -50,6 +54,9 @@ class Patience:
             raise NotRunningError("no pipeline was ready in time; try again later") from error
         if now - self._failing_since > SECONDS:
             raise PipelineError(f"no router could go on with this request in time: {error}") from error
+
+    async def pause(self) -> None:
+        """Until it is time to ask again."""
         await asyncio.sleep(TRY_EVERY_S)
 
 

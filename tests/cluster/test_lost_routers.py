@@ -14,6 +14,7 @@ from scripted import TellingChain, answer
 from tramontane.cluster import patience, router_questions
 from tramontane.cluster.patience import Patience
 from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.room import Waiting
 from tramontane.cluster.token_channel import TokenChannels
 from tramontane.proto.errors import HandedOverError, NotRunningError, OverloadedError, PipelineError, RouterLostError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -229,7 +230,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             with pytest.raises(NotRunningError):
                 await _told(others, [new])
             routers = RemoteRouters(routing, max_unaccepted=1)
-            routers._room.unaccepted[-1] = 1  # somebody else's sequence is on its way
+            routers._room.unaccepted[-1] = Waiting(1, 0.0)  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
             told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
@@ -254,12 +255,13 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
         monkeypatch.setattr(loop, "time", lambda: now)
         lasting = Patience()
         for _ in range(patience.MAX_LOSSES - 1):
-            await lasting.wait(RouterLostError("lost"))
+            lasting.bear(RouterLostError("lost"))
+            assert lasting.since == now
             now += patience.SECONDS - 1
-            await lasting.wait(NotRunningError("is being started"))
+            lasting.bear(NotRunningError("is being started"))
             now += patience.SECONDS
         with pytest.raises(PipelineError, match="no router could go on"):
-            await lasting.wait(NotRunningError("is being started"))
+            lasting.bear(NotRunningError("is being started"))
 
     asyncio.run(scenario())
 

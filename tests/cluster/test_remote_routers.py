@@ -431,6 +431,50 @@ def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("waited_s", "told_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])
+def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
+    waited_s: float, told_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that waits longest, however often it was tried since; a minute at most."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 1000.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        handle: Any = Handle([])
+        routers = RemoteRouters(handle, max_unaccepted=10)
+
+        def check() -> None:
+            with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
+                routers.check_room(10)
+            assert refused.value.retry_after_s == told_s
+
+        async def number_after(last: int) -> int:
+            while max(routers._mailboxes, default=-1) <= last:
+                await asyncio.sleep(0)
+            return max(routers._mailboxes)
+
+        routers.check_room(10)
+        asked = asyncio.create_task(_ask(routers))
+        number = await number_after(-1)
+        now += waited_s
+        check()
+        routers._mailboxes[number].put(PipelineError("no router has answered in time"))
+        while not routers._room._pausing:
+            await asyncio.sleep(0)
+        check()
+        await number_after(number)
+        later = asyncio.create_task(_ask(routers))
+        await number_after(number + 1)
+        check()
+        for each in (asked, later):
+            each.cancel()
+        await asyncio.gather(asked, later, return_exceptions=True)
+        routers.check_room(10)
+
+    asyncio.run(scenario())
+
+
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_routers, "SILENT_S", 0.3)
