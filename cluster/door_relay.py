@@ -14,6 +14,7 @@ REQUEST_ID = b"x-request-id"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again that was soon gone and told nothing
 SOON_S = 5.0  # a door that had a request for longer was well until then
+PATIENT_S = 40.0  # a door that refuses after longer has tried by itself, and the next one could do no more
 MAX_DOORS = 20  # for one answer, while none of them tells anything: it may be what they die of
 MAX_BODY = 8 * 2**20  # as much as a door takes, unless it is told otherwise
 MAX_BODIES = 256 * 2**20  # of all requests together; beyond that a request is as mortal as its door
@@ -117,7 +118,8 @@ class _Tries:
         if not was_lost:
             self._num_doors += 1
             pause = next(self._pauses, math.inf)
-            self.are_left = pause < math.inf and self._num_doors < MAX_DOORS
+            was_tried = response.is_refused and now - self._asked_at > PATIENT_S
+            self.are_left = pause < math.inf and self._num_doors < MAX_DOORS and not was_tried
         self._asked_at = now + pause
         return pause if self.are_left else 0.0
 

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors import StageHealth
 from tramontane.cluster.fencing import FENCE_TIMEOUT_S
+from tramontane.cluster.patience import LOADING_S
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.expert_plan import ExpertPlan
@@ -24,7 +25,6 @@ from tramontane.proto.step import MicroBatch, StepResult
 
 logger = logging.getLogger(__name__)
 
-FENCE_PATIENCE_S = 600.0  # while a stage that died is loading again
 HEALTH_TIMEOUT_S = 3.0
 RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
 RETRY_S = 0.5
@@ -58,7 +58,7 @@ class RayStageChain:
 
     async def fence(self) -> int:
         """Raises LeaseError, or PipelineError when a stage is gone for good, cannot load, or takes too long."""
-        give_up_at = time.monotonic() + FENCE_PATIENCE_S
+        give_up_at = time.monotonic() + LOADING_S
         while True:
             try:
                 async with asyncio.timeout(SUPERVISOR_ANSWERS_S):

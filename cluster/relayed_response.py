@@ -30,14 +30,15 @@ class RelayedResponse:
         self.answer, self.num_news = BegunAnswer(), 0
         self.node: str | None = None  # of the present door, once it has said anything; empty where it does not tell
         self._start: Message | None = None  # as the present door says it, until the client hears something of it
-        self._has_begun = self._is_another = self._is_refused = False
+        self._has_begun = self._is_another = False
+        self.is_refused = False  # by the present door, which was to go on
         self.has_ended, self.can_go_on = False, True
 
     def begin_again(self, waited_s: float) -> None:
         """What comes now is another door's. ``waited_s``: since the request has arrived."""
         self.answer.num_lost_doors += self.node is not None  # else that door has not heard of the request
         self.answer.waited_s = waited_s
-        self._start, self._is_another, self._is_refused, self.node = None, True, False, None
+        self._start, self._is_another, self.is_refused, self.node = None, True, False, None
 
     async def send(self, message: Message) -> None:
         """For the present door."""
@@ -55,10 +56,10 @@ class RelayedResponse:
             # Ray Serve says "not found" where the application is being deployed.
             is_failing = status >= HTTPStatus.INTERNAL_SERVER_ERROR and status != TOO_LATE
             is_full = status == HTTPStatus.TOO_MANY_REQUESTS and self.answer.goes_on
-            self._is_refused = self._is_another and (status == HTTPStatus.NOT_FOUND or is_full or is_failing)
+            self.is_refused = self._is_another and (status == HTTPStatus.NOT_FOUND or is_full or is_failing)
         elif message["type"] != "http.response.body":
             await self._send(message)
-        elif not self._is_refused:
+        elif not self.is_refused:
             await self._send_body(message)
 
     async def _send_body(self, message: Message) -> None:

@@ -14,7 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from tramontane.cluster.least_loaded import ONLY, any_but
 from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.replica_log import context_of
-from tramontane.cluster.room import Room
+from tramontane.cluster.room import Room, Waiting
 from tramontane.cluster.router_questions import RouterQuestions, cancellable
 from tramontane.cluster.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
 from tramontane.proto import wire
@@ -97,7 +97,7 @@ class RemoteRouters(RouterQuestions):
         patience = Patience(was_accepted=so_far.was_accepted)
         while not so_far.is_complete:
             try:
-                async with aclosing(self._from_one(so_far.rest())) as batches:
+                async with aclosing(self._from_one(so_far.rest(), patience.since)) as batches:
                     async for batch in batches:
                         patience.renew()
                         yield so_far.add(batch)
@@ -105,22 +105,22 @@ class RemoteRouters(RouterQuestions):
                 if isinstance(error, FullError):
                     self._room.is_full(first.owner, error)
                 so_far.was_accepted |= isinstance(error, RouterLostError)
-                waiting = so_far.num_unfinished
-                self._room.num_waiting += waiting
-                try:
-                    await patience.wait(error)
-                finally:
-                    self._room.num_waiting -= waiting
+                patience.bear(error)
+                with self._room.pausing(Waiting(so_far.num_unfinished, patience.since)):
+                    await patience.pause()
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
                 own_id = first.request_id
                 logger.warning("request %s is given to another router: %s", own_id or "-", error, extra=about(own_id))
 
-    async def _from_one(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
-        """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails."""
+    async def _from_one(self, specs: Sequence[SequenceSpec], since: float) -> AsyncGenerator[TokenBatch, None]:
+        """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails.
+
+        ``since``: when the request was left without a router, by the event loop's clock.
+        """
         number, encoded = next(self._numbers), wire.encode_specs(specs)
         mailbox = self._mailboxes[number] = Mailbox()
-        self._room.unaccepted[number] = len(specs)
+        self._room.unaccepted[number] = Waiting(len(specs), since)
         own_id = specs[0].request_id
         call = self._start(self._call(number, encoded, mailbox, own_id), own_id)
         self._in(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -23,13 +23,8 @@ class RouterQuestions:
         self._handle = handle
 
     async def is_ready(self) -> bool:
-        """Whether any router can make tokens now."""
-        with suppress(Exception):  # whatever keeps a router from answering
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each("is_ready")) as answers:
-                async for is_ready in answers:
-                    if is_ready:
-                        return True
-        return False
+        """Whether any router can make tokens now; the first that says so is believed."""
+        return any(await self._told("is_ready", is_enough=bool))
 
     async def expert_load(self) -> MeasuredLoad:
         """Of all pipelines that can tell theirs in time."""
@@ -39,15 +34,30 @@ class RouterQuestions:
         """Of all pipelines that can tell theirs in time, by name; see ``RouterReplica.activity``."""
         return sorted(await self._told("activity", after), key=lambda each: str(each["name"]))
 
-    async def _told(self, method: str, *args: object) -> list[Any]:
-        """What those answer that can, in time."""
+    async def _told(self, method: str, *arguments: object, is_enough: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+        """What those answer that can, all asked at once: one that is stopped, or gone, takes nothing from the others.
+
+        Once an answer is enough the rest is not waited for.
+        """
         told: list[Any] = []
-        with suppress(Exception):  # whatever keeps a router from answering: the others have told theirs
-            async with asyncio.timeout(READY_TIMEOUT_S), aclosing(self._each(method, *args)) as answers:
-                async for answer in answers:
-                    if answer is not None:
-                        told.append(answer)  # a comprehension would lose them all with one
+        pending = {asyncio.create_task(_answer_of(each)) for each in await self._asked(method, *arguments)}
+        try:
+            while pending and not any(map(is_enough, told)):
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                told += [answer for task in done if (answer := task.result()) is not None]
+        finally:
+            for task in pending:
+                task.cancel()
         return told
+
+    async def _asked(self, method: str, *arguments: object) -> list[Any]:
+        """The calls to all routers that Ray Serve knows."""
+        with suppress(Exception):  # there is none
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                calls: Any = self._handle.options(_by_reference=False).broadcast(method, *arguments)
+                made: list[Any] = await calls._fetch_replica_results_async()  # results_async() loses them all with one
+                return made
+        return []
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
         """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.
@@ -81,7 +91,7 @@ class RouterQuestions:
         return False
 
     async def _each(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """What every router answers, one after the other. It answers with its name as well."""
+        """What every router answers, each asked once the one before has answered. It answers with its name as well."""
         asked: set[str] = set()
         while True:
             answer, replica = await cancellable(self._method(method, any_but(asked)).remote(*arguments))
@@ -93,6 +103,20 @@ class RouterQuestions:
     def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
         """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""
         return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=by_reference)
+
+
+async def _answer_of(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one router, which answers with its name as well
+    """None where it does not answer in time."""
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            answer, _ = await call.get_async()
+            return answer
+    except Exception:  # whatever keeps it from answering
+        call.cancel()
+        return None
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 async def cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types do not say that

@@ -13,7 +13,7 @@ from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.cluster.request_log import log_accepted, log_ended
 from tramontane.cluster.tracing import trace_ended
 from tramontane.proto import wire
-from tramontane.proto.errors import NoStreamError, NotRunningError, PipelineError, TramontaneError
+from tramontane.proto.errors import NoStreamError, NotRunningError, OtherModelError, PipelineError, TramontaneError
 from tramontane.proto.log_fields import about
 from tramontane.proto.request import RequestTimes, TokenBatch
 from tramontane.router.router import Router
@@ -115,7 +115,7 @@ class TokenChannels:
         Returns DONE, or why not; another model would make nonsense of an ingress's token ids. Cancelling aborts the request.
         """
         if model != self._meant_for:
-            return self.refusal(NotRunningError("the server has another model or version now; send the request again"))
+            return self.refusal(OtherModelError("the server has another model or version now; send the request again"))
         if not router.has_begun:
             return self.refusal(NotRunningError("the pipeline is being started again; try again soon"))
         if (channel := self._channels.get(ingress)) is None:

@@ -24,6 +24,7 @@
         +-- NoStreamError    a router has no stream to answer by
         +-- NotRunningError  a router's pipeline cannot make tokens now
             +-- HandedOverError  a newer version of the application has it
+            +-- OtherModelError  it is of another model or version, and never will
 
 A ``UserError`` says what was wrong and what to do about it. Broken internal
 invariants are assertions, not members of this tree.
@@ -115,6 +116,10 @@ class NotRunningError(PipelineError):
 
 class HandedOverError(NotRunningError):
     """A newer version of the application has taken a router's pipeline, or its place; it will take requests soon."""
+
+
+class OtherModelError(NotRunningError):
+    """A router has another model or version than a request is for; only one of the old ones could take it."""
 
 
 class UnfollowableError(RequestError):

@@ -14,6 +14,7 @@ from tramontane.proto.errors import (
     HandedOverError,
     NoStreamError,
     NotRunningError,
+    OtherModelError,
     OverloadedError,
     PipelineError,
     PoisonError,
@@ -45,6 +46,7 @@ REFUSALS: dict[str, type[TramontaneError]] = {
     "overloaded": OverloadedError,
     "no stream": NoStreamError,
     "handed over": HandedOverError,
+    "other model": OtherModelError,
     "not running": NotRunningError,
     "failure": PipelineError,
 }

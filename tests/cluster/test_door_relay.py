@@ -331,6 +331,32 @@ def test_a_door_that_is_to_go_on_is_asked_again_where_it_is_full_or_failing(fail
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_door_that_refuses_after_long_has_tried_for_all_others(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them would try for minutes, and a client would wait for hours."""
+
+    async def scenario() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real_time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+
+        class Trying(Failing):
+            async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+                nonlocal later_s
+                later_s += 600.0
+                async for batch in super().generate(specs):
+                    yield batch
+
+        app = SaysItsNode(door_of(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
+        doors = MortalDoors(app, (3 if stream else 1,))
+        client = await answered(DoorRelay(doors), COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert client.is_answered
+        assert LOST in client.text
+        assert doors.num_asked == 2
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(("stream", "life"), [(False, 0), (False, 1), (True, 0), (True, 2)])
 def test_an_answer_keeps_its_place_when_its_door_dies(path: str, stream: bool, life: int) -> None:

@@ -12,11 +12,24 @@ import pytest
 from scripted import TellingChain, answer
 
 from tramontane.cluster import patience, router_questions
-from tramontane.cluster.patience import Patience
+from tramontane.cluster.patience import Patience, refusal_to_go_by
 from tramontane.cluster.remote_routers import RemoteRouters
+from tramontane.cluster.room import Waiting
 from tramontane.cluster.token_channel import TokenChannels
-from tramontane.proto.errors import HandedOverError, NotRunningError, OverloadedError, PipelineError, RouterLostError
+from tramontane.proto.errors import (
+    DeadlineError,
+    DrainingError,
+    FullError,
+    HandedOverError,
+    NotRunningError,
+    OtherModelError,
+    OverloadedError,
+    PipelineError,
+    RouterLostError,
+    TramontaneError,
+)
 from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
     RequestTimes,
@@ -28,6 +41,7 @@ from tramontane.proto.request import (
 from tramontane.proto.step import MicroBatch
 from tramontane.router.admission import Limits
 from tramontane.router.answers_so_far import AnswersSoFar
+from tramontane.router.asked import Asked
 from tramontane.router.policy import EvenPolicy
 from tramontane.router.router import Router
 from tramontane.router.scheduler import Scheduler
@@ -135,7 +149,7 @@ async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[
     await asyncio.gather(*(replica.kill() for replica in routing.replicas))
 
 
-async def _told(routers: RemoteRouters, specs: list[SequenceSpec]) -> list[TokenBatch]:
+async def _told(routers: TokenSource, specs: list[SequenceSpec]) -> list[TokenBatch]:
     return [batch async for batch in routers.generate(specs)]
 
 
@@ -229,7 +243,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             with pytest.raises(NotRunningError):
                 await _told(others, [new])
             routers = RemoteRouters(routing, max_unaccepted=1)
-            routers._room.unaccepted[-1] = 1  # somebody else's sequence is on its way
+            routers._room.unaccepted[-1] = Waiting(1, 0.0)  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
             told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
@@ -254,12 +268,114 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
         monkeypatch.setattr(loop, "time", lambda: now)
         lasting = Patience()
         for _ in range(patience.MAX_LOSSES - 1):
-            await lasting.wait(RouterLostError("lost"))
-            now += patience.SECONDS - 1
-            await lasting.wait(NotRunningError("is being started"))
-            now += patience.SECONDS
+            lasting.bear(RouterLostError("lost"))
+            assert lasting.since == now
+            now += patience.LOADING_S - 1
+            lasting.bear(NotRunningError("is being started"))
+            now += patience.LOADING_S
         with pytest.raises(PipelineError, match="no router could go on"):
-            await lasting.wait(NotRunningError("is being started"))
+            lasting.bear(NotRunningError("is being started"))
+
+    asyncio.run(scenario())
+
+
+OTHER_MODEL = OtherModelError("another model or version")
+SILENT = PipelineError("no router has answered in time")
+
+
+@pytest.mark.parametrize(
+    ("was_accepted", "error", "limit_s"),
+    [
+        (True, SILENT, patience.LOADING_S),
+        (True, NotRunningError("is being started"), patience.LOADING_S),
+        (True, HandedOverError("a newer version has it"), patience.LOADING_S),
+        (True, OTHER_MODEL, patience.NEW_VERSION_S),
+        (False, HandedOverError("a newer version has it"), patience.NEW_VERSION_S),
+        (False, SILENT, patience.UNACCEPTED_S),
+        (False, OTHER_MODEL, -1.0),
+    ],
+)
+def test_patience_is_as_long_as_it_helps(
+    was_accepted: bool, error: TramontaneError, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 1000.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        trying = Patience(was_accepted=was_accepted)
+        if limit_s > 0:
+            trying.bear(error)
+            now += limit_s
+            trying.bear(error)
+            now += 1.0
+        with pytest.raises(PipelineError) as refused:
+            trying.bear(error)
+        assert isinstance(refused.value, NotRunningError) is not was_accepted, "it has not begun, and may try elsewhere"
+
+    asyncio.run(scenario())
+
+
+def test_a_router_of_another_model_is_believed_last() -> None:
+    """Another one that is being started may still go on with the request."""
+    starting, full, over = NotRunningError("is being started"), FullError("full", 3), HandedOverError("a newer version has it")
+    assert refusal_to_go_by([OTHER_MODEL, starting]) is starting
+    assert refusal_to_go_by([OTHER_MODEL, starting, full]) is full
+    assert refusal_to_go_by([OTHER_MODEL, full, over]) is over
+
+
+async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource) -> "asyncio.Task[list[TokenBatch]]":  # noqa: ANN401
+    """A request whose only router dies once it has accepted it; there is no other."""
+    (dies,) = routing.replicas
+    dies.is_stuck = True
+    asked = asyncio.create_task(_told(source, [SequenceSpec((1, 2), SamplingParams(max_tokens=5))]))
+    while not routers._streams_of:
+        await asyncio.sleep(0)
+    routing.replicas = []
+    await dies.kill()
+    return asked
+
+
+def test_a_request_outlives_a_router_that_is_gone_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real_time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+        async with _house(1, random.Random(0)) as (routing, routers):
+            asked = await _left_without_a_router(routing, routers, routers)
+            for _minute in range(9):
+                for _turn in range(20):
+                    await asyncio.sleep(0)
+                later_s += 60.0
+            assert not asked.done()
+            routing.replicas = [Replica("r1", random.Random(0))]
+            assert [event.token_id for batch in await asked for event in batch.events] == answer((1, 2), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it could go on trying."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real_time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+        async with _house(1, random.Random(0)) as (routing, routers):
+            source = Asked(routers, owner=0, deadline=loop.time() + 3000.0)
+            asked = await _left_without_a_router(routing, routers, source)
+            monkeypatch.setattr(patience, "LOADING_S", 1e6)
+            later_s = 3001.0
+            with pytest.raises(DeadlineError):
+                await asked
+            routing.replicas = [Replica("r1", random.Random(0))]
+            asked = await _left_without_a_router(routing, routers, routers)
+            assert routers.drain() == 1
+            routers.end_all()
+            with pytest.raises(DrainingError):
+                await asked
+            assert routers.drain() == 0
 
     asyncio.run(scenario())
 

@@ -14,7 +14,7 @@ import pytest
 from ray.serve.config import RequestRouterConfig
 from scripted import ScriptedChain, no_gate
 
-from tramontane.cluster import patience, remote_routers, room, token_channel
+from tramontane.cluster import patience, remote_routers, room, router_questions, token_channel
 from tramontane.cluster.expert_load import ExpertLoad, MeasuredLoad
 from tramontane.cluster.least_loaded import LeastLoaded
 from tramontane.cluster.remote_routers import RemoteRouters
@@ -83,7 +83,7 @@ class Replica:
 
 
 class Response:
-    """Of a unary call, as Ray Serve gives it."""
+    """Of a unary call, as Ray Serve gives it; and one of those that a broadcast makes."""
 
     def __init__(self, task: "asyncio.Task[Any]") -> None:
         self._task = task
@@ -91,8 +91,23 @@ class Response:
     def __await__(self) -> Any:  # noqa: ANN401
         return self._task.__await__()
 
+    async def get_async(self) -> Any:  # noqa: ANN401
+        return await self._task
+
     def cancel(self) -> None:
         self._task.cancel()
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Calls to all routers that there are, as Ray Serve gives them."""
+
+    calls: list[Response]
+
+    async def _fetch_replica_results_async(self) -> list[Response]:
+        if not self.calls:
+            raise ConnectionError("no replica is running")
+        return self.calls
 
 
 def policy() -> LeastLoaded:
@@ -127,6 +142,9 @@ class Handle:
             return self._stream(*args)
         return Response(asyncio.ensure_future(self._call(*args)))
 
+    def broadcast(self, method: str, *args: Any) -> Broadcast:  # noqa: ANN401
+        return Broadcast([Response(asyncio.ensure_future(_asked(each, method, *args))) for each in self.replicas])
+
     async def _call(self, *args: Any) -> Any:  # noqa: ANN401
         async with self._chosen() as replica:
             return await getattr(replica, self.wish["method_name"])(*args)
@@ -152,6 +170,16 @@ class Handle:
             yield replica
         finally:
             self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
+
+
+async def _asked(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
+    replica.asked[method] += 1
+    if replica.is_cut_off:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            replica.asked[method + " in vain"] += 1
+    return await getattr(replica, method)(*args)
 
 
 @asynccontextmanager
@@ -225,7 +253,7 @@ def test_every_router_is_asked_for_its_experts_load() -> None:
             for each in replicas:
                 each.asked.clear()
             assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
-            assert sorted(each.asked["expert_load"] for each in replicas) == [1, 1, 1, 2], "one of them to find that all were"
+            assert [each.asked["expert_load"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.load, each.is_dead = (), True
             assert await routers.expert_load() == MeasuredLoad((), 0)
@@ -242,10 +270,60 @@ def test_every_router_is_asked_for_its_activity() -> None:
             replicas[0].told, replicas[2].told = {"name": "app-2"}, {"name": "app-1"}
             after = {"app-1": 7}
             assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
-            assert sorted(each.asked["activity"] for each in replicas) == [1, 1, 1, 2], "one of them to find that all were"
+            assert [each.asked["activity"] for each in replicas] == [1, 1, 1, 1]
             for each in replicas:
                 each.is_dead = True
             assert await routers.activity({}) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_is_well_whatever_became_of_the_router_of_another() -> None:
+    """A router that is stopped, or whose machine is gone, answers nothing; nobody waits for it, and it is not asked for ever."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        replicas[0].is_cut_off = replicas[2].is_cut_off = True
+        async with _house(replicas, running="abc") as routers:
+            assert [await routers.is_ready() for _ in range(10)] == [True] * 10
+            for each in (replicas[0], replicas[2]):
+                while each.asked["is_ready in vain"] < 10:
+                    await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("silent", ["a", "b", "ac", "abc"])
+def test_what_others_tell_is_kept_where_a_router_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_questions, "READY_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        async with _house(replicas, running="") as routers:
+            for each in replicas:
+                each.told, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
+            well = [each.name for each in replicas if not each.is_cut_off]
+            assert [told["name"] for told in await routers.activity({})] == well
+            assert (await routers.expert_load()).num_pipelines == len(well)
+            assert not await routers.is_ready()
+            assert [each.asked["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]
+
+    asyncio.run(scenario())
+
+
+def test_whoever_leaves_while_routers_are_asked_leaves_no_call_behind() -> None:
+    async def scenario() -> None:
+        silent = Replica("a")
+        silent.is_cut_off = True
+        async with _house([silent], running="a") as routers:
+            asking = asyncio.create_task(routers.is_ready())
+            while not silent.asked["is_ready"]:
+                await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            while not silent.asked["is_ready in vain"]:
+                await asyncio.sleep(0)
 
     asyncio.run(scenario())
 
@@ -349,6 +427,50 @@ def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest
         for refused in await asyncio.gather(*waiting, return_exceptions=True):
             assert isinstance(refused, PipelineError)
         assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("waited_s", "told_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])
+def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
+    waited_s: float, told_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that waits longest, however often it was tried since; a minute at most."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 1000.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        handle: Any = Handle([])
+        routers = RemoteRouters(handle, max_unaccepted=10)
+
+        def check() -> None:
+            with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
+                routers.check_room(10)
+            assert refused.value.retry_after_s == told_s
+
+        async def number_after(last: int) -> int:
+            while max(routers._mailboxes, default=-1) <= last:
+                await asyncio.sleep(0)
+            return max(routers._mailboxes)
+
+        routers.check_room(10)
+        asked = asyncio.create_task(_ask(routers))
+        number = await number_after(-1)
+        now += waited_s
+        check()
+        routers._mailboxes[number].put(PipelineError("no router has answered in time"))
+        while not routers._room._pausing:
+            await asyncio.sleep(0)
+        check()
+        await number_after(number)
+        later = asyncio.create_task(_ask(routers))
+        await number_after(number + 1)
+        check()
+        for each in (asked, later):
+            each.cancel()
+        await asyncio.gather(asked, later, return_exceptions=True)
+        routers.check_room(10)
 
     asyncio.run(scenario())
 

@@ -15,6 +15,7 @@ from tramontane.cluster.lost_nodes import LostNodes
 from tramontane.cluster.remote_routers import RemoteRouters
 from tramontane.cluster.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
 from tramontane.proto import wire
+from tramontane.proto.errors import OtherModelError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
@@ -122,6 +123,7 @@ def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
             refusal, _ = wire.decode_refusal(await handle._generate("door", 1, b"no specs at all", meant_for))
+            assert isinstance(refusal, OtherModelError)
             assert "another model or version" in str(refusal)
             assert router.num_requests == 0
 
