@@ -45,6 +45,16 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Compute) -> Compute:
+        """Where CUDA breaks a recording off, torch leaves this thread on the recording's stream, and what is computed instead
+        would not wait for what other threads ask of the usual one.
+        """
+        before = torch.cuda.current_stream()
+        try:
+            return self._recorded(compute)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def _recorded(self, compute: Compute) -> Compute:
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
