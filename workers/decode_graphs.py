@@ -102,8 +102,9 @@ class DecodeGraphs:
         while num_decodes and self._record((num_decodes, widths)) is not None:
             num_decodes //= 2
 
-    def run(self, batch: MicroBatch, incoming_BD: Tensor | None) -> Tensor | None:
+    def run(self, batch: MicroBatch, incoming_BD: Tensor | None, begins: Callable[[], None]) -> Tensor | None:
         """Hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32. ``batch`` has no chunks.
+        ``begins`` is called when its numbers are in their place.
 
         None where nothing can be recorded: then steps are to be computed.
         """
@@ -117,6 +118,7 @@ class DecodeGraphs:
         self._put(size[0], [list(decodes.token_ids), slots, starts])
         if incoming_BD is not None:
             self._incoming_BD[:num_decodes] = incoming_BD
+        begins()
         return recording()[:num_decodes].clone()  # the next one's takes its place
 
     def _record(self, size: Size) -> Compute | None:
