@@ -73,7 +73,9 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """The recordings of one stage: for few keys made when it is loaded, and for more of them when they are first needed."""
+    """The recordings of one stage: for few keys made when it is loaded, and for more of them when they are first needed: that
+    step waits for all that the device has been given, for torch synchronizes before a recording and empties its caches.
+    """
 
     def __init__(
         self, plan: StagePlan, model: StageModel, cache: RollingCache, table: SequenceTable, kernels: Kernels, recorder: Recorder

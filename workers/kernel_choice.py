@@ -29,7 +29,9 @@ Clock = Callable[[Compute], float]  # seconds that it takes
 
 # Rounding of 16-bit floats makes a tenth of it; a key too many, or one too few, far more.
 MAX_DIFFERENCE = 2e-2  # relative, by norms
-CHUNKS, CHUNK_TOKENS, KEYS = 4, 128, 1024  # what is tried: prompts' chunks, and single tokens with so many keys
+CHUNKS, CHUNK_TOKENS, KEYS = 4, 128, 1024  # what is tried of prompts: chunks, and keys before each
+# Single tokens with so many keys and fewer, as between two widths of tables: 80 pages of 16 in a table of 96, and 65 of the 32nd
+DECODE_KEYS = 1280
 FEW_TOKENS, MANY_TOKENS = 4, 32  # for either number of single tokens other kernels may be the fastest
 WIDEST = 256  # window that is tried in the place of a wider one: kernels cannot tell, and this one ends within the keys
 CYCLES = 50_000_000  # for which the GPU is kept waiting, some 25 ms, while the host asks for what is timed
@@ -84,7 +86,7 @@ def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int |
     prefill_index = PrefillIndex(window, (CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
-    starts = [KEYS - 1 - 8 * (i % 100) for i in range(num_tokens)]
+    starts = [DECODE_KEYS - 1 - 8 * (i % 100) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
     return Trial(
         random(CHUNKS * CHUNK_TOKENS, args.n_heads, args.head_dim),

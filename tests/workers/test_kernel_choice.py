@@ -14,7 +14,7 @@ from tiny import tiny_args, tiny_plan
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tramontane.workers.kernel_choice import FEW_TOKENS, Compute, _chosen_decode, _chosen_prefill, fastest, trials_of
+from tramontane.workers.kernel_choice import FEW_TOKENS, MANY_TOKENS, Compute, _chosen_decode, _chosen_prefill, fastest, trials_of
 from tramontane.workers.sdpa_kernels import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
 from tramontane.workers.step_index import DecodeIndex, PrefillIndex
 
@@ -113,6 +113,19 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
     gathered = GatheredDecode()
     assert _chosen_decode(trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
     assert type(_chosen_decode(trials, wrong_decodes, _at_once)) is PagedDecode
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, MANY_TOKENS])
+def test_tables_are_tried_that_are_partly_filled(num_tokens: int, page_size: int) -> None:
+    """As most are while a sequence grows: two thirds to all of it. Split-K is fast where a table is full."""
+    plan = tiny_plan(tiny_args(n_layers=1, windows=(None,), max_seq_len=8192), 1, page_size=page_size).stages[0]
+    (trial,) = trials_of(plan, CPU, num_tokens)
+    index = trial.decode_index
+    filled = [(start // page_size + 1) / index.num_pages for start in index.positions.tolist()]
+    assert min(filled) > 2 / 3
+    assert max(filled) < 0.85
+    torch.testing.assert_close(trial.decode(PagedDecode())(), trial.expected[1])
 
 
 def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
