@@ -14,7 +14,16 @@ from tiny import tiny_args, tiny_plan
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tramontane.workers.kernel_choice import FEW_TOKENS, MANY_TOKENS, Compute, _chosen_decode, _chosen_prefill, fastest, trials_of
+from tramontane.workers.kernel_choice import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    Compute,
+    _chosen_decode,
+    _chosen_prefill,
+    fastest,
+    timed_trials_of,
+    trials_of,
+)
 from tramontane.workers.sdpa_kernels import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
 from tramontane.workers.step_index import DecodeIndex, PrefillIndex
 
@@ -44,7 +53,7 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         return seconds[last[0]]
 
     with caplog.at_level(logging.INFO, logger="tramontane.workers.kernel_choice"):
-        best = fastest("decode", {name: name for name in computed}, prepare, RIGHT, clock)
+        best = fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
         return best and best[0]
 
 
@@ -107,25 +116,34 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
     trials, right = trials_of(plan, CPU, FEW_TOKENS), SdpaPrefill()
-    assert _chosen_prefill(trials, {**wrong, "right": right}, _at_once) is right
-    assert _chosen_prefill(trials, wrong, _at_once) not in wrong.values()
+    assert _chosen_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
+    assert _chosen_prefill(trials, trials, wrong, _at_once) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
     gathered = GatheredDecode()
-    assert _chosen_decode(trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
-    assert type(_chosen_decode(trials, wrong_decodes, _at_once)) is PagedDecode
+    assert _chosen_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
+    assert type(_chosen_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
 
 
+@pytest.mark.parametrize("window", [None, 4096])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("num_tokens", [FEW_TOKENS, MANY_TOKENS])
-def test_tables_are_tried_that_are_partly_filled(num_tokens: int, page_size: int) -> None:
-    """As most are while a sequence grows: two thirds to all of it. Split-K is fast where a table is full."""
-    plan = tiny_plan(tiny_args(n_layers=1, windows=(None,), max_seq_len=8192), 1, page_size=page_size).stages[0]
-    (trial,) = trials_of(plan, CPU, num_tokens)
-    index = trial.decode_index
+def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
+    """As most are while a sequence grows, with the stage's own window. Split-K gives each part as much of a table."""
+    plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
+    trials, timed = trials_of(plan, CPU, num_tokens), timed_trials_of(plan, CPU, num_tokens)
+    seen: list[Tensor] = []
+
+    def clock(compute: Compute) -> float:
+        seen.append(compute())
+        return 1.0
+
+    _chosen_decode(trials, timed, {"right": PagedDecode()}, clock)
+    torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
+    index = timed[0].decode_index
+    assert index.ring.window == window
     filled = [(start // page_size + 1) / index.num_pages for start in index.positions.tolist()]
     assert min(filled) > 2 / 3
     assert max(filled) < 0.85
-    torch.testing.assert_close(trial.decode(PagedDecode())(), trial.expected[1])
 
 
 def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
