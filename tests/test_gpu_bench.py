@@ -1,11 +1,15 @@
 """The benchmark of GPUs, shrunk to a CPU: every row is there, and a machine without a GPU is told so."""
 
+import itertools
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 BENCH = Path(__file__).parent / "bench" / "gpu.py"
 GROUPS = "logits,masks,replay,mistral,mixtral,rolling,transformers,mistral-inference,quantized,pages"
@@ -48,13 +52,126 @@ def test_a_failed_check_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_what_it_says_without_a_gpu() -> None:
-    import torch
-
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     done = _run()
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1] == "there is no GPU here; --small --device cpu tries the program"
+
+
+def test_a_number_that_is_none_does_not_hold_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of recorded steps the first, a later one, or none has logits that are not numbers."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_checks
+
+    steps, computed = [torch.ones(3), torch.ones(3)], [torch.ones(3), torch.ones(3)]
+    runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, means=SimpleNamespace(recorder=None)))
+    monkeypatch.setattr(gpu_checks, "running", lambda *_, **__: nullcontext(runner))
+    for wrong in (None, 0, 1):
+        recorded = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]
+        turns = itertools.cycle([recorded, computed])
+        monkeypatch.setattr(gpu_checks, "_forced", lambda *_, turns=turns: next(turns))
+        (check,) = gpu_checks.replay_check("cpu", True)
+        assert check.holds == (wrong is None)
+
+
+def test_rows_that_are_no_numbers_have_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_checks
+
+    wrong_SV = torch.tensor([[1.0], [1.0], [1.0], [torch.nan], [torch.nan]])
+    logits = {"cuda": (wrong_SV, wrong_SV), "cpu": (torch.ones(5, 1), torch.ones(5, 1))}
+    monkeypatch.setattr(gpu_checks, "_logits", lambda _args, device, _dtype: logits[device])
+    parted = [check.figure for check in gpu_checks.logits_check("cuda", True) if "part" in check.name]
+    assert parted == [pytest.approx(2 / 5)] * 2
+
+
+@pytest.mark.parametrize(("code", "errors"), [(0, 0), (1, 0), (0, 3), (1, 3)])
+def test_checks_that_fail_under_the_sanitizer_fail_it(monkeypatch: pytest.MonkeyPatch, code: int, errors: int) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_checks
+
+    said = f"========= ERROR SUMMARY: {errors} errors"
+    monkeypatch.setattr(gpu_checks.shutil, "which", lambda _name: "/usr/bin/compute-sanitizer")
+    monkeypatch.setattr(
+        gpu_checks.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code, stdout=said, stderr="")
+    )
+    checks = gpu_checks.sanitizer_check()
+    assert next(checks).holds == (errors == 0)
+    if code:
+        with pytest.raises(RuntimeError, match=r"gpu\.py ended with 1 under compute-sanitizer"):
+            next(checks)
+    else:
+        assert not [*checks]
+
+
+def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys grow by 2 bytes a step: 6 that warm up, 40 that are timed, from 12 to 92 bytes; 48 of weights, 10 bytes a second,
+    100 s a step: (48 + 52) / 10 / 100.
+    """
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_speed
+    from gpu_stage import StepTimes
+
+    class Runner:
+        lives, worker = (0,), SimpleNamespace(model=SimpleNamespace(expert_load={}))
+        plan = SimpleNamespace(args=SimpleNamespace(moe=None))
+        num_steps = 0
+
+        def decode(self, num_steps: int) -> StepTimes:
+            self.num_steps += num_steps
+            return StepTimes((100.0,) * num_steps, (50.0,) * num_steps)
+
+        def live_bytes(self) -> float:
+            return 2.0 * self.num_steps
+
+    monkeypatch.setattr(gpu_speed, "weight_bytes_read", lambda _runner, _experts: 48.0)
+    row = gpu_speed._decode_row("a row", Runner(), gpu_speed.Walls(10.0, 1.0), None)  # type: ignore[arg-type]
+    assert row.share == pytest.approx(0.1)
+
+
+def test_products_and_prefills_are_timed_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds that count for nothing, then 3, 1 and 8 s by this clock; prefills of 2, 5 and 1 s."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_speed
+
+    ticks = itertools.accumulate([0, 50, 1, 60, 1, 70, 1, 3, 1, 1, 1, 8])
+    assert gpu_speed._seconds(lambda: None, "cpu", rounds=3, clock=lambda: next(ticks)) == 3
+    seconds = iter((2.0, 5.0, 1.0))
+    model = torch.nn.Linear(1, 1)
+    runner = SimpleNamespace(
+        prefill=lambda *_: next(seconds),
+        plan=SimpleNamespace(args=SimpleNamespace(windows=(None,), n_heads=1, head_dim=1)),
+        worker=SimpleNamespace(model=model),
+    )
+    row = gpu_speed._prefill_row(gpu_speed.Size("cpu", True), runner, gpu_speed.Walls(1.0, 1.0))  # type: ignore[arg-type]
+    assert row.detail.startswith("2.00 s, ")
+
+
+@pytest.mark.parametrize(("free_gib", "num_bytes"), [(130, 2**32), (8, 2**32), (7.9, 2**31), (6, 2**31), (2, 2**30)])
+def test_the_wall_is_of_copies_that_hide_the_host(monkeypatch: pytest.MonkeyPatch, free_gib: float, num_bytes: int) -> None:
+    """As far as there is room for both ends of one."""
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import gpu_speed
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (int(free_gib * 2**30), 2**37))
+    assert gpu_speed.copied_bytes("cuda") == num_bytes
+    assert gpu_speed.copied_bytes("cpu") == gpu_speed.copied_bytes("cuda", small=True) == 2**26
+
+
+def test_shares_of_expert_products_are_of_the_same_wall(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCH.parent))
+    import expert_products
+
+    asked: list[int] = []
+    monkeypatch.setattr(expert_products, "copied_bytes", lambda _device: 12345)
+    monkeypatch.setattr(expert_products, "copy_speed", lambda _device, num_bytes: asked.append(num_bytes) or 10**12)
+    monkeypatch.setattr(sys, "argv", ["expert_products.py", "--cpu", "--dim", "64", "--hidden", "96", "--rows", "2"])
+    expert_products.main()
+    assert asked == [12345]
+    assert "1.00 TB/s" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("length", "window", "pairs"), [(5, 3, 12), (5, None, 15), (3, 9, 6)])

@@ -45,6 +45,16 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Compute) -> Compute:
+        """Where CUDA breaks a recording off, torch leaves this thread on the recording's stream, and what is computed instead
+        would not wait for what other threads ask of the usual one.
+        """
+        before = torch.cuda.current_stream()
+        try:
+            return self._recorded(compute)
+        finally:
+            torch.cuda.set_stream(before)
+
+    def _recorded(self, compute: Compute) -> Compute:
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -63,7 +73,9 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    """The recordings of one stage: for few keys made when it is loaded, and for more of them when they are first needed."""
+    """The recordings of one stage: for few keys made when it is loaded, and for more of them when they are first needed: that
+    step waits for all that the device has been given, for torch synchronizes before a recording and empties its caches.
+    """
 
     def __init__(
         self, plan: StagePlan, model: StageModel, cache: RollingCache, table: SequenceTable, kernels: Kernels, recorder: Recorder
@@ -92,8 +104,9 @@ class DecodeGraphs:
         while num_decodes and self._record((num_decodes, widths)) is not None:
             num_decodes //= 2
 
-    def run(self, batch: MicroBatch, incoming_BD: Tensor | None) -> Tensor | None:
+    def run(self, batch: MicroBatch, incoming_BD: Tensor | None, begins: Callable[[], None]) -> Tensor | None:
         """Hidden states [B, D] of the decodes, or the last stage's logits [B, V] in float32. ``batch`` has no chunks.
+        ``begins`` is called when its numbers are in their place.
 
         None where nothing can be recorded: then steps are to be computed.
         """
@@ -107,6 +120,7 @@ class DecodeGraphs:
         self._put(size[0], [list(decodes.token_ids), slots, starts])
         if incoming_BD is not None:
             self._incoming_BD[:num_decodes] = incoming_BD
+        begins()
         return recording()[:num_decodes].clone()  # the next one's takes its place
 
     def _record(self, size: Size) -> Compute | None:

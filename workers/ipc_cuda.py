@@ -6,12 +6,18 @@ and keeps what a killed process had opened for ever.
 Shape letters: N bytes.
 """
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tramontane.workers.ipc_memory import Event, Memory
+from tramontane.workers.trial import in_a_line
+
+HANDLE_BYTES = 64  # of cudaIpcMemHandle_t, by CUDA's headers (CUDA_IPC_HANDLE_SIZE); the bindings have no name for what is in it
 
 
 class CudaMemory:
@@ -62,21 +68,26 @@ class CudaSharing:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def memory(self, num_bytes: int) -> Memory:
-        runtime = _runtime(self._device)
-        pointer = _call(runtime.cudaMalloc(num_bytes))
-        try:
-            handle = _call(runtime.cudaIpcGetMemHandle(pointer))
-        except RuntimeError:
-            runtime.cudaFree(pointer)
-            raise
-        return CudaMemory(self._device, pointer, num_bytes, bytes(handle.reserved), is_ours=True)
+        with _refusing():
+            runtime = _runtime(self._device)
+            pointer = int(_call(runtime.cudaMalloc(num_bytes)))
+            try:
+                handle = bytes_of_handle(_call(runtime.cudaIpcGetMemHandle(pointer)))
+                return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=True)
+            except BaseException:
+                runtime.cudaFree(pointer)
+                raise
 
     def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
-        runtime = _runtime(self._device)
-        theirs = runtime.cudaIpcMemHandle_t()
-        theirs.reserved = handle
-        pointer = _call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess))
-        return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
+        with _refusing():
+            runtime = _runtime(self._device)
+            theirs = handle_of_bytes(runtime, handle)
+            pointer = int(_call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess)))
+            try:
+                return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
+            except BaseException:
+                runtime.cudaIpcCloseMemHandle(pointer)
+                raise
 
     def event(self) -> Event:
         return CudaEvent(self._device)
@@ -100,6 +111,29 @@ class _Bytes:
             "strides": None,
             "version": 3,
         }
+
+
+def bytes_of_handle(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types
+    return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def handle_of_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
+    if len(handle) != HANDLE_BYTES:
+        raise RuntimeError(f"a handle of {len(handle)} bytes, not of {HANDLE_BYTES}")
+    made = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(made.getPtr(), handle, HANDLE_BYTES)
+    return made
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Other versions of the bindings may have other names. Whatever they raise is RuntimeError: then tensors go by the host."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"CUDA's bindings: {type(error).__name__}: {in_a_line(error)}") from error
 
 
 def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without types

@@ -29,7 +29,10 @@ Clock = Callable[[Compute], float]  # seconds that it takes
 
 # Rounding of 16-bit floats makes a tenth of it; a key too many, or one too few, far more.
 MAX_DIFFERENCE = 2e-2  # relative, by norms
-CHUNKS, CHUNK_TOKENS, KEYS = 4, 128, 1024  # what is tried: prompts' chunks, and single tokens with so many keys
+CHUNKS, CHUNK_TOKENS, KEYS = 4, 128, 1024  # what is tried of prompts: chunks, and keys before each
+# With so many, and with a stage's own windows, the right ones are timed: tables are partly filled then, as most are while a
+# sequence grows. 80 pages of 16 in a table of 96, and 65 of the 32nd token. To tell right from wrong fewer keys are better.
+TIMED_KEYS = 1280
 FEW_TOKENS, MANY_TOKENS = 4, 32  # for either number of single tokens other kernels may be the fastest
 WIDEST = 256  # window that is tried in the place of a wider one: kernels cannot tell, and this one ends within the keys
 CYCLES = 50_000_000  # for which the GPU is kept waiting, some 25 ms, while the host asks for what is timed
@@ -67,14 +70,19 @@ class Trial:
 
 
 def trials_of(plan: StagePlan, device: torch.device, num_tokens: int) -> list[Trial]:
-    """One for each window class, with so many single tokens."""
-    return [_trial(plan, device, num_tokens, window_class.window) for window_class in plan.cache.classes]
+    """One for each window class, with so many single tokens: to see what is right."""
+    windows = [window_class.window for window_class in plan.cache.classes]
+    return [_trial(plan, device, num_tokens, window and min(window, WIDEST), KEYS) for window in windows]
 
 
-def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None) -> Trial:
+def timed_trials_of(plan: StagePlan, device: torch.device, num_tokens: int) -> list[Trial]:
+    """The same to see what is fast."""
+    return [_trial(plan, device, num_tokens, window_class.window, TIMED_KEYS) for window_class in plan.cache.classes]
+
+
+def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> Trial:
     args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
-    window = window and min(window, WIDEST)
-    num_keys = CHUNK_TOKENS + num_cached_keys(KEYS, window)
+    num_keys = CHUNK_TOKENS + num_cached_keys(keys, window)
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -84,7 +92,7 @@ def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int |
     prefill_index = PrefillIndex(window, (CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
-    starts = [KEYS - 1 - 8 * (i % 100) for i in range(num_tokens)]
+    starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
     return Trial(
         random(CHUNKS * CHUNK_TOKENS, args.n_heads, args.head_dim),
@@ -109,16 +117,20 @@ def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: to
 
 
 def fastest(
-    job: str, kernels: Mapping[str, K], prepare: Callable[[K], Compute], expected: Tensor, clock: Clock
+    job: str,
+    kernels: Mapping[str, K],
+    prepare: Callable[[K], Compute],
+    prepare_timed: Callable[[K], Compute],
+    expected: Tensor,
+    clock: Clock,
 ) -> tuple[str, K] | None:
     """Of those that run and agree with what is expected; None if there is none. One line in the log says what was seen."""
     seconds: dict[str, float] = {}
     reports = []
     for name, kernel in kernels.items():
         try:
-            compute = prepare(kernel)
-            check(compute(), expected, MAX_DIFFERENCE)
-            seconds[name] = clock(compute)
+            check(prepare(kernel)(), expected, MAX_DIFFERENCE)
+            seconds[name] = clock(prepare_timed(kernel))
             reports.append(f"{name} {seconds[name] * 1e6:.0f} us")
         except Exception as error:  # whatever a library's kernels raise where they do not fit
             reports.append(f"{name} {in_a_line(error)}")
@@ -137,30 +149,37 @@ def kernels_for(plan: StagePlan, device: torch.device) -> Kernels:
         logger.warning("attention by PyTorch's: xformers cannot be used (%s)", error)
         return Kernels(SdpaPrefill(), PagedDecode())
     with torch.inference_mode():
-        prefill = _chosen_prefill(trials_of(plan, device, 1), prefill_kernels(), cuda_seconds)
+        prefill = _chosen_prefill(trials_of(plan, device, 1), timed_trials_of(plan, device, 1), prefill_kernels(), cuda_seconds)
         few, many = (
-            _chosen_decode(trials_of(plan, device, num_tokens), decode_kernels(plan.cache.page_size, num_tokens), cuda_seconds)
+            _chosen_decode(
+                trials_of(plan, device, num_tokens),
+                timed_trials_of(plan, device, num_tokens),
+                decode_kernels(plan.cache.page_size, num_tokens),
+                cuda_seconds,
+            )
             for num_tokens in (FEW_TOKENS, MANY_TOKENS)
         )
     return Kernels(prefill, BySize(few, many, FEW_TOKENS))
 
 
-def _chosen_prefill(trials: list[Trial], kernels: Mapping[str, PrefillKernel], clock: Clock) -> PrefillKernel:
+def _chosen_prefill(trials: list[Trial], timed: list[Trial], kernels: Mapping[str, PrefillKernel], clock: Clock) -> PrefillKernel:
     """The fastest over all window classes, or PyTorch's where none can be used."""
 
-    def prepare(kernel: PrefillKernel) -> Compute:
-        return _together([trial.prefill(kernel) for trial in trials])
+    def prepare(kernel: PrefillKernel, among: list[Trial] = trials) -> Compute:
+        return _together([trial.prefill(kernel) for trial in among])
 
-    best = fastest("prefill", kernels, prepare, _flat([trial.expected[0] for trial in trials]), clock)
+    expected = _flat([trial.expected[0] for trial in trials])
+    best = fastest("prefill", kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
     return best[1] if best else SdpaPrefill()
 
 
-def _chosen_decode(trials: list[Trial], kernels: Mapping[str, DecodeKernel], clock: Clock) -> DecodeKernel:
-    def prepare(kernel: DecodeKernel) -> Compute:
-        return _together([trial.decode(kernel) for trial in trials])
+def _chosen_decode(trials: list[Trial], timed: list[Trial], kernels: Mapping[str, DecodeKernel], clock: Clock) -> DecodeKernel:
+    def prepare(kernel: DecodeKernel, among: list[Trial] = trials) -> Compute:
+        return _together([trial.decode(kernel) for trial in among])
 
     job = f"decode of {len(trials[0].q_BHd)}"
-    best = fastest(job, kernels, prepare, _flat([trial.expected[1] for trial in trials]), clock)
+    expected = _flat([trial.expected[1] for trial in trials])
+    best = fastest(job, kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
     return best[1] if best else PagedDecode()
 
 

@@ -50,7 +50,7 @@ class QuantizedLinear(nn.Module):
     def _gpu_product(self, x_TK: Tensor) -> Product:
         if any(size % GPU_STEP for size in self.weight.shape):
             return blockwise
-        return gpu_products(x_TK.device, self.weight.dtype, x_TK.dtype).choose(len(x_TK))
+        return gpu_products(x_TK.device, self.weight.dtype, self.scale.dtype, x_TK.dtype).choose(len(x_TK))
 
 
 def _cpu_product(x_TK: Tensor, numbers_NK: Tensor) -> Product:
@@ -116,14 +116,15 @@ class GpuProducts:
 
 
 @cache
-def gpu_products(device: torch.device, number_dtype: torch.dtype, dtype: torch.dtype) -> GpuProducts:
-    """What works on this device, tried once: that compiles, and waits for the device, so never first in a captured graph.
+def gpu_products(device: torch.device, number_dtype: torch.dtype, scale_dtype: torch.dtype, dtype: torch.dtype) -> GpuProducts:
+    """What works on this device, tried once: that compiles, for these very dtypes, and waits for the device, so never first in a
+    captured graph.
 
     Not for float32, which asks for its precision.
     """
     if dtype == torch.float32:
         return GpuProducts(None, None)
-    kind = (device, number_dtype, dtype)
+    kind = (device, number_dtype, scale_dtype, dtype)
     few, several, many = (1,), (FEW_TOKENS + 1, FUSED_TOKENS), (FUSED_TOKENS + 1,)
     has_fused = _works(_fused_product, "kernel that makes them float as it reads them", *kind, (*few, *several))
     fused = _fused_product if has_fused else None
@@ -137,14 +138,20 @@ def gpu_products(device: torch.device, number_dtype: torch.dtype, dtype: torch.d
 
 
 def _works(
-    product: Product, name: str, device: torch.device, number_dtype: torch.dtype, dtype: torch.dtype, lengths: Sequence[int]
+    product: Product,
+    name: str,
+    device: torch.device,
+    number_dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    dtype: torch.dtype,
+    lengths: Sequence[int],
 ) -> bool:
     """Whether it gets products of so many tokens right: those for which it has kernels of their own."""
     generator = torch.Generator(device).manual_seed(0)
     numbers_NK = (
         torch.randn(TRIED_SIZE, TRIED_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
     )
-    scale_N = torch.arange(1, TRIED_SIZE + 1, device=device) / TRIED_SIZE
+    scale_N = (torch.arange(1, TRIED_SIZE + 1, device=device) / TRIED_SIZE).to(scale_dtype)
 
     def attempt() -> None:
         for num_tokens in lengths:
@@ -161,4 +168,4 @@ def try_products(model: nn.Module, dtype: torch.dtype) -> None:
     """Find out, before the first step, what the device has for the quantised matrices of a model, if it has any."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.weight.device.type != "cpu":
-            gpu_products(module.weight.device, module.weight.dtype, dtype)
+            gpu_products(module.weight.device, module.weight.dtype, module.scale.dtype, dtype)

@@ -151,7 +151,7 @@ class StageWorker:
         notes.experts = asked_experts(batch, self.table, self.plan.layers)
         if self._can_replay(batch, notes):
             assert self.graphs is not None
-            done = self.graphs.run(batch, self._hidden(batch, incoming))
+            done = self.graphs.run(batch, self._hidden(batch, incoming), notes.begins)
             if done is not None:
                 return self._unread(batch, incoming, notes, done, ())
         index = build_step_index(batch, self.table, self.device)
@@ -189,6 +189,7 @@ class StageWorker:
         self, batch: MicroBatch, incoming: Activation | None, index: StepIndex, notes: StepNotes
     ) -> Waiting[torch.Tensor]:
         hidden_TD = self._hidden(batch, incoming)
+        notes.begins()
         if hidden_TD is None:
             hidden_TD = self.model.embed(index.token_ids)
         rotary = rotary_tables(index.positions, self.plan.args, self.dtype, self.frequencies)

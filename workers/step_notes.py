@@ -9,7 +9,7 @@ from torch import Tensor
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
 from tramontane.workers.chosen_experts import NOBODY_ASKS
-from tramontane.workers.unread import MakeMark
+from tramontane.workers.unread import MakeMark, Mark
 from tramontane.workers.waiting import Waiting
 
 T = TypeVar("T")
@@ -18,18 +18,23 @@ T = TypeVar("T")
 class StepNotes:
     """Made when the step begins. The thread that computes it writes them, but for what is read at the end.
 
-    ``mark``: for a device that does later what it is asked for. Its time counts then, not the host's.
+    ``mark``: for a device that does later what it is asked for. Its time counts then, not the host's: from ``begins``.
     """
 
     def __init__(self, mark: MakeMark | None = None) -> None:
         self._mark = mark
-        self._first = self._last = mark() if mark else None
+        self._first: Mark | None = None
+        self._last: Mark | None = None
         self._started_at = time.time()
         self._began = self._resumed = time.perf_counter()
         self._busy_s = self._asked_s = self._experts_busy_s = 0.0
         self._actors_busy_s: Counter[int] = Counter()
         self._actors_rows: Counter[int] = Counter()
         self.experts = NOBODY_ASKS
+
+    def begins(self) -> None:
+        """What the step computes from is on its way to the device: what the host had to prepare is no time of the device."""
+        self._first = self._mark() if self._mark else None
 
     def timed(self, waiting: Waiting[T]) -> Waiting[T]:
         """The same, whose waiting does not count as work."""

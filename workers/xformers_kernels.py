@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from xformers.ops import memory_efficient_attention_forward
-from xformers.ops.fmha import cutlass, flash, flash3, triton_splitk
+from xformers.ops.fmha import common, cutlass, flash, flash3, triton_splitk
 from xformers.ops.fmha.attn_bias import (
     BlockDiagonalCausalFromBottomRightMask,
     BlockDiagonalCausalLocalAttentionFromBottomRightMask,
@@ -30,6 +30,18 @@ from tramontane.workers.step_index import DecodeIndex, PrefillIndex
 # BlockDiagonalCausal[LocalAttention]FromBottomRightMask, as the layer has a window or not
 PrefillMask = Any
 Operator = Any  # one of xformers' classes that compute attention
+
+
+def allow_cuda_without_extension() -> None:
+    """The extension of xformers 0.0.35's wheel is for CUDA 12: beside a torch for CUDA 13 it does not load, and xformers then
+    refuses every operator on a GPU. Of those below none needs it: split-K is a program of Triton, flash 2 and cutlass are torch's
+    own. What else xformers asks of an operator (dtypes, masks, the GPU's capability, whether torch has it) it goes on asking.
+    """
+    if torch.version.cuda is not None and getattr(common, "_built_with_cuda", True) is False:
+        common._built_with_cuda = True
+
+
+allow_cuda_without_extension()
 
 
 @dataclass(frozen=True, slots=True)

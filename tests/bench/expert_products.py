@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from gpu_speed import copied_bytes
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -32,9 +33,9 @@ def main() -> None:
     if not (torch.cuda.is_available() or options.cpu):
         sys.exit("there is no GPU here; --cpu --dim 64 --hidden 96 tries the program")
     device = "cpu" if options.cpu else "cuda"
+    speed = copy_speed(device, copied_bytes(device))
     plain = _stack(options.experts, options.dim, options.hidden, device)
     stack = with_few_rows({0: plain})[0]
-    speed = copy_speed(device)
     table = Table(
         "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
     )

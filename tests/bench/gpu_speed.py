@@ -11,6 +11,8 @@ from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shru
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.workers.gpu_probe import copy_speed
 
+Clock = Callable[[], float]
+
 WARM_STEPS, STEPS = 6, 40
 PREFILL_BUDGET = 4096  # tokens in a micro-batch
 
@@ -56,20 +58,29 @@ def walls(size: Size) -> Walls:
     width = size.tokens(8192)
     a, b = (torch.randn(width, width, device=size.device, dtype=torch.bfloat16) for _ in range(2))
     seconds = _seconds(lambda: a @ b, size.device)
-    copied = 2**26 if size.small else 2**32
-    return Walls(float(copy_speed(size.device, copied)), 2 * width**3 / seconds)
+    return Walls(float(copy_speed(size.device, copied_bytes(size.device, size.small))), 2 * width**3 / seconds)
 
 
-def _seconds(compute: Callable[[], object], device: str, rounds: int = 10) -> float:
-    """The mean of some rounds, after three that count for nothing."""
-    for _ in range(3):
+def copied_bytes(device: str, small: bool = False) -> int:
+    """So many that what the host adds to a copy does not show: at 4.3 TB/s, read and written, 2**28 take 125 us, 2**32 2 ms.
+    Fewer where there is no room for two pieces of them: with 6 GiB left 2**31.
+    """
+    if small or device == "cpu":
+        return 2**26
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(2**32, 1 << ((free // 2).bit_length() - 1))
+
+
+def _seconds(compute: Callable[[], object], device: str, rounds: int = 10, clock: Clock = time.perf_counter) -> float:
+    """The median of some rounds, each waited for as a step is, after three that count for nothing."""
+    times = []
+    for _ in range(3 + rounds):
+        _wait_for(device)
+        began = clock()
         compute()
-    _wait_for(device)
-    began = time.perf_counter()
-    for _ in range(rounds):
-        compute()
-    _wait_for(device)
-    return (time.perf_counter() - began) / rounds
+        _wait_for(device)
+        times.append(clock() - began)
+    return statistics.median(times[3:])
 
 
 def _wait_for(device: str) -> None:
@@ -87,8 +98,9 @@ def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) -> Figure:
-    """Of experts those count that the timed steps touched."""
+    """Of experts those count that the timed steps touched, of keys those that the middle one of them reads."""
     runner.decode(WARM_STEPS)
+    live_before = runner.live_bytes()
     times, touched = [], []
     for _ in range(STEPS):
         before = _expert_tokens(runner)
@@ -96,7 +108,8 @@ def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) ->
         touched.append(_touched(before, _expert_tokens(runner)))
     steps = StepTimes(*(tuple(t for some in times for t in getattr(some, kind)) for kind in ("whole", "device")))
     experts = statistics.mean(touched) if runner.plan.args.moe else None
-    needed_s = (weight_bytes_read(runner, experts) + runner.live_bytes()) / wall.bytes_per_s
+    live = (live_before + runner.live_bytes()) / 2
+    needed_s = (weight_bytes_read(runner, experts) + live) / wall.bytes_per_s
     detail = _told(steps, len(runner.lives)) + (f"; {experts:.1f} experts a layer" if experts else "")
     return Figure(name, needed_s / statistics.median(steps.whole), "memory wall", target, detail)
 
@@ -117,7 +130,7 @@ def _told(times: StepTimes, batch: int) -> str:
 
 def _prefill_row(size: Size, runner: Runner, wall: Walls) -> Figure:
     length = size.tokens(2048)
-    seconds = min(runner.prefill(16, length, PREFILL_BUDGET) for _ in range(3))
+    seconds = statistics.median(runner.prefill(16, length, PREFILL_BUDGET) for _ in range(3))
     args = runner.plan.args
     per_token = 2 * sum(p.numel() for n, p in runner.worker.model.named_parameters() if "layers." in n and p.dim() > 1)
     pairs = sum(_visible_pairs(length, window) for window in args.windows)

@@ -37,7 +37,9 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Seconds of each step: by the clock of whoever asks, and on the device."""
+    """Seconds of each step: by the clock of whoever asks, and on the device, from when the step's inputs are there: without what
+    the host prepares, with what the device waits for launches of a step that is not recorded.
+    """
 
     whole: tuple[float, ...]
     device: tuple[float, ...]

@@ -2,7 +2,10 @@
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from tramontane.proto.plan import ClusterPlan, WindowClass
 from tramontane.proto.request import SamplingParams
 from tramontane.workers import stage_worker
 from tramontane.workers.attention import Kernels
-from tramontane.workers.decode_graphs import Compute
+from tramontane.workers.decode_graphs import Compute, CudaRecorder
 from tramontane.workers.means import Means
 from tramontane.workers.rolling_cache import PageRings
 from tramontane.workers.sdpa_kernels import PagedDecode, SdpaPrefill
@@ -132,6 +135,60 @@ def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch
         assert [size[0] for size in worker.graphs.sizes] == [8, 4, 2, 1]
     run_in_process(plan, workers, PROMPTS[:5], budget=32)
     assert (recorder.num_recorded, recorder.num_replayed > 20) == (2 * 4, True)
+
+
+class _FakeCuda:
+    """Streams of one thread, and a recording that CUDA breaks off: torch then leaves the thread where the recording was."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, breaks: bool) -> None:
+        self.current, self.breaks = self.stream("usual"), breaks
+        fakes: dict[str, object] = {
+            "graph_pool_handle": lambda: (0, 0),
+            "Stream": lambda: self.stream("beside"),
+            "current_stream": lambda: self.current,
+            "set_stream": self.set_stream,
+            "stream": self.on,
+            "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+            "graph": lambda *_, **__: self.recording(),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+    def stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda _other: None)
+
+    def set_stream(self, stream: SimpleNamespace) -> None:
+        self.current = stream
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        before, self.current = self.current, self.stream("recording")
+        yield
+        if self.breaks:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.current = before
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, breaks: bool) -> None:
+    cuda, seen = _FakeCuda(monkeypatch, breaks=breaks), []
+
+    def compute() -> Tensor:
+        seen.append(cuda.current.name)
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
+        CudaRecorder().record(compute)
+    assert seen == ["beside", "beside", "recording"]
+    assert cuda.current.name == "usual"
 
 
 class _Refuses:

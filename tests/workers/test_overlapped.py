@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -12,8 +12,10 @@ from tiny import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, MicroBatch, StepResult
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
+from tramontane.workers import stage_worker
 from tramontane.workers.activation import Activation
+from tramontane.workers.decode_graphs import Compute
 from tramontane.workers.means import Means
 from tramontane.workers.model import StageModel
 from tramontane.workers.overlapped import Overlapped
@@ -116,6 +118,42 @@ def test_the_next_step_is_prepared_while_one_is_computed(calls: Calls) -> None:
     assert not asked[1].done()
     calls.device.finish(9)
     assert [future.result(60).timings[0].busy_s for future in asked] == [1.0, 1.0, 1.0], "the device's time, not the host's"
+
+
+class _AtOnce:
+    """A ``Recorder`` of a device that needs none."""
+
+    def record(self, compute: Compute) -> Compute:
+        return compute
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first of a step's two marks comes between its inputs and its layers."""
+    device, seen = Device(), []
+    device.finish(10**6)
+    index_of = stage_worker.build_step_index
+
+    def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
+        def noting(*args: object) -> object:
+            seen.append(name)
+            return call(*args)
+
+        return noting
+
+    means = Means(sdpa_kernels(), recorder=_AtOnce() if is_recorded else None, mark=noted("mark", device.mark))  # type: ignore[arg-type]
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), means=means)
+    if worker.graphs is not None:
+        monkeypatch.setattr(worker.graphs, "_put", noted("inputs", worker.graphs._put))
+    monkeypatch.setattr(stage_worker, "build_step_index", noted("inputs", index_of))
+    monkeypatch.setattr(worker.model, "embed", noted("layers", worker.model.embed))
+    worker.fence(0)
+    worker.step(_batch(0), None)
+    assert seen == ["inputs", "mark", "layers", "mark"]
+    for step_id in (1, 2):  # which is not the first of its size
+        seen.clear()
+        worker.step(MicroBatch(0, step_id, (), (), Decodes((0,), (step_id,), (1,))), None)
+    assert seen == ["inputs", "mark", "layers", "mark"]
 
 
 def test_steps_begin_in_their_order_however_they_come(calls: Calls) -> None:

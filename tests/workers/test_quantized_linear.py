@@ -18,6 +18,7 @@ from tramontane.workers.quantize import NUMBER_DTYPES, quantized
 from tramontane.workers.quantized_linear import (
     FEW_TOKENS,
     FUSED_TOKENS,
+    TRIED_SIZE,
     GpuProducts,
     Product,
     QuantizedLinear,
@@ -137,7 +138,7 @@ def test_what_does_not_work_is_said_in_one_line_and_done_without(
     monkeypatch.setattr(quantized_linear, "_fused_fp8_product", product)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert gpu_products(CPU, NUMBER_DTYPES[quantize], torch.bfloat16) == GpuProducts(None, None)
+            assert gpu_products(CPU, NUMBER_DTYPES[quantize], torch.float32, torch.bfloat16) == GpuProducts(None, None)
     assert len(caplog.messages) == (2 if quantize is FP8 else 1)
     assert all(why in message and "\n" not in message for message in caplog.messages)
     linear, x_TK = _linear(32, 48, quantize), _random(20, 48).bfloat16()
@@ -166,11 +167,31 @@ def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.Monke
     monkeypatch.setattr(quantized_linear, "gpu_products", lambda *kind: tried.append(kind))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), _linear(16, 16, FP8)).to("meta")
     try_products(model, torch.bfloat16)
-    assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.bfloat16)]
+    assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
     asked: list[torch.dtype] = []
     monkeypatch.setattr(weights, "try_products", lambda _model, dtype: asked.append(dtype))
     StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights())
     assert asked == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("quantize", Quantization)
+def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton compiles a kernel for each combination: one that is not tried would be compiled in a step."""
+    used: set[tuple[torch.dtype, ...]] = set()
+
+    def watched(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+        used.add((x_TK.dtype, numbers_NK.dtype, scale_N.dtype))
+        return _right(x_TK, numbers_NK, scale_N)
+
+    for name in ("_fused_product", "fp8_product", "_fused_fp8_product"):
+        monkeypatch.setattr(quantized_linear, name, watched)
+    plan = tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=quantize).stages[0]
+    model = StageWorker.load(plan, RandomWeights()).model
+    matrices = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    x_TK = torch.zeros(1, TRIED_SIZE, dtype=torch.bfloat16)
+    for matrix in matrices:
+        assert matrix._gpu_product(x_TK) is watched
+    assert used == {(torch.bfloat16, matrix.weight.dtype, matrix.scale.dtype) for matrix in matrices}
 
 
 # ---- the kernels

@@ -425,11 +425,37 @@ def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: 
 
 @pytest.mark.parametrize(
     ("window", "starts", "width"),
-    [(None, [100, 2000], 128), (None, [70_000], 5120), (None, [3], 64), (4096, [3], 64), (4096, [5000], 257), (64, [999], 5)],
+    [
+        *(
+            (None, [100, 2000], 128),
+            (None, [70_000], 5120),
+            (None, [3], 64),
+            (4096, [3], 64),
+            (4096, [5000], 257),
+            (64, [999], 5),
+        ),
+        *(
+            (None, [1023], 64),
+            (None, [1024], 96),
+            (None, [1535], 96),
+            (None, [1536], 128),
+            (None, [2048], 192),
+            (None, [3072], 256),
+        ),
+        *((4096, [1024], 96), (4096, [3500], 256)),
+    ],
 )
 def test_widths_of_tables(window: int | None, starts: list[int], width: int) -> None:
-    """Powers of two, none below 1024 keys, none beyond the ring; P = 16, 81920 positions."""
+    """Powers of two and the middles between, none below 1024 keys, none beyond the ring; P = 16, 81920 positions."""
     assert table_width(starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)) == width
+
+
+def test_there_are_few_widths_and_two_thirds_of_each_are_filled() -> None:
+    """Each is a recording of its own, for each number of tokens; what is empty in it gives split-K's parts nothing to do."""
+    rings = PageRings(WindowClass(None, ring_pages(None, 16, 32_768), 1), 16, 1, CPU)
+    widths = {start: table_width([start], rings) for start in range(32_768)}
+    assert len({*widths.values()}) == 11
+    assert all(2 * width < 3 * (start // 16 + 1) for start, width in widths.items() if start >= 1024)
 
 
 def test_the_scratch_slot_has_the_page_behind_the_last_one() -> None:
