@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 os.environ["RAY_AUTH_MODE"] = "disabled"  # before ray is imported: it reads this once
 
@@ -11,6 +11,7 @@ import ray
 import reference
 import torch
 from hypothesis import HealthCheck, settings
+from leaving import leave
 
 torch.set_num_threads(1)
 settings.register_profile("without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +42,18 @@ def _own_logging() -> Iterator[None]:
     before = own.handlers[:], own.level, own.propagate
     yield
     own.handlers[:], own.level, own.propagate = before
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_cmdline_main() -> Generator[None, int, int]:
+    """A run that is through ends with pytest's own status, whatever threads Ray has left: see ``leave``.
+
+    Outermost here, everything has been torn down, reported and closed, by plugins too, and the status is final. Usage
+    errors pass by as exceptions. Whoever called pytest.main in a test would end the whole run; nobody does.
+    """
+    status = yield
+    leave(int(status))
+    return status
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
