@@ -26,6 +26,7 @@ from tramontane.proto.step import MicroBatch, StepResult
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 3.0
+UNREACHABLE_S = 5.0  # a stage that was born again is there by then, as a rule; one that is stopped never is
 RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
 RETRY_S = 0.5
 SUPERVISOR_ANSWERS_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice as long
@@ -58,7 +59,7 @@ class RayStageChain:
 
     async def fence(self) -> int:
         """Raises LeaseError, or PipelineError when a stage is gone for good, cannot load, or takes too long."""
-        give_up_at = time.monotonic() + LOADING_S
+        began = time.monotonic()
         while True:
             try:
                 async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
@@ -67,9 +68,10 @@ class RayStageChain:
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(last_line(error)) from error
             except RayError as error:  # before TimeoutError, which that of a supervisor whose stages do not answer is as well
-                if time.monotonic() > give_up_at or not _is_restarting(error):
+                waited_s = time.monotonic() - began
+                if waited_s > LOADING_S or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
-                if isinstance(error, GetTimeoutError):
+                if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_S:
                     await self.replace_stuck(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
             except TimeoutError:  # it does nothing any more; another process finds everything again

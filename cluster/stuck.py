@@ -13,7 +13,7 @@ import psutil
 import ray
 from ray._private.state import actors
 from ray.actor import ActorHandle
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.worker_actor import WorkerHealth
@@ -68,7 +68,10 @@ class Silences:
 
 
 def _answers(workers: Mapping[str, "ActorHandle[Any]"], within_s: float) -> dict[str, WorkerHealth | None]:
-    """What those that answer say of themselves; None where Ray says that there is no process."""
+    """What those that answer say of themselves; None where Ray says that there is no process.
+
+    One that is born again is unavailable meanwhile. So is one that is stopped, to whoever has not talked to it before.
+    """
     asked: dict[Any, str] = {}
     for name, worker in workers.items():
         asked[worker.health.options(concurrency_group="control").remote()] = name
@@ -76,6 +79,8 @@ def _answers(workers: Mapping[str, "ActorHandle[Any]"], within_s: float) -> dict
     for ref in ray.wait(list(asked), num_returns=len(asked), timeout=within_s)[0]:
         try:
             answers[asked[ref]] = ray.get(ref)
+        except ActorUnavailableError:
+            continue
         except RayError:
             answers[asked[ref]] = None
     return answers

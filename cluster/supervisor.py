@@ -195,7 +195,8 @@ def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
         worker = waiting.pop(answered[0])
         try:
             ray.get(answered[0])
-        except ActorUnavailableError:
+        except ActorUnavailableError:  # also where it is stopped, and this process has not talked to it before
+            silences.end_silent([worker])
             time.sleep(REBIRTH_POLL_S)
             waiting[worker.ready.remote()] = worker
 

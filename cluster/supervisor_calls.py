@@ -51,6 +51,10 @@ async def answered_soon(supervisor: "ActorHandle[Any]", call: Callable[[], Any])
                 least_age_s = math.inf if num_silent < SILENT_CALLS else 0.0
                 if await asyncio.to_thread(end_process, supervisor, least_age_s):
                     logger.warning("the supervisor did not answer, and got a new process")
+            except ActorUnavailableError:  # it is starting again; or is stopped, and this process has not talked to it before
+                if await asyncio.to_thread(end_process, supervisor, math.inf):
+                    logger.warning("the supervisor was stopped, and got a new process")
+                raise
         raise RayError("the supervisor does not answer, and could not be ended")
 
     return await answered(in_time)

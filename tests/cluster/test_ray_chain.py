@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from tramontane.cluster import ray_chain
-from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.ray_chain import UNREACHABLE_S, RayStageChain
 from tramontane.proto.errors import LeaseError
 
 EPOCH = 7
@@ -61,6 +62,15 @@ def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_super
     supervisor = _Supervisor(GetTimeoutError("not within 5 s"))
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert supervisor.calls == ["fence for router", "replace", "fence for router"]
+
+
+def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says of one that is stopped what it says of one that is born again, to a supervisor that has not talked to it."""
+    supervisor = _Supervisor(ActorUnavailableError("connection attempt timed out", None))
+    times = iter([0.0, 1.0, UNREACHABLE_S, UNREACHABLE_S + 0.1])
+    monkeypatch.setattr(ray_chain, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    assert asyncio.run(_chain(supervisor).fence()) == EPOCH
+    assert supervisor.calls == ["fence for router"] * 3 + ["replace", "fence for router"]
 
 
 def test_a_supervisor_that_does_not_answer_gets_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
