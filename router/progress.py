@@ -46,25 +46,27 @@ class Progress:
         self._num_fruitless = 0
         self._at = self._clock()
 
-    def note(self) -> None:
-        """Something else was done, or there is nothing to do. No matter where nothing ever comes of it."""
+    def note(self) -> float:
+        """Something else was done, or there is nothing to do. No matter where nothing ever comes of it. Returns the time."""
+        now = self._clock()
         if self._num_fruitless <= MAX_FRUITLESS:
-            self._at = self._clock()
+            self._at = now
+        return now
 
     def fenced(self) -> None:
         """The stages obey; work can begin."""
         self.is_fenced = self.has_begun = True
-        self.note()
+        now = self.note()
         if self.last_recovery is not None and self.last_recovery.fenced_at is None:
-            self.last_recovery = replace(self.last_recovery, fenced_at=self._clock())
+            self.last_recovery = replace(self.last_recovery, fenced_at=now)
 
     def failed(self, reason: str) -> None:
         """The stages must be fenced anew."""
         self.is_fenced = False
         self._num_fruitless += 1
-        self.note()
+        now = self.note()
         self.num_recoveries += 1
-        self.last_recovery = Recovery(reason, self._clock())
+        self.last_recovery = Recovery(reason, now)
 
     def told_tokens(self) -> None:
         if self.last_recovery is not None and self.last_recovery.resumed_at is None:
