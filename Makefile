@@ -36,7 +36,7 @@ types: $(STAMP)  # mypy needs the rooms under the name they are imported by
 	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
 
 proto: $(STAMP)  ## the stubs of proto/inference.proto, made anew
-	$(BIN)/python tests/stubs.py
+	$(BIN)/python tests/support/stubs.py
 
 bench: $(STAMP)  ## how much the stages overlap, with one micro-batch in flight and with several
 	$(BIN)/python tests/bench/overlap.py

@@ -11,7 +11,7 @@ import ray
 import reference
 import torch
 from hypothesis import HealthCheck, settings
-from leaving import leave
+from process_exit import leave
 
 torch.set_num_threads(1)
 settings.register_profile("without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

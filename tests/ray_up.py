@@ -18,7 +18,7 @@ import pytest
 from chaos_faults import TITLES, title_of
 from ssh_hosts import HOME, SshHost, ssh_hosts, why_no_ssh
 
-from tramontane.cluster.cli import app
+from tramontane.cluster.cli.main import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
 if reason := why_no_ssh():

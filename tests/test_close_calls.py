@@ -9,8 +9,8 @@ from close_calls import close_call
 from harness import random_ids
 from soak_load import requests
 
-from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.launch import open_engine
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.engine import open_engine
 from tramontane.proto.request import SamplingParams, SequenceSpec
 
 VOCABULARY = 1000

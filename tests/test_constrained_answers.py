@@ -10,19 +10,19 @@ import pytest
 from harness import random_ids, scheduler_for
 from json_schemas import Schema, random_schema
 from jsonschema import Draft202012Validator
-from tiny import random_model, split_model, tiny_args, tiny_plan
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.local_chain import LocalStageChain
-from tramontane.cluster.pieces import PiecesOf
+from tramontane.cluster.actors.pieces import PiecesOf
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
-from tramontane.router.constraint_fields import ResponseFormat
-from tramontane.router.constraints import grammar_for
-from tramontane.router.router import Router
-from tramontane.router.scheduler import Scheduler
-from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.structured.fields import ResponseFormat
+from tramontane.router.structured.grammar import grammar_for
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 NUM_SCHEMAS, MAX_TOKENS = 200, 64
 STOP, LENGTH, ERROR = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR

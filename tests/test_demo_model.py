@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from driver import teacher_forced
+from stage_driver import teacher_forced
 from torch.nn import functional as F
 
-from tramontane.cluster import cli
-from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
-from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 # Sonnet 18: public domain, and not among the plays it was trained on
 SONNET = "Shall I compare thee to a summer's day?\nThou art more lovely and more temperate:\n"

@@ -11,13 +11,13 @@ import httpx
 import psutil
 import pytest
 import ray
-from mortal_head import MortalHead, mortal_head
+from killable_head import MortalHead, mortal_head
 from ray import serve
 from ray.serve.config import HTTPOptions
-from serving import free_port, leftovers
+from serve_cluster import free_port, leftovers
 
-from tramontane.cluster.config import EngineConfig
-from tramontane.cluster.serve_app import APPLICATION, application
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.serving.app import APPLICATION, application
 
 pytestmark = [
     pytest.mark.ray,

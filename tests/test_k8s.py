@@ -15,10 +15,10 @@ from k8s_documents import K8S, OVERLAYS, PIECES, ROOT, check_schema, overlay, ra
 from k8s_rules import Document, groups_of, offered_resources, operators_complaints, ray_container
 from ray.serve.schema import ServeDeploySchema
 
-from tramontane.cluster.cli import app
-from tramontane.cluster.k8s_overlay import MARK, RAY_VERSION
-from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.serve_app import checked_config
+from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.deploy.k8s_overlay import MARK, RAY_VERSION
+from tramontane.cluster.serving.app import checked_config
 
 REGISTRIES = re.compile(r"pypi\.org|pythonhosted|pytorch\.org|anaconda|conda\.io|debian\.org|npmjs|index-url", re.IGNORECASE)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import free_port
+from serve_cluster import free_port
 
 pytestmark = [
     pytest.mark.ray,
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
 ]
 
-COMMAND = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()", "serve"]
+COMMAND = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()", "serve"]
 FLAGS = ["--link", "direct", "--log-format", "json", "--log-level", "info", "--json", "--tracing-exporter", "file"]
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"  # a client's own
 

@@ -5,19 +5,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from expert_actors import ExpertActors, expert_plan, open_chain
 from harness import PROMPTS, random_ids, run_answers, scheduler_for
+from local_expert_actors import ExpertActors, expert_plan, open_chain
 from reference import assert_best_experts
-from tiny import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
+from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
-from tramontane.router.policy import EvenPolicy
-from tramontane.router.router import Router
-from tramontane.router.scheduler import Scheduler
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
 
 ARGS = tiny_args(n_layers=6)
 CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 65]

@@ -9,17 +9,17 @@ import torch
 from harness import random_ids, run_answers, scheduler_for
 from logit_formulas import changed_logits
 from reference import Expected, assert_same_tokens, reference_logits
-from tiny import random_model, split_model, tiny_args, tiny_plan
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from torch import Tensor
 from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams, TokenBatch
-from tramontane.router.scheduler import Scheduler
-from tramontane.workers import logprobs as logprobs_module
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.sampling import logprobs as logprobs_module
+from tramontane.workers.stage.stage_worker import StageWorker
 
 ARGS = tiny_args(n_layers=4, window=None, moe=False)
 PROMPTS = [random_ids(12, seed) for seed in range(12)]

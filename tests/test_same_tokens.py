@@ -11,18 +11,18 @@ from harness import GREEDY, PROMPTS, random_ids, run_in_process, run_prompts, sc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import CLOSE_CALL, Expected, assert_same_tokens, greedy, reference_logits
-from tiny import random_model, split_model, tiny_args, tiny_plan
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.local_chain import LocalStageChain
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
 from tramontane.proto.presets import PRESETS, scaled_down
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.router.pages import PageLedger
-from tramontane.router.sequence import Sequence
-from tramontane.workers.random_checkpoint import write_random_checkpoint
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.sequence import Sequence
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 WINDOW = 24  # eight layers see 8 * 23 positions back; prompts reach 600
 KINDS = {

@@ -21,16 +21,16 @@ import ray
 from harness import GREEDY, run_in_process
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
-from serving import free_port, leftovers, listening
-from tiny import tiny_plan
+from serve_cluster import free_port, leftovers, listening
+from tiny_models import tiny_plan
 
-from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.errors import ConnectionLostError, WrongKeyError
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, scaled_down
-from tramontane.router.client import Client
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.client.client import Client
+from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = [
     pytest.mark.ray,
@@ -182,7 +182,7 @@ def test_ctrl_c_while_it_is_being_imported_is_one_line(module: str) -> None:
         "    def find_spec(self, name, path, target=None):\n"
         f"        if name == '{module}': os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.meta_path.insert(0, Slow())\n"
-        "from tramontane.cluster.entry import main\n"
+        "from tramontane.cluster.cli.__main__ import main\n"
         "main()\n"
     )
     command = [sys.executable, "-c", code, "generate", "The"]

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from harness import random_ids, run_in_process
@@ -26,13 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.sizes import GIB
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.stage.stage_worker import StageWorker
 
 CONTEXT, STEPS = 156, 8  # decode steps run from 156 to 163 tokens behind
 PROMPT, NEW_TOKENS = 128, 64

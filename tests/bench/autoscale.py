@@ -21,17 +21,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from chaos_load import Load, bodies, undisturbed
 from ray import serve
 from ray.exceptions import RayError
 from rich.console import Console
 from rich.table import Table
-from serving import jobs_in, leftovers, router_stats, start_serve, wait_until_ready
+from serve_cluster import jobs_in, leftovers, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.serve_app import APPLICATION, build
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.serving.app import APPLICATION, build
 
 MOST = 3
 OF_A_PIPELINE = 3  # its supervisor, its stage, their placement group

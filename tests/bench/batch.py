@@ -22,19 +22,19 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 import psutil
 from batch_server import Server
 from rich.console import Console
 
-from tramontane.router.batch_runner import BatchRunner
-from tramontane.router.batch_service import BatchService, JobSettings
-from tramontane.router.job_claims import JobClaims
-from tramontane.router.job_storage import JobStorage
-from tramontane.router.job_tables import Database
-from tramontane.router.jobs import Job, JobOptions, JobState
+from tramontane.router.batch.claims import JobClaims
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.jobs import Job, JobOptions, JobState
+from tramontane.router.batch.runner import BatchRunner
+from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.batch.storage import JobStorage
 
 MIB = 2**20
 CONCURRENCY = 256

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import httpx
 import ray
@@ -38,10 +38,10 @@ from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from serving import URL, ingress_stats, leftovers, router_stats, served
+from serve_cluster import URL, ingress_stats, leftovers, router_stats, served
 
-from tramontane.cluster.pipeline import OBJECT_STORE_BYTES, own_ray
-from tramontane.cluster.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES, own_ray
 
 WANTED = 16  # streams with unfinished tokens, at each fault
 REQUESTS = 40

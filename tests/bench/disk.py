@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import preset
-from tramontane.workers.random_checkpoint import write_random_checkpoint
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 
 def write_model(folder: Path, num_layers: int, layout: Layout) -> None:

@@ -15,20 +15,20 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from expert_actors import expert_plan, without_experts
 from expert_kills import kill_under_load
 from harness import placed
+from local_expert_actors import expert_plan, without_experts
 from reference import CLOSE_CALL
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.pipeline_spec import PipelineSpec
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from gpu_speed import copied_bytes
@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tramontane.workers.gpu_probe import copy_speed
-from tramontane.workers.grouped import Stack, with_few_rows
+from tramontane.workers.device.probe import copy_speed
+from tramontane.workers.model.grouped_gemm import Stack, with_few_rows
 
 DEALS, ROUNDS = 16, 5
 Run = Callable[[], object]

@@ -27,29 +27,29 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from expert_actors import CPU, HOST, OpenChain, expert_plan
 from harness import random_ids, run_prompts, scheduler_for
+from local_expert_actors import CPU, HOST, OpenChain, expert_plan
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.request import SamplingParams
-from tramontane.router.balanced import BalancedPolicy
-from tramontane.router.usage import UsageMeter
-from tramontane.workers.edge import Address
-from tramontane.workers.expert_link import DirectExpert, ExpertDoor, RowFormat
-from tramontane.workers.expert_worker import ExpertCall, ExpertReply, ExpertWorker
-from tramontane.workers.ping_pong import PingPong
-from tramontane.workers.remote_experts import RemoteExperts
-from tramontane.workers.socket_edge import SocketEdges
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.engine.stage_usage import UsageMeter
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.workers.experts.expert_link import DirectExpert, ExpertDoor, RowFormat
+from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
+from tramontane.workers.experts.remote_experts import RemoteExperts
+from tramontane.workers.links.channel import Address
+from tramontane.workers.links.tcp_channel import SocketEdges
+from tramontane.workers.stage.ping_pong_executor import PingPong
+from tramontane.workers.stage.stage_worker import StageWorker
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -88,7 +88,7 @@ def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
         f"--num-prompts {prompts} --input-len {INPUT_LEN} --output-len {OUTPUT_LEN} --warmups 1 --repeats 1 --max-model-len 2048"
     )
     command = f"bench --json --model {folder} --load-format dummy --dtype float32 {work} {flags}"
-    entry = "from tramontane.cluster.entry import main; main()"
+    entry = "from tramontane.cluster.cli.__main__ import main; main()"
     done = subprocess.run([sys.executable, "-c", entry, *command.split()], capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1])["tokens_per_second"])
 

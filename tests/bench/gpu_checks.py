@@ -18,10 +18,10 @@ from torch import Tensor
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention import DecodeKernel, PrefillKernel, reference_attention
-from tramontane.workers.page_table import power_of_two
-from tramontane.workers.rolling_cache import LayerCache, SequenceTable
-from tramontane.workers.step_index import DecodeIndex, PrefillIndex, build_step_index
+from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel, reference_attention
+from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, build_step_index
+from tramontane.workers.attention.page_table import power_of_two
+from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -110,7 +110,7 @@ def mask_checks(device: str) -> Iterator[Check]:
     """Kernels over every window and page size, against the plain reference on fresh random numbers: the worst of those that there
     are on this machine. That there is none is a failure.
     """
-    from tramontane.workers.xformers_kernels import decode_kernels, prefill_kernels
+    from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
 
     for window in (None, 16, 1024, 4096):
         tried = {name: _tried(lambda k=kernel: _prefill(k, window, device)) for name, kernel in prefill_kernels().items()}  # type: ignore[misc]  # noqa: B023

@@ -14,7 +14,7 @@ from gpu_stage import MISTRAL_7B, NotHereError, give_back
 from tramontane.proto.hf_config import hf_config_of
 
 BATCH, STAGES, TARGET = 64, 4, 0.8
-BENCH = "from tramontane.cluster.entry import main; main()"
+BENCH = "from tramontane.cluster.cli.__main__ import main; main()"
 
 
 def stages_on_one_gpu(size: Size, _wall: Walls) -> Iterator[Figure]:

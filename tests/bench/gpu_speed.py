@@ -9,7 +9,7 @@ import torch
 from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shrunk, weight_bytes_read
 
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.workers.gpu_probe import copy_speed
+from tramontane.workers.device.probe import copy_speed
 
 Clock = Callable[[], float]
 

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan, kv_bytes_per_position
 from tramontane.proto.presets import preset
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import NO_DECODES, Chunk, Decodes, MicroBatch, StepResult
-from tramontane.router.pages import PageLedger
-from tramontane.router.sequence import Sequence as Life
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.sequence import Sequence as Life
+from tramontane.workers.stage.stage_worker import StageWorker
 
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
 GIB = 2**30

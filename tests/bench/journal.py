@@ -34,13 +34,13 @@ from journal_pauses import Costs, RealPauses, measure, reach, start_s
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.simulate_command import assumed_seconds
+from tramontane.cluster.cli.simulate import assumed_seconds
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.admission import Limits
-from tramontane.router.balanced import BalancedPolicy
-from tramontane.router.policy import Work
-from tramontane.router.scheduler import Scheduler
-from tramontane.router.simulator import Arrival, ModelledPipeline, simulate
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, simulate
 
 WANTED = 1.3
 BUDGET, PAGE_SIZE, NEW_TOKENS = 1024, 16, 32

@@ -13,8 +13,8 @@ import torch
 from journal_stages import CHUNK, LIVE, LOST, STAGES, TOKENS, Seconds, Stages, demo_plan
 
 from tramontane.proto.step import MicroBatch
-from tramontane.router.policy import Work
-from tramontane.workers.activation import Activation
+from tramontane.router.scheduling.policy import Work
+from tramontane.workers.stage.activation import Activation
 
 FEW = 16  # tokens
 HOP_S = 2.8e-3  # 128 KiB through the object store, by make bench-link; a micro-batch here has 64

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.sizes import GIB
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.workers.activation import Activation
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.stage_worker import StageWorker
 
 STAGES, LOST = 4, 2
 LIVE, TOKENS, CHUNK = 16, 1024, 256

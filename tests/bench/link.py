@@ -23,18 +23,18 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, get_args
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import ray
 from ray.actor import ActorHandle
 from rich.console import Console
 from rich.table import Table
-from tiny import tiny_args, tiny_plan
+from tiny_models import tiny_args, tiny_plan
 
-from tramontane.cluster.actors import StageActor, as_stage_actor
-from tramontane.cluster.fencing import fence_stages
-from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.ray_chain import DirectStageChain, RayStageChain
+from tramontane.cluster.actors.stage_actor import StageActor, as_stage_actor
+from tramontane.cluster.actors.stage_control import fence_stages
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ClusterPlan, Link
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
@@ -57,9 +57,9 @@ class SleepingStage(StageActor):
     def _load(self) -> Any:  # noqa: ANN401
         import torch
 
-        from tramontane.workers.activation import Activation
-        from tramontane.workers.stage_worker import StageWorker
-        from tramontane.workers.unread import Unread
+        from tramontane.workers.stage.activation import Activation
+        from tramontane.workers.stage.pending_outcome import Unread
+        from tramontane.workers.stage.stage_worker import StageWorker
 
         worker = StageWorker.load(self._plan, self._weights, self._device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
-from tramontane.workers.checkpoint import Checkpoint
-from tramontane.workers.quantize import hold
-from tramontane.workers.rotary import rows_in_halves
-from tramontane.workers.stored_rows import MappedRows, RowsOf, reading_for
-from tramontane.workers.tensor_names import TensorSpec, largest_first, stage_tensors
+from tramontane.workers.model.rotary import rows_in_halves
+from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.quantize import hold
+from tramontane.workers.weights.tensor_reader import MappedRows, RowsOf, reading_for
+from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 EXTRA_LIMIT = 512 * 2**20  # pieces as they are stored, sorted, in float32; not more with more layers
 TARGETS: dict[str, tuple[str, Quantization | None]] = {

@@ -19,16 +19,16 @@ from disk import forget, read_from_disk, write_model
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.actors import StageActor, as_stage_actor
-from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
-from tramontane.cluster.supervisor import wait_until_ready
+from tramontane.cluster.actors.stage_actor import StageActor, as_stage_actor
+from tramontane.cluster.actors.supervisor import wait_until_ready
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights, read_model_args
 from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.sizes import GIB
-from tramontane.workers.stage_worker import StageWorker
-from tramontane.workers.tensor_names import stage_tensors
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 READ_LIMIT, MEMORY_LIMIT = 1.05, 1.15
 ALWAYS_ALLOWED = 128 * 2**20  # pieces on their way weigh more in a stage of half a GiB, as with int8 here, than in one of seven

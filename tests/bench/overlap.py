@@ -18,26 +18,26 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from harness import placed, run_prompts, scheduler_for
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.hardware import this_machine
-from tramontane.cluster.pipeline import own_ray
-from tramontane.cluster.pipeline_spec import PipelineSpec
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
-from tramontane.cluster.ray_chain import RayStageChain
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.stage_chain import RayStageChain
+from tramontane.cluster.planning.hardware import this_machine
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
-from tramontane.router.balanced import BalancedPolicy
-from tramontane.router.policy import EvenPolicy, Policy
-from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
-from tramontane.router.usage import UsageMeter, overlap_share
+from tramontane.router.engine.stage_usage import UsageMeter, overlap_share
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 BUDGET = 128
 TEXT = "Now is the winter of our discontent made glorious summer by this sun of York; and all the clouds "

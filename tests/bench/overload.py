@@ -24,7 +24,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-ENTRY = "from tramontane.cluster.entry import main; main()"
+ENTRY = "from tramontane.cluster.cli.__main__ import main; main()"
 TITLES = {
     "proxy": "ray::ProxyActor",
     "ingress": "ray::ServeReplica:tramontane:Ingress",

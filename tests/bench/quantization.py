@@ -20,29 +20,29 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from driver import teacher_forced
 from harness import random_ids, run_in_process
 from rich.console import Console
 from rich.table import Table
+from stage_driver import teacher_forced
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.cluster.config import DEMO_MODEL
-from tramontane.cluster.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.proto.plan import ClusterPlan
 from tramontane.proto.presets import PRESETS, preset, scaled_down
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.sizes import GIB
-from tramontane.router.tokenizer_kinds import SentencePieceTokenizer
-from tramontane.workers import quantized_linear
-from tramontane.workers.random_checkpoint import write_random_checkpoint
-from tramontane.workers.stage_worker import StageWorker
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.workers.kernels import quantized_linear
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 INT8, FP8 = Quantization.INT8, Quantization.FP8
 

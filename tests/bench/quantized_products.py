@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import Quantization
-from tramontane.workers.quantize import NUMBER_DTYPES, quantized
-from tramontane.workers.quantized_linear import FUSED_TOKENS, Product, blockwise, gpu_products
+from tramontane.workers.kernels.quantized_linear import FUSED_TOKENS, Product, blockwise, gpu_products
+from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantized
 
 ROUNDS, PRODUCTS = 30, 8  # products in a round
 OUT_OF_CACHE = 2**28  # bytes that the matrices of one way have together

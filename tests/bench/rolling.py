@@ -19,15 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from chaos_load import Load, bodies, undisturbed
 from ray import serve
 from rich.console import Console
 from rich.table import Table
-from serving import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
+from serve_cluster import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.pipeline.lifecycle import own_ray
 
 WANTED = 12  # streams with unfinished tokens, at each deployment
 REQUESTS = 40

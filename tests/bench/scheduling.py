@@ -19,12 +19,12 @@ from rich.table import Table
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
-from tramontane.router.activity import ActivityLog
-from tramontane.router.admission import Limits
-from tramontane.router.balanced import BalancedPolicy
-from tramontane.router.live_request import LiveRequest
-from tramontane.router.scheduler import Scheduler
-from tramontane.router.sequence import Sequence
+from tramontane.router.engine.active_request import LiveRequest
+from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.sequence import Sequence
 
 STAGES = (1, 2, 4, 8)
 WARM_UP = 200  # steps

@@ -26,18 +26,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import ray
 from chaos_load import undisturbed
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from serving import served
+from serve_cluster import served
 from soak_load import MAX_BODY, Crowd, requests
 from soak_watch import Sample, is_quiet, not_back, quietest, slope_per_hour, take
 
-from tramontane.cluster.pipeline import own_ray
+from tramontane.cluster.pipeline.lifecycle import own_ray
 
 EVERY_S = 30.0
 SHARES = (0.1, 0.45, 0.45)  # of the time, before each quiet look

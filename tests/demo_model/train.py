@@ -24,10 +24,10 @@ from torch.nn import functional as F
 
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import ModelArgs
-from tramontane.workers.model import StageModel
-from tramontane.workers.rotary import rotary_tables
-from tramontane.workers.tensor_names import stage_tensors
-from tramontane.workers.waiting import completed
+from tramontane.workers.model.rotary import rotary_tables
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.model.waiting import completed
+from tramontane.workers.weights.tensor_specs import stage_tensors
 
 CONFIG = {
     "architectures": ["MixtralForCausalLM"],

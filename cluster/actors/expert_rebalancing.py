@@ -1,0 +1,61 @@
+"""Moving experts between the actors of a running pipeline: nothing that is asked meanwhile goes without an answer."""
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import RayActorError
+
+from tramontane.cluster.actors.expert_plan_store import record_plan
+from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.planning.expert_planner import moves
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.expert_plan import ExpertPlan
+
+if TYPE_CHECKING:
+    from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+
+RETRY_S, MOST_TRIES = 0.2, 300
+
+
+def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
+    """Returns how many copies of experts were loaded. Raises PlanError if actors have no room to exchange any.
+
+    For each plan on the way: actors load what they lack of it; from then on it is the plan, of which stages are told; actors
+    forget what it does not give them. A stage that has missed this finds an expert gone, looks for the plan, and asks again.
+    An actor that dies meanwhile loads what was the plan when it was started again, so all are asked once more afterwards.
+    """
+    experts = spec.expert_actors
+    assert experts is not None
+    num_loaded = 0
+    before = experts.current_plan()
+    for method in ("release", "hold"):  # what a move that was broken off has left, or left out
+        _have_all(experts.names, method, before)
+    for plan in moves(before, new):
+        _have_all(experts.names, "hold", plan)
+        num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, before.actors, strict=True))
+        record_plan(spec.name, plan)
+        _have_all(experts.names, "hold", plan)
+        for stage in spec.plan.stages:
+            _until_done(spec.stage_name(stage.stage_id), "look_for_experts")
+        _have_all(experts.names, "release", plan)
+        before = plan
+    return num_loaded
+
+
+def _have_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
+    for actor in plan.actors:
+        _until_done(names[actor.actor_id], method, actor.experts)
+
+
+def _until_done(name: str, method: str, *arguments: object) -> None:
+    """Again, where the actor is just being restarted. Raises PipelineError if that takes too long, or happens again and again."""
+    for _ in range(MOST_TRIES):
+        try:
+            ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
+        except RayActorError:
+            time.sleep(RETRY_S)
+        else:
+            return
+    raise PipelineError(f"{name} does not come back; experts stay where they are")

@@ -1,0 +1,131 @@
+"""How long the stages of a real pipeline take for their work: what ``tramontane simulate`` models."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.engine import Engine, open_engine
+from tramontane.cluster.pipeline.load_progress import ShowLoading
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.step import StageTiming
+from tramontane.router.scheduling.cost_model import CostModel
+from tramontane.router.scheduling.policy import Load, Policy, Share, Work
+from tramontane.router.simulation.comparison import Candidate, Summary, scheduler_for, summary
+from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, Trace, simulate
+
+Step = tuple[Work, tuple[StageTiming, ...]]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The mean stage of a real pipeline, and how well its model foretells a run from which nothing was learned."""
+
+    costs: CostModel
+    hop_s: float
+    measured: Summary
+    modelled: Summary
+
+    def pipeline(self, num_stages: int) -> ModelledPipeline:
+        """So many stages, each like the mean of the real ones."""
+
+        def seconds(work: Work) -> list[float]:
+            return [float(self.costs.seconds([work])[0].mean())] * num_stages
+
+        return ModelledPipeline(seconds, self.hop_s)
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Modelled over measured, less one."""
+        pairs = {
+            "tokens_per_s": (self.modelled.tokens_per_s, self.measured.tokens_per_s),
+            "busy_share": (1 - self.modelled.bubble, 1 - self.measured.bubble),
+            "median_ttft": (self.modelled.ttft_s[0], self.measured.ttft_s[0]),
+            "median_itl": (self.modelled.itl_s[0], self.measured.itl_s[0]),
+        }
+        return {name: modelled / measured - 1 for name, (modelled, measured) in pairs.items()}
+
+
+class Recorder:
+    """A policy that remembers what every micro-batch brought and took."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.overlaps_chunks = policy.overlaps_chunks
+        self.steps: list[Step] = []
+
+    def share(self, load: Load) -> Share | None:
+        return self._policy.share(load)
+
+    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+        self.steps.append((work, tuple(timings)))
+        self._policy.observe(share, work, timings)
+
+
+async def calibrate(
+    config: EngineConfig,
+    arrivals: Sequence[Sequence[Arrival]],
+    candidate: Candidate,
+    report: Callable[[str], None],
+    show_loading: ShowLoading,
+) -> Calibration:
+    """Run two sets of requests on a real pipeline: costs are fitted to the first, and tried on the second."""
+    async with open_engine(config, report, show_loading=show_loading) as engine:
+        num_stages = len(engine.plan.stages)
+        traces, steps = [], []
+        for number, requests in enumerate(arrivals, start=1):
+            report(f"calibrating on {num_stages} real stages, run {number} of {len(arrivals)}")
+            recorder = Recorder(candidate.make(num_stages))
+            engine.router.scheduler.policy = recorder
+            traces.append(await _run(engine, requests, recorder))
+            steps.append(recorder.steps)
+    costs = CostModel(num_stages, forget=1.0)
+    for work, timings in steps[0]:
+        costs.observe(work, [timing.busy_s for timing in timings])
+    costs.refit()
+    hop_s = hop_seconds(steps[0])
+    pipeline = ModelledPipeline(lambda work: costs.seconds([work])[0].tolist(), hop_s)
+    scheduler = scheduler_for(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
+    modelled = simulate(scheduler, pipeline, arrivals[1])
+    return Calibration(costs, hop_s, summary("measured", traces[1]), summary("modelled", modelled))
+
+
+def hop_seconds(steps: Sequence[Step]) -> float:
+    """Between a stage's end and the next one's start, of micro-batches for which the next one had been waiting.
+
+    Stages of one machine, whose clocks are one.
+    """
+    hops, ended = [], [0.0] * len(steps[0][1])
+    for _, timings in steps:
+        for before, after in pairwise(timings):
+            if ended[after.stage_id] < before.ended_at:
+                hops.append(max(after.started_at - before.ended_at, 0.0))
+        ended = [timing.ended_at for timing in timings]
+    return median(hops) if hops else 0.0
+
+
+async def _run(engine: Engine, arrivals: Sequence[Arrival], recorder: Recorder) -> Trace:
+    """The requests, each at its time."""
+    vocab_size = engine.plan.args.vocab_size
+    started, backlog_until = time.time(), 0.0
+
+    async def one(number: int, arrival: Arrival) -> tuple[float, ...]:
+        nonlocal backlog_until
+        await asyncio.sleep(max(started + arrival.at - time.time(), 0.0))
+        prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
+        sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0, ignore_eos=True)
+        times: list[float] = []
+        async for batch in engine.router.generate([SequenceSpec(prompt, sampling)]):
+            times += [time.time() - started] * len(batch.events)
+            if engine.router.scheduler.num_waiting:
+                backlog_until = time.time() - started
+        return tuple(times)
+
+    token_times = await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
+    timings = tuple(
+        tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each) for _, each in recorder.steps
+    )
+    return Trace(tuple(arrivals), tuple(token_times), timings, backlog_until)

@@ -1,0 +1,156 @@
+"""``tramontane bench --url``: an OpenAI-compatible server, asked by streaming clients that do not wait for each other."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from tramontane.cluster.bench.bench_rounds import Outcome, Round, Rounds
+from tramontane.cluster.bench.report import BenchDisplay
+from tramontane.cluster.bench.results import Failure, Figures, RequestTrace
+from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
+from tramontane.cluster.console.server_url import base_url, check_allowed
+from tramontane.proto.errors import ConfigError, PipelineError
+
+PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # a pool would delay what is due
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """``max_concurrency`` bounds what is being answered; what is due meanwhile waits, and its clock runs."""
+
+    request_rate: float = float("inf")
+    max_concurrency: int | None = None
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("--max-concurrency", self.max_concurrency), ("--vocab-size", self.vocab_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+
+def client_of(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    """Raises ConfigError as ``base_url`` does."""
+    return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE, limits=UNLIMITED)
+
+
+async def bench_online(
+    client: httpx.AsyncClient, workload: Workload, traffic: Traffic, rounds: Rounds, display: BenchDisplay
+) -> Outcome:
+    """Raises ConfigError if there is no such server, PipelineError if it answers nothing."""
+    due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
+    async with client:
+        model, vocab_size = await _model_of(client)
+        if (vocab_size := traffic.vocab_size or vocab_size) is None:
+            display.note("the server does not tell its vocabulary, so prompts are text of about the length; --vocab-size says it")
+        asker = Asker(client, model, traffic.max_concurrency, display.advance)
+
+        async def one(number: int) -> Round:
+            requests = workload.requests(number, vocab_size)
+            display.begin_round(number, rounds, requests)
+            traces = await asker.ask_all(requests, due)
+            if not (figures := Figures.of(traces)).num_completed:
+                worst = figures.failures[0]
+                raise PipelineError(f"all {len(traces)} requests failed, {worst.count} with {worst.kind}: {worst.example}")
+            return Round(traces)
+
+        return await rounds.run(one)
+
+
+async def _model_of(client: httpx.AsyncClient) -> tuple[str, int | None]:
+    """The first model's name, and the size of its vocabulary if the server tells it."""
+    try:
+        answer = await client.get("/v1/models")
+        check_allowed(client, answer)
+        answer.raise_for_status()
+        entry = answer.json()["data"][0]
+        return str(entry["id"]), entry.get("vocab_size")
+    except httpx.HTTPError as error:
+        raise ConfigError(
+            f"--url {client.base_url} does not answer GET /v1/models: {str(error) or type(error).__name__}"
+        ) from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible server?") from error
+
+
+class Asker:
+    """Sends each request when it is due, whether or not earlier ones have been answered."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, model: str, max_concurrency: int | None, advance: Callable[[int], None]
+    ) -> None:
+        self._client, self._model, self._advance = client, model, advance
+        self._places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+
+    async def ask_all(self, requests: Sequence[BenchRequest], due: Sequence[float]) -> list[RequestTrace]:
+        begin = time.perf_counter()
+        asked = (self._ask_when_due(request, begin + after) for request, after in zip(requests, due, strict=True))
+        return await asyncio.gather(*asked)
+
+    async def _ask_when_due(self, request: BenchRequest, due_at: float) -> RequestTrace:
+        await asyncio.sleep(due_at - time.perf_counter())
+        async with self._places:
+            answer = _Answer()
+            failure = await self._ask(request, answer)
+        num_new = answer.usage.get("completion_tokens", len(answer.pieces_at))
+        self._advance(request.num_new_tokens - len(answer.pieces_at))
+        num_prompt = answer.usage.get("prompt_tokens", request.num_prompt_tokens)
+        return RequestTrace(due_at, num_prompt, num_new, tuple(answer.pieces_at), failure)
+
+    async def _ask(self, request: BenchRequest, answer: "_Answer") -> Failure | None:
+        try:
+            async with self._client.stream("POST", "/v1/completions", json=self._body(request)) as response:
+                if response.status_code != httpx.codes.OK:
+                    return Failure(f"HTTP {response.status_code}", _message(await response.aread()))
+                async for event in _events(response):
+                    if (error := event.get("error")) is not None:
+                        return Failure("an error in the stream", str(error.get("message", error)))
+                    if answer.take(event, time.perf_counter()):
+                        self._advance(1)
+        except httpx.HTTPError as error:
+            return Failure(type(error).__name__, str(error))
+        except (ValueError, AttributeError) as error:
+            return Failure("no event of OpenAI's", str(error))
+        return None if answer.pieces_at else Failure("no token", "the answer was empty")
+
+    def _body(self, request: BenchRequest) -> dict[str, Any]:
+        sampling = {"max_tokens": request.num_new_tokens, "temperature": 0, "ignore_eos": True}
+        prompt = request.prompt if isinstance(request.prompt, str) else list(request.prompt)
+        return {"model": self._model, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **sampling}
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.pieces_at: list[float] = []
+        self.usage: dict[str, int] = {}
+
+    def take(self, event: dict[str, Any], now: float) -> bool:
+        """Whether it brought something of the text; the last event brings the usage alone."""
+        self.usage = event.get("usage") or self.usage
+        if event.get("choices"):
+            self.pieces_at.append(now)
+        return bool(event.get("choices"))
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Raises RemoteProtocolError if the stream ends before it says so."""
+    async for line in response.aiter_lines():
+        if line == "data: [DONE]":
+            return
+        if line.startswith("data:"):
+            yield json.loads(line.removeprefix("data:"))
+    raise httpx.RemoteProtocolError("the stream broke off")
+
+
+def _message(body: bytes) -> str:
+    """OpenAI's, or the beginning of whatever it is."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return body.decode(errors="replace")[:200].strip() or "without a word"

@@ -1,0 +1,122 @@
+"""What ``tramontane bench`` shows: how far it is, and at the end a table or JSON."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from tramontane.cluster.bench.bench_rounds import Outcome, Rounds
+from tramontane.cluster.bench.results import PERCENTILES, Figures, Latency
+from tramontane.cluster.bench.workload import BenchRequest
+from tramontane.cluster.console.display import Display
+from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_as_data
+from tramontane.router.engine.stage_usage import HopTime
+
+LATENCIES = (
+    ("ttft", "first token (TTFT)"),
+    ("tpot", "per token (TPOT)"),
+    ("itl", "between pieces (ITL)"),
+    ("e2el", "whole (E2E)"),
+)
+
+
+class BenchDisplay(Display):
+    """A bar for the tokens of every round in a terminal, a line for each round elsewhere; all on standard error."""
+
+    def __init__(self) -> None:
+        super().__init__(live=False)
+        self._rounds_bar: Progress | None = None
+
+    def begin_round(self, number: int, rounds: Rounds, requests: Sequence[BenchRequest]) -> None:
+        self.stop()
+        what = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
+        if not self.stderr.is_terminal:
+            self.stderr.print(f"{what} ...")
+            return
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"), TimeElapsedColumn())
+        self._rounds_bar = Progress(*columns, console=self.stderr, transient=True)
+        self._rounds_bar.add_task(what, total=sum(request.num_new_tokens for request in requests))
+        self._rounds_bar.start()
+
+    def advance(self, num_tokens: int) -> None:
+        if self._rounds_bar is not None:
+            self._rounds_bar.advance(self._rounds_bar.task_ids[0], num_tokens)
+
+    def stop(self) -> None:
+        if self._rounds_bar is not None:
+            self._rounds_bar.stop()
+            self._rounds_bar = None
+        super().stop()
+
+
+def _latencies(figures: Figures) -> list[tuple[str, str, Latency]]:
+    found = zip(LATENCIES, (figures.ttft, figures.tpot, figures.itl, figures.e2e), strict=True)
+    return [(key, name, latency) for (key, name), latency in found if latency is not None]
+
+
+def summary(outcome: Outcome) -> Group:
+    figures = outcome.figures
+    speed = Table("tokens/s, in and out", "in", "out", "requests/s", "seconds")
+    in_s, out_s = figures.per_s(figures.num_prompt_tokens), figures.per_s(figures.num_new_tokens)
+    requests_s = f"{figures.per_s(figures.num_completed):.2f}"
+    speed.add_row(f"{figures.tokens_per_s:.0f}", f"{in_s:.0f}", f"{out_s:.0f}", requests_s, f"{figures.elapsed_s:.2f}")
+    latency = Table("milliseconds", "mean", *(f"p{at}" for at in PERCENTILES))
+    for _, name, seconds in _latencies(figures):
+        latency.add_row(name, *(f"{1000 * s:.1f}" for s in (seconds.mean_s, *seconds.percentiles_s)))
+    parts: list[Table | Text] = [Text(_what(outcome)), speed, latency]
+    if (used := outcome.round.pipeline) is not None:
+        parts += [stage_table(used.plan, used.usage), *([expert_table(used.plan, used.usage)] if used.plan.experts else [])]
+        parts += [Text(_between_stages(used.usage.bubble, used.hops))]
+    parts += [Text(f"failed: {f.count} x {f.kind}: {f.example}") for f in figures.failures]
+    return Group(*parts)
+
+
+def _what(outcome: Outcome) -> str:
+    figures = outcome.figures
+    done = f"{figures.num_completed} requests, {figures.num_prompt_tokens} tokens in, {figures.num_new_tokens} out"
+    failed = f", {figures.num_failed} FAILED" if figures.num_failed else ""
+    if len(outcome.speeds) == 1:
+        return done + failed
+    speeds = ", ".join(f"{speed:.0f}" for speed in outcome.speeds)
+    return f"{done}{failed}\nthe median of {len(outcome.speeds)} rounds: {speeds} tokens/s"
+
+
+def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
+    each = (
+        f"hop {number} to {number + 1}: {1000 * hop.min_s:.2f} ms at least, {1000 * hop.median_s:.2f} ms in the median"
+        for number, hop in enumerate(hops, start=1)
+    )
+    return "\n".join([f"bubble {bubble:.0%}", *each])
+
+
+def as_data(outcome: Outcome) -> dict[str, Any]:
+    """The first five keys are those of ``vllm bench throughput``; the next ones, where it has them, of ``vllm bench serve``."""
+    figures, used = outcome.figures, outcome.round.pipeline
+    data: dict[str, Any] = {
+        "elapsed_time": figures.elapsed_s,
+        "num_requests": figures.num_completed + figures.num_failed,
+        "total_num_tokens": figures.num_prompt_tokens + figures.num_new_tokens,
+        "requests_per_second": figures.per_s(figures.num_completed),
+        "tokens_per_second": figures.tokens_per_s,
+        "completed": figures.num_completed,
+        "failed": figures.num_failed,
+        "errors": [{"kind": f.kind, "count": f.count, "example": f.example} for f in figures.failures],
+        "total_input_tokens": figures.num_prompt_tokens,
+        "total_output_tokens": figures.num_new_tokens,
+        "input_throughput": figures.per_s(figures.num_prompt_tokens),
+        "output_throughput": figures.per_s(figures.num_new_tokens),
+        "num_warmups": outcome.num_warmups,
+        "repeats_tokens_per_second": list(outcome.speeds),
+    }
+    for key, _, seconds in _latencies(figures):
+        data[f"mean_{key}_ms"] = 1000 * seconds.mean_s
+        for at, value in zip(PERCENTILES, seconds.percentiles_s, strict=True):
+            data[f"{'median' if at == 50 else f'p{at}'}_{key}_ms"] = 1000 * value
+    if used is not None:
+        hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
+        data |= {"stages": stages_as_data(used.plan, used.usage), "bubble": used.usage.bubble, "hops": hops}
+        data |= experts_as_data(used.plan, used.usage)
+    return data

@@ -1,0 +1,196 @@
+"""A conversation with a model: what is said comes in lines, what is answered goes to standard output."""
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import aclosing, nullcontext, suppress
+from dataclasses import dataclass
+from io import UnsupportedOperation
+from typing import IO, Any
+
+from tramontane.cluster.common.signals import Interrupts
+from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.console.display import Display, for_terminal
+from tramontane.cluster.console.prompts import args_for_text
+from tramontane.cluster.pipeline.engine import Engine, open_engine
+from tramontane.proto.errors import RequestError
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
+from tramontane.router.tokenization.chat import ChatMessage, Conversation
+from tramontane.router.tokenization.loader import need_tokenizer, open_chat
+from tramontane.router.tokenization.tokenizer import Tokenizer
+
+HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets what was said"
+OF_THE_DEMO = "the demo model was trained on plays: it will go on in their tone, but cannot converse"
+
+
+@dataclass(slots=True)
+class Answer:
+    """Grows while it is made; what Ctrl-C ends stays as far as it came."""
+
+    text: str = ""
+    num_tokens: int = 0
+    finish: FinishReason = FinishReason.ABORT
+
+
+async def run_chat(
+    config: EngineConfig, system: str | None, sampling: SamplingParams, said: AsyncIterator[str], display: Display
+) -> None:
+    """Answer until nothing more is said.
+
+    Raises UserError if there can be no conversation with this model, and, where nobody sits at a
+    terminal, for a line that cannot be answered.
+    """
+    interrupts = Interrupts()
+    args = args_for_text(config)
+    display.report("reading the tokenizer")
+    tokenizer = need_tokenizer(config.model, args.vocab_size)
+    prompt = open_chat(config.model, tokenizer)
+    head = (ChatMessage("system", system),) if system else ()
+    prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
+    alone = config.alone()
+    async with open_engine(alone, display.report, show_loading=display.loading) as engine:
+        display.stop()
+        if isinstance(said, Terminal):
+            display.note(HELP)
+        if config.model == DEMO_MODEL:
+            display.note(OF_THE_DEMO)
+        conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
+        part = interrupts if isinstance(said, Terminal) else None
+        chat = _Chat(engine, tokenizer, sampling, conversation, part, display, as_json=config.json_output)
+        async for line in said:
+            if line.strip() == "/exit":
+                break
+            try:
+                await chat.hear(line)
+            except RequestError as error:
+                if not isinstance(said, Terminal):
+                    raise
+                display.note(str(error))
+
+
+class _Chat:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        conversation: Conversation,
+        interrupts: Interrupts | None,
+        display: Display,
+        *,
+        as_json: bool,
+    ) -> None:
+        self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
+        self._conversation = self._nothing_said = conversation
+        self._interrupts, self._display, self._as_json = interrupts, display, as_json
+
+    async def hear(self, line: str) -> None:
+        if line.strip() == "/reset":
+            self._conversation = self._nothing_said
+            return
+        self._tokenizer.check_length(line, self._conversation.context)
+        asked, prompt_ids = await asyncio.to_thread(self._conversation.asked, line)
+        if asked.num_dropped > self._conversation.num_dropped:
+            self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
+        answer = Answer()
+        await self._interruptible(self._answer(prompt_ids, answer))
+        self._conversation = asked.answered(answer.text)
+        print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
+        if answer.finish is FinishReason.LENGTH and answer.num_tokens < self._sampling.max_tokens:
+            self._display.note(f"the answer ends at the context of {self._conversation.context} positions")
+
+    async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
+        """Where somebody sits at a terminal, Ctrl-C ends it and nothing else."""
+        part = asyncio.create_task(work)
+        try:
+            with self._interrupts.ending_only(part) if self._interrupts else nullcontext():
+                await asyncio.wait({part})
+        finally:
+            part.cancel()
+        if not part.cancelled():
+            part.result()  # raises what went wrong
+
+    async def _answer(self, prompt_ids: tuple[int, ...], answer: Answer) -> None:
+        decoder = self._tokenizer.decoder(is_text_start=True)
+        async with aclosing(self._engine.router.generate([SequenceSpec(prompt_ids, self._sampling)])) as batches:
+            async for batch in batches:
+                finish = batch.events[-1].finish
+                piece = "".join(decoder.push(event.token_id) for event in batch.events) + (decoder.finish() if finish else "")
+                answer.text += piece
+                answer.num_tokens += len(batch.events)
+                answer.finish = finish or answer.finish
+                if not self._as_json:
+                    print(for_terminal(piece), end="", flush=True)
+
+
+def _as_json(prompt_ids: tuple[int, ...], answer: Answer) -> str:
+    return json.dumps(
+        {
+            "text": answer.text,
+            "finish_reason": answer.finish.value,
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": answer.num_tokens,
+        }
+    )
+
+
+class Terminal:
+    """Lines as somebody types them, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
+
+    def __init__(self) -> None:
+        from prompt_toolkit import PromptSession  # only where somebody types
+
+        self._session: PromptSession[str] = PromptSession()
+
+    def __aiter__(self) -> "Terminal":
+        return self
+
+    async def __anext__(self) -> str:
+        line = ""
+        while not line.strip():
+            try:
+                line = await self._session.prompt_async("> ", handle_sigint=False)
+            except (EOFError, KeyboardInterrupt):
+                raise StopAsyncIteration from None
+        return line
+
+
+def _own_stdin() -> IO[bytes]:
+    """Not Python's own object, which it locks when it ends, while our thread may still be reading."""
+    try:
+        return open(os.dup(sys.stdin.fileno()), "rb")
+    except UnsupportedOperation:  # it is no file
+        return sys.stdin.buffer
+
+
+async def lines_of_stdin() -> AsyncIterator[str]:
+    """Each when it is asked for, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
+    loop = asyncio.get_running_loop()
+    lines: asyncio.Queue[bytes] = asyncio.Queue()
+    wanted = threading.Semaphore()  # one line is read ahead
+
+    def hand_over(line: bytes) -> None:
+        wanted.acquire()
+        loop.call_soon_threadsafe(lines.put_nowait, line)
+
+    def read() -> None:
+        with suppress(OSError, RuntimeError):  # it cannot be read; nobody listens any more
+            for line in _own_stdin() if sys.stdin else ():
+                hand_over(line)
+        with suppress(RuntimeError):
+            hand_over(b"")
+
+    threading.Thread(target=read, daemon=True).start()
+    number = 0
+    while line := await lines.get():
+        wanted.release()
+        number += 1
+        try:
+            text = line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
+        if text.strip():
+            yield text

@@ -1,0 +1,52 @@
+"""Commands about models rather than pipelines."""
+
+import signal
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+from tramontane.proto.byte_size import readable_size
+from tramontane.proto.model_folder import Layout
+from tramontane.proto.presets import PRESETS, preset, scaled_down
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+
+class Scale(StrEnum):
+    FULL = "full"
+    SMALL = "small"
+
+
+class LayoutName(StrEnum):
+    HF = "hf"
+    MISTRAL = "mistral"
+
+
+LAYOUTS = {LayoutName.HF: Layout.HUGGING_FACE, LayoutName.MISTRAL: Layout.MISTRAL}
+
+
+def make_random(
+    like: Annotated[str, typer.Option("--like", help=f"Whose geometry: {', '.join(PRESETS)}.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not hold anything.")],
+    scale: Annotated[Scale, typer.Option("--scale", help="small: the same shape ratios in about a megabyte.")] = Scale.FULL,
+    layout: Annotated[LayoutName, typer.Option("--layout", help="Hugging Face's files or Mistral's own.")] = LayoutName.HF,
+) -> None:
+    """Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests."""
+    from tramontane.workers.weights.random_checkpoint import write_random_checkpoint  # brings torch
+
+    args = preset(like)
+    if scale is Scale.SMALL:
+        args = scaled_down(args)
+    names = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), LAYOUTS[layout])}
+    num_bytes = sum(spec.num_bytes(args.dtype) for spec in names.values())
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True, highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    console.print(f"writing {readable_size(num_bytes)} to {out} ...", soft_wrap=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(str(out), total=num_bytes)
+        write_random_checkpoint(out, args, LAYOUTS[layout], lambda written: progress.advance(task, written))
+    console.print(f"{out}: {args.n_layers} layers, {readable_size(num_bytes)}, random", soft_wrap=True)

@@ -1,0 +1,142 @@
+"""``tramontane simulate``: our policy and published ones on a modelled pipeline, before anything is bought."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from tramontane.cluster.common.signals import stoppable
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.display import Display
+from tramontane.cluster.console.options import Defaults, flag, option
+from tramontane.cluster.console.plotting import check_plot
+from tramontane.proto.errors import ConfigError
+from tramontane.router.scheduling.policy import Work
+from tramontane.router.simulation.comparison import PERCENTILES, Summary, candidates, compared
+from tramontane.router.simulation.simulator import ModelledPipeline, Trace
+from tramontane.router.simulation.traffic import Lengths, Traffic
+
+if TYPE_CHECKING:
+    from tramontane.cluster.bench.calibration import Calibration
+
+ASSUMED_HOP_S = 2e-4
+CALIBRATED_STAGES = 2
+CALIBRATION_REQUESTS = 48
+PROMPT_SPREAD, ANSWER_SPREAD = 1.0, 0.8
+LONGEST = 10  # times the mean
+
+
+def simulate(
+    stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Of the modelled pipeline.")] = 8,
+    num_requests: Annotated[int, typer.Option("--num-requests", min=1, max=100_000, help="How many.")] = 300,
+    input_len: Annotated[int, typer.Option("--input-len", min=1, max=100_000, help="Mean tokens of a prompt.")] = 800,
+    output_len: Annotated[int, typer.Option("--output-len", min=1, max=100_000, help="Mean tokens of an answer.")] = 200,
+    request_rate: Annotated[
+        float | None, typer.Option("--request-rate", min=1e-6, help="Per second. Default: all are there at once.")
+    ] = None,
+    burst: Annotated[int, typer.Option("--burst", min=1, max=100_000, help="So many come together.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=2**14, help="Sequences at once.")] = 128,
+    max_num_batched_tokens: Annotated[
+        int, typer.Option("--max-num-batched-tokens", min=1, max=2**20, help="Our policy's; the others have their own.")
+    ] = 1024,
+    itl_target_ms: Annotated[
+        float | None, typer.Option("--itl-target-ms", min=1e-3, help="Our policy's bound on the time between tokens.")
+    ] = None,
+    noise: Annotated[float, typer.Option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.")] = 0.05,
+    calibrate: Annotated[bool, flag("--calibrate", help="Measure what stages take on two real ones here.")] = False,
+    model: Annotated[Path | None, option("--model", help="With --calibrate: checkpoint folder. Default: the demo model.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and arrivals.")] = 0,
+    plot: Annotated[Path | None, option("--plot", help="Write a picture (.png, .svg or .pdf) to this file.")] = None,
+    config: Defaults = None,
+    as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
+) -> None:
+    """Compare scheduling policies: the real scheduler against a modelled pipeline."""
+    if model is not None and not calibrate:
+        raise ConfigError("--model is for --calibrate; give both or none")
+    if plot is not None:
+        check_plot(plot)
+    traffic = Traffic(
+        num_requests,
+        Lengths(input_len, PROMPT_SPREAD, LONGEST * input_len),
+        Lengths(output_len, ANSWER_SPREAD, LONGEST * output_len),
+        request_rate,
+        burst,
+    )
+    measured = _calibrated(model) if calibrate else None
+    pipeline = measured.pipeline(stages) if measured else ModelledPipeline(assumed_seconds(stages), ASSUMED_HOP_S)
+    pipeline = ModelledPipeline(pipeline.seconds, pipeline.hop_s, noise)
+    chosen = candidates(max_num_batched_tokens, None if itl_target_ms is None else itl_target_ms / 1000)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("simulating", total=len(chosen))
+        outcomes = compared(chosen, pipeline, stages, traffic.arrivals(seed), max_num_seqs, lambda: progress.advance(task))
+    if plot is not None:
+        from tramontane.cluster.cli.simulate_plot import draw
+
+        draw(plot, [trace for _, trace in outcomes], [each.name for each, _ in outcomes])
+    _print(outcomes, measured, as_json=as_json)
+
+
+def assumed_seconds(num_stages: int) -> Callable[[Work], list[float]]:
+    """Of a stage of a 7B model over eight large GPUs: its weights are read in 0.4 ms, and then every token costs.
+
+    256 decodes that see 1,000 keys each take 0.4 + 256 * 0.004 + 256,000 * 0.000006 = 3.0 ms.
+    """
+
+    def seconds(work: Work) -> list[float]:
+        prefill = 4e-6 * work.prefill_tokens + 1e-10 * work.prefill_keys
+        return [4e-4 + prefill + 4e-6 * work.decodes + 6e-9 * work.decode_keys] * num_stages
+
+    return seconds
+
+
+def _calibrated(model: Path | None) -> "Calibration":
+    from tramontane.cluster.bench.calibration import calibrate  # brings Ray, which simulation does not need
+
+    config = EngineConfig.build(None, {"model": model, "stages": CALIBRATED_STAGES})
+    traffic = Traffic(CALIBRATION_REQUESTS, Lengths(100, PROMPT_SPREAD, 600), Lengths(40, ANSWER_SPREAD, 200))
+    candidate = candidates(config.max_num_batched_tokens)[0]
+    display = Display(live=False)
+    try:
+        runs = [traffic.arrivals(seed) for seed in (1, 2)]
+        return asyncio.run(stoppable(calibrate(config, runs, candidate, display.report, display.loading)))
+    finally:
+        display.stop()
+
+
+def _print(outcomes: Sequence[tuple[Summary, Trace]], measured: "Calibration | None", *, as_json: bool) -> None:
+    if as_json:
+        data: dict[str, object] = {"percentiles": PERCENTILES, "policies": [asdict(each) for each, _ in outcomes]}
+        if measured:
+            data["calibration"] = {"errors": measured.errors, "hop_s": measured.hop_s, "stages": CALIBRATED_STAGES}
+        print(json.dumps(data))
+        return
+    times = (f"{name}\n{p}%" for name in ("TTFT", "ITL", "E2E") for p in PERCENTILES[::2])
+    figures = (Column(name, no_wrap=True) for name in ("bubble", "tokens/s", *times))
+    table = Table("policy", *figures, box=box.SIMPLE, padding=(0, 1, 0, 0))  # 80 characters wide, no figure is cut
+    for each, _ in outcomes:
+        seconds = (_milliseconds(value) for values in (each.ttft_s, each.itl_s, each.e2e_s) for value in values[::2])
+        table.add_row(each.name, f"{each.bubble:.1%}", f"{each.tokens_per_s:,.0f}", *seconds)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print("milliseconds; tokens in and out; the bubble is that of the time in which requests waited", soft_wrap=True)
+    if measured:
+        errors = ", ".join(f"{name.replace('_', ' ')} {error:+.0%}" for name, error in measured.errors.items())
+        console.print(
+            f"costs: the mean of {CALIBRATED_STAGES} real stages here, hops of {_milliseconds(measured.hop_s)} ms. "
+            f"Against a real run of other requests the model is off by: {errors}",
+            soft_wrap=True,
+        )
+    else:
+        console.print("costs: assumed, of a 7B model over eight large GPUs; --calibrate measures them here", soft_wrap=True)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:,.0f}"

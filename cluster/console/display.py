@@ -1,0 +1,164 @@
+"""What a person sees of ``generate``: text on standard output, everything else on standard error."""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.segment import Segments
+from rich.status import Status
+from rich.text import Text
+
+from tramontane.proto.byte_size import readable_size
+
+if TYPE_CHECKING:
+    from tramontane.cluster.console.token_colors import TokenColours
+    from tramontane.cluster.pipeline.load_progress import Loading
+
+CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
+WITHOUT_ORDERS = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
+LIVE_LINES = 4  # of each prompt's text, while several grow at once
+
+
+class Display:
+    """``live``: standard output is a terminal. One prompt streams anywhere; several stream in a terminal
+    and are otherwise printed as blocks, in input order, each as soon as it is its turn. What is to be coloured is always
+    a block, since colours are known only afterwards."""
+
+    def __init__(self, live: bool, silent: bool = False) -> None:
+        self.stderr = Console(stderr=True, highlight=False)
+        self.stdout = Console(highlight=False)
+        self._live_wanted, self._silent = live, silent
+        self._status: Status | None = None
+        self._bars: Progress | None = None
+        self._quarters_told = 0
+        self._live: Live | None = None
+        self._streams = False  # one text, written as it grows
+        self._texts: list[str] = []
+        self._painted: dict[int, Segments] = {}
+        self._ended: list[bool] = []
+        self._printed = 0
+
+    def report(self, what: str) -> None:
+        """Say what is being waited for."""
+        self._stop_bars()
+        if self._status is None and self.stderr.is_terminal:
+            self._status = self.stderr.status(what)
+            self._status.start()
+        elif self._status is not None:
+            self._status.update(what)
+        else:
+            self.stderr.print(f"{what} ...")
+
+    def loading(self, stages: Sequence["Loading"]) -> None:
+        """How far every stage is: bars in a terminal; elsewhere a line for each quarter of all their bytes."""
+        if self.stderr.is_terminal:
+            if self._bars is None:
+                self._start_bars(stages)
+            assert self._bars is not None
+            for task, stage in zip(self._bars.task_ids, stages, strict=True):
+                self._bars.update(task, completed=stage.num_bytes)
+            return
+        total = sum(stage.of_bytes for stage in stages)
+        quarters = 4 * sum(stage.num_bytes for stage in stages) // total
+        if self._quarters_told < quarters < 4:
+            self._quarters_told = quarters
+            self.stderr.print(f"loaded {quarters * 25}% of {readable_size(total)} ...")
+
+    def note(self, what: str) -> None:
+        """One line, however long."""
+        self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
+
+    def start(self, prompts: list[str], colours: "TokenColours | None" = None) -> None:
+        """With ``colours``, where a terminal can show them, ``end`` brings the texts in theirs."""
+        self._stop_waiting()
+        self._texts, self._ended = list(prompts), [False] * len(prompts)
+        if self._silent:
+            return
+        if colours is not None:
+            self._explain(colours)
+        self._streams = len(prompts) == 1 and not (colours and self._live_wanted)
+        if self._streams:
+            self._write(prompts[0])
+        elif self._live_wanted:
+            self._live = Live(console=self.stdout, transient=True, get_renderable=self._tails, refresh_per_second=12)
+            self._live.start()
+
+    def add(self, index: int, piece: str) -> None:
+        self._texts[index] += piece
+        if self._streams:
+            self._write(piece)
+
+    def end(self, index: int, painted: Segments | None = None) -> None:
+        self._ended[index] = True
+        if painted is not None and self._live_wanted:
+            self._painted[index] = painted
+        if self._live is None:
+            self._print_blocks()
+
+    def stop(self) -> None:
+        """Leave the whole text on the screen, also after a failure."""
+        self._stop_waiting()
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        self._ended = [True] * len(self._texts)
+        self._print_blocks()
+
+    def _print_blocks(self) -> None:
+        if self._silent:
+            return
+        while self._printed < len(self._texts) and self._ended[self._printed]:
+            self._write("\n" if self._printed else "")
+            if self._printed in self._painted:
+                self.stdout.print(self._painted[self._printed], soft_wrap=True)
+            elif not self._streams:
+                self._write(self._texts[self._printed])
+            self._write("\n")
+            self._printed += 1
+
+    def _explain(self, colours: "TokenColours") -> None:
+        self.stderr.print(colours.legend(), soft_wrap=True)
+        if not self._live_wanted:
+            self.note("standard output is no terminal, so its text is not coloured; --json tells the experts")
+
+    def _tails(self) -> Group:
+        """The last lines of every text, so that all of them fit on the screen."""
+        width = max(self.stdout.width - 2, 10)
+        blocks = []
+        for number, text in enumerate(self._texts, start=1):
+            lines = Text(text).wrap(self.stdout, width)
+            blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
+        return Group(*blocks)
+
+    def _start_bars(self, stages: Sequence["Loading"]) -> None:
+        self._stop_waiting()  # one thing at a time can be live
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        self._bars = Progress(*columns, console=self.stderr, transient=True)
+        for stage in stages:
+            self._bars.add_task(stage.label, total=stage.of_bytes)
+        self._bars.start()
+
+    def _stop_bars(self) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+    def _stop_waiting(self) -> None:
+        self._stop_bars()
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    @staticmethod
+    def _write(text: str) -> None:
+        print(for_terminal(text), end="", flush=True)
+
+
+def for_terminal(text: str) -> str:
+    """Where a terminal reads standard output, without what could give it orders: a model may say anything."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return text
+    return text.translate(WITHOUT_ORDERS)

@@ -1,0 +1,113 @@
+"""What a run came to: tables for people, data for programs."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.request import FinishReason
+from tramontane.proto.step import ExpertTiming
+from tramontane.router.engine.stage_usage import UsageMeter
+
+if TYPE_CHECKING:
+    from tramontane.cluster.cli.generate import Outcome
+
+
+def summary(outcome: "Outcome") -> Group:
+    """The stages; below, the pipeline as a whole."""
+    plan, usage = outcome.engine.plan, outcome.engine.usage
+    tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
+    return Group(*tables, _pipeline_line(outcome))
+
+
+def stage_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+    """Per stage: its layers, how busy it was, what passed through it; and how long it could only wait for expert actors."""
+    table = Table()
+    for name in ("stage", "layers", "busy", *(("exposed wait",) if plan.experts else ()), "tokens", "micro-batches"):
+        table.add_column(name, justify="right")
+    for stage, used in zip(plan.stages, usage.stages, strict=True):
+        shares = [used.busy_s, *((used.exposed_s,) if plan.experts else ())]
+        table.add_row(
+            f"{stage.stage_id + 1}/{stage.num_stages}",
+            f"{stage.first_layer}-{stage.last_layer - 1}",
+            *(f"{usage.share(seconds):.0%}" for seconds in shares),
+            str(used.num_tokens),
+            str(used.num_batches),
+        )
+    return table
+
+
+def expert_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+    """Per expert actor: how many experts it holds, how busy it was, and its rows: a token once for each of its experts."""
+    assert plan.experts is not None
+    table = Table()
+    for name in ("expert actor", "experts", "busy", "rows"):
+        table.add_column(name, justify="right")
+    used = {each.actor_id: each for each in usage.experts}
+    for actor in plan.experts.actors:
+        _, busy_s, rows = used.get(actor.actor_id, ExpertTiming(actor.actor_id, 0.0, 0))
+        busy = f"{usage.share(busy_s):.0%}"
+        table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", str(len(actor.experts)), busy, str(rows))
+    return table
+
+
+def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]:
+    return [
+        {
+            "layers": [stage.first_layer, stage.last_layer - 1],
+            "busy_share": usage.busy_share(stage.stage_id),
+            "tokens": used.num_tokens,
+            "micro_batches": used.num_batches,
+        }
+        | ({"exposed_wait_share": usage.share(used.exposed_s)} if plan.experts else {})
+        for stage, used in zip(plan.stages, usage.stages, strict=True)
+    ]
+
+
+def experts_as_data(plan: ClusterPlan, usage: UsageMeter) -> dict[str, Any]:
+    """Of expert actors, where there are any."""
+    each = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
+    return {"experts": each} if plan.experts else {}
+
+
+def _pipeline_line(outcome: "Outcome") -> str:
+    usage = outcome.engine.usage
+    return (
+        f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
+        f"ready after {outcome.ready_after_s:.1f} s, first token after {outcome.first_token_after_s:.1f} s"
+    )
+
+
+def cut_short(outcome: "Outcome", max_tokens: int) -> str | None:
+    """What to say if the context ended answers before ``max_tokens`` did: their finish reason does not tell the two apart."""
+    answers = outcome.completions
+    lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
+    short = sorted(length for length in lengths if length < max_tokens)
+    if not short:
+        return None
+    who = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
+    how_many = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
+    context = outcome.engine.plan.max_model_len
+    return f"{who} at the context of {context} positions: {how_many} after the prompt, and --max-tokens is {max_tokens}"
+
+
+def as_json(outcome: "Outcome") -> str:
+    usage = outcome.engine.usage
+    completions = [
+        {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
+        | ({"prompt_experts": c.prompt_experts, "experts": c.experts} if c.prompt_experts else {})
+        for c in outcome.completions
+    ]
+    return json.dumps(
+        {
+            "completions": completions,
+            "stages": stages_as_data(outcome.engine.plan, usage),
+            "bubble": usage.bubble,
+            "tokens_per_s": usage.tokens_per_s,
+            "ready_after_s": outcome.ready_after_s,
+            "first_token_after_s": outcome.first_token_after_s,
+        }
+        | experts_as_data(outcome.engine.plan, usage)
+    )

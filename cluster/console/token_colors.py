@@ -1,0 +1,53 @@
+"""The tokens of a text in the colours of the experts that they chose first."""
+
+import colorsys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from rich.color import Color
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.prompts import args_for_text
+from tramontane.proto.errors import ConfigError
+
+BLACK = Color.from_rgb(0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColours:
+    """Hues evenly spread over the experts of a layer."""
+
+    layer: int
+    num_experts: int
+
+    def style(self, expert: int) -> Style:
+        """Black on its hue, every second one darker, so that neighbours differ where experts are many."""
+        red, green, blue = colorsys.hsv_to_rgb(expert / self.num_experts, 0.55, 0.75 if expert % 2 else 1.0)
+        return Style(color=BLACK, bgcolor=Color.from_rgb(255 * red, 255 * green, 255 * blue))
+
+    def legend(self) -> Text:
+        experts = [(f" {expert} ", self.style(expert)) for expert in range(self.num_experts)]
+        return Text.assemble(f"layer {self.layer}, the heaviest expert of each token: ", *experts)
+
+    def painted(self, pieces: Sequence[str], experts: Sequence[int]) -> Segments:
+        """One piece per token; those that come after the last expert are plain. A colour ends where its line does."""
+        segments = []
+        for piece, expert in zip_longest(pieces, experts):
+            style = None if expert is None else self.style(expert)
+            for number, line in enumerate(piece.split("\n")):
+                segments += [Segment.line()] * bool(number) + [Segment(line, style)] * bool(line)
+        return Segments(segments)
+
+
+def check_layer(config: EngineConfig, layer: int) -> int:
+    """How many experts this layer has. Raises ConfigError where there are none."""
+    args = args_for_text(config)
+    if args.moe is None:
+        raise ConfigError(f"--show-experts {layer}: the model {config.model_name} has no experts")
+    if not 0 <= layer < args.n_layers:
+        raise ConfigError(f"--show-experts {layer}: there is no such layer; the model has layers 0 to {args.n_layers - 1}")
+    return args.moe.num_experts

@@ -1,0 +1,186 @@
+"""A kustomize overlay for the KubeRay operator: from what is to be served, the files of a folder. Pure."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from tramontane.cluster.deploy.k8s_pods import (
+    APP_LABEL,
+    EXPERT,
+    GRPC_PORT,
+    HTTP_PORT,
+    IMAGE,
+    INGRESS_RESOURCE,
+    KEYS_FILE,
+    KEYS_FOLDER,
+    MODELS_FOLDER,
+    NUM_DOORS,
+    ROLE_LABEL,
+    ROUTER_RESOURCE,
+    STAGE,
+    Document,
+    Workers,
+    door_group,
+    head_group,
+    worker_group,
+)
+
+MARK = "# Written by: "
+NAME = "tramontane"  # of the RayService
+MODEL_FILE = "model.yaml"
+FILES = ("kustomization.yaml", "rayservice.yaml", "disruption-budget.yaml", MODEL_FILE)
+RAY_VERSION = "2.60.0"  # of the image
+NODES_TIMEOUT_S = 3600.0  # GPUs may have to be bought, and the operator deploys a config once, whatever becomes of it
+BUSY_SHARE = 0.75  # of a pipeline's places; with more requests than that another pipeline is wanted
+GROW_AFTER_S, SHRINK_AFTER_S, IDLE_S = 30.0, 600.0, 300
+REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"
+
+
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """``args`` are the application's, ``places`` the sequences of one pipeline; ``model`` is its folder's name, None the demo."""
+
+    command: str
+    args: dict[str, Any]
+    model: str | None
+    num_stages: int
+    num_experts: int
+    workers: Workers
+    places: int
+    replicas: int
+    max_replicas: int
+    redis: bool
+    image: str
+    base: str
+
+    @property
+    def grows(self) -> bool:
+        return self.max_replicas > self.replicas
+
+
+def overlay_files(overlay: Overlay) -> dict[str, str]:
+    """Their contents, by name."""
+    documents = {
+        "kustomization.yaml": _kustomization(overlay),
+        "rayservice.yaml": _ray_service(overlay),
+        "disruption-budget.yaml": _disruption_budget(overlay),
+    }
+    if overlay.model is not None:
+        documents[MODEL_FILE] = _model_name(overlay.model)
+    return {name: _text(overlay, document) for name, document in documents.items()}
+
+
+def serve_config(overlay: Overlay) -> Document:
+    """What ``serve deploy`` takes. How many pipelines is not among ``args``: changed there, all would be made anew."""
+    from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS  # brings Ray Serve
+
+    args: Document = {} if overlay.model is None else {"model": f"{MODELS_FOLDER}/{overlay.model}"}
+    args |= {"api_key_file": f"{KEYS_FOLDER}/{KEYS_FILE}", "placement_timeout": NODES_TIMEOUT_S, "ingress_replicas": NUM_DOORS}
+    application = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": "tramontane.cluster.serving.app:build",
+        "args": args | overlay.args,
+        "deployments": [
+            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _on_door(ROUTER_RESOURCE, 1)},
+            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _on_door(ROUTER_RESOURCE, 1)},
+            {"name": "Ingress", "num_replicas": NUM_DOORS, "ray_actor_options": _on_door(INGRESS_RESOURCE, 1)},
+        ],
+    }
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},
+        "grpc_options": {"port": GRPC_PORT, "enable_reflection": False, "grpc_servicer_functions": list(GRPC_FUNCTIONS)},
+        "applications": [application],
+    }
+
+
+def _pipelines(overlay: Overlay) -> Document:
+    from tramontane.cluster.serving.autoscaling import policy_for  # brings Ray Serve
+
+    if not overlay.grows:
+        return {"num_replicas": overlay.replicas}
+    scaling: Document = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
+    scaling["target_ongoing_requests"] = max(int(overlay.places * BUSY_SHARE), 1)
+    scaling |= {"upscale_delay_s": GROW_AFTER_S, "downscale_delay_s": SHRINK_AFTER_S}
+    return {"autoscaling_config": scaling | {"policy": policy_for(BUSY_SHARE, None)}}
+
+
+def _on_door(resource: str, amount: float) -> Document:
+    return {"num_cpus": 0, "resources": {resource: amount}}
+
+
+def _ray_service(overlay: Overlay) -> Document:
+    cluster: Document = {"rayVersion": RAY_VERSION, "authOptions": {"mode": "token"}}
+    if overlay.redis:
+        password = {"valueFrom": {"secretKeyRef": {"name": REDIS_SECRET, "key": "password"}}}
+        cluster["gcsFaultToleranceOptions"] = {"redisAddress": f"{REDIS}:6379", "redisPassword": password}
+    if overlay.grows:
+        cluster["enableInTreeAutoscaling"] = True
+        cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_S}
+    cluster["headGroupSpec"] = head_group(overlay.model)
+    cluster["workerGroupSpecs"] = [door_group(overlay.model), *_actors(overlay)]
+    spec = {
+        "upgradeStrategy": {"type": "None"},  # another cluster beside this one would need as many GPUs again
+        "excludeHeadPodFromServeSvc": True,
+        "serveConfigV2": yaml.safe_dump(serve_config(overlay), sort_keys=False),
+        "rayClusterConfig": cluster,
+    }
+    return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": {"name": NAME}, "spec": spec}
+
+
+def _actors(overlay: Overlay) -> list[Document]:
+    groups = [(STAGE, "stages", overlay.num_stages), (EXPERT, "experts", overlay.num_experts)]
+    least, most = overlay.replicas, overlay.max_replicas
+    return [
+        worker_group(role, name, count * least, count * most, overlay.workers, overlay.model)
+        for role, name, count in groups
+        if count
+    ]
+
+
+def _kustomization(overlay: Overlay) -> Document:
+    folders = ["base", *(["models-volume"] if overlay.model is not None else []), *(["redis"] if overlay.redis else [])]
+    name, _, tag = overlay.image.rpartition(":")
+    document: Document = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "bases": [f"{overlay.base}/{folder}" for folder in folders],  # and patches below as kubectl before 1.21 has them, too
+        "resources": ["rayservice.yaml", "disruption-budget.yaml"],
+    }
+    if overlay.model is not None:
+        document["patchesStrategicMerge"] = [MODEL_FILE]
+    return document | {"images": [{"name": IMAGE, "newName": name, "newTag": tag}]}
+
+
+def _disruption_budget(overlay: Overlay) -> Document:
+    """Nodes are emptied one at a time: a pipeline that waits for one stage waits for no second."""
+    pods = (overlay.num_stages + overlay.num_experts) * overlay.replicas
+    roles = [{"key": ROLE_LABEL, "operator": "In", "values": [STAGE, EXPERT]}]
+    selector = {"matchLabels": {APP_LABEL: NAME}, "matchExpressions": roles}
+    spec = {"minAvailable": pods - 1, "selector": selector}
+    return {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {"name": "tramontane-stages"}, "spec": spec}
+
+
+def _model_name(model: str) -> Document:
+    """For the job that copies it into the volume."""
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tramontane-model"}, "data": {"name": model}}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as they are, and every list and mapping in full."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+        return True
+
+
+def _as_block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _as_block)
+
+
+def _text(overlay: Overlay, document: Document) -> str:
+    return f"{MARK}{overlay.command}\n{yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)}"

@@ -1,0 +1,72 @@
+"""A cluster that is not there yet: the plan that will be made on it, for the commands that write files for one."""
+
+import re
+import shlex
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
+from tramontane.cluster.deploy.k8s_pods import Workers
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.model_folder import find_model_args, is_preset
+from tramontane.proto.plan import ClusterPlan
+
+THREADS = 4  # of a stage with a GPU, which launches kernels with them
+FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def application_args(context: typer.Context, ours: Collection[str]) -> dict[str, Any]:
+    """The keys of ``--config`` and the flags that are keys, but for ``ours`` and the model, which has another path there."""
+    path = context.params["config"]
+    keys = dict(ConfigFile.read(path).keys) if path else {}
+    if others := sorted(({*ours, "model"}) & keys.keys()):
+        raise ConfigError(f"{', '.join(others)} (in {path}): not for a file of this command, which decides it")
+    not_args = {*ours, "model", "config"}
+    flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names() - not_args}
+    return keys | {name: value for name, value in flags.items() if value is not None}
+
+
+def imagined_config(args: dict[str, Any], model: Path | None, replicas: int) -> EngineConfig:
+    """As the application's, with the model that there is here."""
+    from tramontane.cluster.serving.app import checked_config  # brings Ray Serve
+
+    where = {} if model is None else {"model": model}
+    presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
+    config = checked_config(presets | args | where | {"replicas": replicas})
+    if config.gpu_memory is None or len(config.gpu_memory) != 1:
+        raise ConfigError(
+            "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "
+            "and to Ray a machine or pod that is replaced is another node"
+        )
+    return config
+
+
+def plan_of(config: EngineConfig, workers: Workers) -> ClusterPlan:
+    """As it will be made there. Raises PlanError if the model does not fit."""
+    from tramontane.cluster.planning.hardware import Gpu, Hardware
+    from tramontane.cluster.planning.plan_search import plan_for
+
+    number = ((config.stages or 0) + config.expert_actors) * config.most_replicas
+    gpus = tuple(Gpu("gpu", workers.memory, node=str(node)) for node in range(number)) if workers.has_gpu else ()
+    hardware = Hardware((workers.threads,) * number, (workers.memory,) * number, gpus)
+    return plan_for(config, find_model_args(config.model), hardware)
+
+
+def folder_name(model: Path) -> str:
+    name = model.name if is_preset(model) else model.resolve().name
+    if not FOLDER_NAME.fullmatch(name):
+        raise ConfigError(f"--model is {model}; the folder's name must be letters, digits, points, dashes and underscores")
+    return name
+
+
+def as_typed(context: typer.Context, command: str, defaults: Mapping[str, object]) -> str:
+    """The command line, but for where it writes to: the same for the same files."""
+    given = {name: value for name, value in context.params.items() if value not in (None, False) and name != "out"}
+    words = ["tramontane", command]
+    for name, value in sorted(given.items(), key=lambda item: list(context.params).index(item[0])):
+        if defaults.get(name) != value:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join(words)

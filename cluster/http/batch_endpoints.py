@@ -1,0 +1,174 @@
+"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, and results while a job runs."""
+
+import logging
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import BinaryIO
+
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import FormData, UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tramontane.cluster.http.batch_operations import JSONL
+from tramontane.cluster.http.body_limits import BodyBudget
+from tramontane.proto.errors import TramontaneError
+from tramontane.router.batch.jobs import JobRefusedError
+from tramontane.router.batch.result_files import result_line
+from tramontane.router.batch.schema import (
+    MAX_FILE_LIST,
+    MAX_LIST,
+    batch_object,
+    check_query,
+    choice_of,
+    file_object,
+    limit_of,
+    page_of,
+    parse_batch,
+)
+from tramontane.router.batch.service import BatchService
+from tramontane.router.batch.storage import PIECE
+from tramontane.router.batch.store import StoredJob
+from tramontane.router.openai.completion_request import ParameterError
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCH_BODY = 64 * 2**10
+MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
+MAX_FIELDS = 8
+
+
+class BatchDoor:
+    """The endpoints. Its routes are for another application to take in."""
+
+    def __init__(self, service: BatchService, bodies: BodyBudget | None = None) -> None:
+        self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyBudget()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/files", self.upload, methods=["POST"]),
+            Route("/v1/files", self.list_files, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.file, methods=["GET"]),
+            Route("/v1/files/{file_id}", self.delete_file, methods=["DELETE"]),
+            Route("/v1/files/{file_id}/content", self.content, methods=["GET"]),
+            Route("/v1/batches", self.create, methods=["POST"]),
+            Route("/v1/batches", self.list_batches, methods=["GET"]),
+            Route("/v1/batches/{job_id}", self.batch, methods=["GET"]),
+            Route("/v1/batches/{job_id}/cancel", self.cancel, methods=["POST"]),
+            Route("/v1/batches/{job_id}/results", self.results, methods=["GET"]),
+        ]
+
+    async def upload(self, request: Request) -> Response:
+        """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
+        _check_form_type(request.headers.get("content-type", ""))
+        most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
+        parser = MultiPartParser(request.headers, self._bodies.parts(request, most), max_files=1, max_fields=MAX_FIELDS)
+        try:
+            form = await parser.parse()
+        except (MultiPartException, KeyError, UnicodeError) as error:
+            raise JobRefusedError(f"the form cannot be read: {error!s:.200}") from error
+        try:
+            file = _file_of(form)
+            record = await self._service.upload(file.filename or "file", "batch", _pieces(file.file))
+        finally:
+            await form.close()
+        return JSONResponse(file_object(record, self._keep_s))
+
+    async def list_files(self, request: Request) -> Response:
+        query = request.query_params
+        check_query(query, "limit", "after", "order", "purpose")
+        limit = limit_of(query, MAX_FILE_LIST, MAX_FILE_LIST)
+        newest_first = choice_of(query, "order", "asc", "desc") != "asc"
+        if "\0" in (purpose := query.get("purpose", "")):
+            raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
+        files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
+        return JSONResponse(page_of([file_object(file, self._keep_s) for file in files], limit))
+
+    async def file(self, request: Request) -> Response:
+        return JSONResponse(file_object(await self._service.file(request.path_params["file_id"]), self._keep_s))
+
+    async def delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["file_id"]
+        await self._service.delete_file(file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def content(self, request: Request) -> Response:
+        record = await self._service.file(request.path_params["file_id"])
+        pieces = await self._service.content(record.file_id)
+        headers = {"content-length": str(record.num_bytes)}
+        return StreamingResponse(pieces, media_type=JSONL, headers=headers)
+
+    async def create(self, request: Request) -> Response:
+        """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
+        parsed = parse_batch(await self._bodies.whole(request, MAX_BATCH_BODY))
+        key = request.headers.get("idempotency-key")
+        return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
+
+    async def list_batches(self, request: Request) -> Response:
+        check_query(request.query_params, "limit", "after")
+        limit = limit_of(request.query_params, 20, MAX_LIST)
+        jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
+        return JSONResponse(page_of([batch_object(job, self._keep_s) for job in jobs], limit))
+
+    async def batch(self, request: Request) -> Response:
+        return self._batch(await self._service.stored(request.path_params["job_id"]))
+
+    async def cancel(self, request: Request) -> Response:
+        return self._batch(await self._service.cancel_stored(request.path_params["job_id"]))
+
+    async def results(self, request: Request) -> Response:
+        """Answers and errors in one stream, as lines of the output file, from ``offset`` on until the job has ended."""
+        check_query(request.query_params, "offset")
+        given = request.query_params.get("offset", "0")
+        if not (given.isascii() and given.isdecimal() and len(given) < 16):
+            raise ParameterError(f"offset is {given!r:.60}; it must be a whole number from 0", "offset")
+        job_id = (await self._service.stored(request.path_params["job_id"])).job.job_id
+        lines = _result_lines(self._service, job_id, int(given))
+        await anext(lines)  # refused while there still can be a status
+        return StreamingResponse(lines, media_type=JSONL)
+
+    def _batch(self, job: StoredJob) -> Response:
+        return JSONResponse(batch_object(job, self._keep_s))
+
+
+def _check_form_type(given: str) -> None:
+    """Python knows charsets that make names of what is no text. Raises JobRefusedError."""
+    kind, parameters = parse_options_header(given)
+    if kind.lower() != b"multipart/form-data":
+        raise JobRefusedError("the body must be multipart/form-data with file and purpose")
+    if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
+        raise JobRefusedError("the form's charset must be utf-8")
+
+
+def _file_of(form: FormData) -> UploadFile:
+    """Raises RequestError."""
+    if form.get("purpose") != "batch":
+        raise ParameterError("purpose must be batch", "purpose")
+    file = form.get("file")
+    if not isinstance(file, UploadFile):
+        raise ParameterError("file is missing", "file")
+    if "\0" in (file.filename or ""):
+        raise ParameterError("the file's name has a character that no name may have", "file")
+    if unknown := sorted(set(form) - {"purpose", "file"}):
+        raise ParameterError(f"{unknown[0]!r:.60} is not a parameter of this endpoint", unknown[0][:64])
+    return file
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(PIECE):
+        yield piece
+
+
+async def _result_lines(service: BatchService, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
+    """An empty piece first, once there is room for one more stream. Raises OverloadedError."""
+    with service.streaming():
+        yield b""
+        async with aclosing(service.stored_results(job_id, offset)) as results:
+            try:
+                async for result in results:
+                    yield result_line(job_id, result)
+            except TramontaneError as error:  # the client sees a stream that broke off, and may come back
+                logger.warning("results of %s broke off: %s", job_id, error)
+                raise

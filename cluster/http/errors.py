@@ -1,0 +1,84 @@
+"""What goes wrong, in OpenAI's shape and with the status that fits."""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from types import MappingProxyType
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ExceptionHandler
+
+from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
+from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
+from tramontane.proto.log_fields import about
+from tramontane.router.openai.completion_request import ErrorType, error_body
+from tramontane.router.openai.errors import ErrorShape, shape_of
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+DRAIN_RETRY_S = "5"  # somebody else may serve by then
+
+
+def error_response(error: TramontaneError) -> JSONResponse:
+    shape = _shape(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, DrainingError | PipelineError):
+        headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
+    return JSONResponse(shape.body(str(error)), shape.status, headers)
+
+
+def _shape(error: TramontaneError) -> ErrorShape:
+    match error:
+        case BodyTooLargeError():
+            return ErrorShape(413, "invalid_request_error")
+        case BodyTooSlowError():
+            return ErrorShape(408, "invalid_request_error")
+    return shape_of(error)
+
+
+def failed(error: TramontaneError, request_id: str) -> JSONResponse:
+    """As ``error_response``; what is not the client's fault goes into the log, unless the server is meant to refuse it."""
+    response = error_response(error)
+    if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
+        logger.warning("request %s failed: %s", request_id, error, extra=about(request_id))
+    return response
+
+
+def request_id(request: Request) -> str:
+    """As the client or a proxy said it, or as ``DoorGuard`` made it."""
+    return str(getattr(request.state, "request_id", "-"))
+
+
+def owner_of(request: Request) -> int:
+    """A number for the key with which it came, as ``DoorGuard`` says it."""
+    return int(getattr(request.state, "owner", 0))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TramontaneError)
+    return failed(error, request_id(request))
+
+
+async def _left(_request: Request, _error: Exception) -> Response:
+    """Nobody sees it, but servers want a status."""
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+# What every application of ours answers, whichever of its doors has raised.
+ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _left})
+
+
+def json_error(
+    status: int,
+    message: str,
+    type: ErrorType,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    return JSONResponse(error_body(message, type, param, code), status, headers)

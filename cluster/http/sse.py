@@ -1,0 +1,126 @@
+"""Answers that grow: server-sent events, at a pace that all streams share."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from tramontane.cluster.http.errors import failed
+from tramontane.cluster.http.failover_response import ANSWER, NEWS, event_of
+from tramontane.proto.errors import TramontaneError
+from tramontane.proto.ports import TokenSource
+from tramontane.router.openai.resume_state import ChoiceNews
+
+Changes = AsyncGenerator[list[dict[str, Any]], None]
+
+
+class Growing(Protocol):
+    """A request that is being answered: ``Completion``, and what behaves like one."""
+
+    def stream(self, source: TokenSource) -> Changes:
+        """What has changed in its choices, each time something is ready."""
+        ...
+
+    def take_news(self) -> list[ChoiceNews]:
+        """What another door would have to know to go on after the last changes."""
+        ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event about these changes."""
+        ...
+
+    def last_chunk(self) -> dict[str, Any]:
+        """An event about the usage."""
+        ...
+
+
+class Piece(NamedTuple):
+    """Of a stream: whole events, and what they tell of the choices."""
+
+    data: bytes
+    news: list[ChoiceNews]
+    is_last: bool = False
+
+
+class Pacer:
+    """Spreads ``writes_per_s`` evenly over the streams that are open.
+
+    Every write has a price of its own, in Ray Serve more than in most servers. Tokens that
+    become ready while a stream waits for its turn travel together. At 500 writes a second
+    one stream waits 2 ms after a write, and each of 64 streams 128 ms.
+    """
+
+    def __init__(self, writes_per_s: int) -> None:
+        self._writes_per_s = writes_per_s
+        self.num_streams = 0
+
+    async def turn(self, last_write: float) -> None:
+        """Wait until a stream that wrote at ``last_write`` (of the event loop's clock) may write again."""
+        wait = last_write + self.num_streams / self._writes_per_s - asyncio.get_running_loop().time()
+        if wait > 0:
+            await asyncio.sleep(wait)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
+
+    Without this they would wait for Python's garbage collector, and hold their places until then. The last event and the end
+    travel in one message: a door cannot die between the two.
+    """
+
+    def __init__(self, events: AsyncGenerator[Piece, None], changes: Changes) -> None:
+        super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        self.events, self._changes = events, changes
+        self._is_relayed = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._is_relayed = ANSWER in scope
+        async with aclosing(self._changes), aclosing(self.events):
+            with suppress(ClientDisconnect):
+                await super().__call__(scope, receive, send)
+
+    async def stream_response(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self.events:
+            message = {"type": "http.response.body", "body": piece.data, "more_body": not piece.is_last}
+            await send(message | {NEWS: piece.news} if self._is_relayed else message)
+
+
+async def paced_events(
+    pacer: Pacer,
+    answer: Growing,
+    first: list[dict[str, Any]],
+    changes: Changes,
+    request_id: str,
+    *,
+    includes_usage: bool,
+    opening: dict[str, Any] | None = None,
+) -> AsyncGenerator[Piece, None]:
+    """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes, ``opening`` goes before."""
+    clock = asyncio.get_running_loop().time
+    pacer.num_streams += 1
+    try:
+        async with aclosing(changes):
+            ready = (b"" if opening is None else _event(opening)) + _event(answer.chunk(first))
+            while not answer.is_finished:
+                yield Piece(ready, answer.take_news())
+                await pacer.turn(clock())
+                ready = _event(answer.chunk(await anext(changes)))
+        ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
+        yield Piece(ready, answer.take_news(), is_last=True)
+    except TramontaneError as error:
+        yield Piece(event_of(bytes(failed(error, request_id).body)), [], is_last=True)
+    finally:
+        pacer.num_streams -= 1
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return event_of(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode())

@@ -1,0 +1,69 @@
+"""What a router counts, for Ray's metrics."""
+
+from tramontane.cluster.observability import metric_table as table
+from tramontane.cluster.observability.metrics import Follower, Metrics
+from tramontane.router.engine.health import Progress
+from tramontane.router.engine.pipeline_stats import PipelineCounts
+from tramontane.router.engine.recent import Recent
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.scheduler import Scheduler
+
+
+class PipelineMetrics:
+    """Of one pipeline, whose routers follow one another. It is told of the one of the moment, in a thread of its own."""
+
+    def __init__(self, made: Metrics, pipeline: str) -> None:
+        self._tags = {"pipeline": pipeline}
+        self._router: Router | None = None
+        kinds = [metric for metric in table.OF_PIPELINES if metric.kind == "counter"]
+        self._counters = {metric: Follower(made.counter(metric)) for metric in kinds}
+        self._gauges = {metric: made.gauge(metric) for metric in table.OF_PIPELINES if metric.kind == "gauge"}
+        self._tokens, self._hops = made.histogram(table.MICRO_BATCH_TOKENS), made.histogram(table.HOPS_S)
+
+    def tell(self, router: Router) -> None:
+        if self._router is not router:
+            if self._router is not None:
+                self._tell_counts(self._router)  # the last of it
+            self._router = router
+            for counter in self._counters.values():
+                counter.begin_anew()
+        self._tell_counts(router)
+        self._set(table.RUNNING, float(router.is_running))
+        self._tell_queue(router.scheduler)
+
+    def _tell_counts(self, router: Router) -> None:
+        counts: PipelineCounts = router.counts
+        progress: Progress = router.progress
+        for stage_id in range(len(counts.busy_s)):
+            stage = {"stage": str(stage_id)}
+            self._count(table.STAGE_BUSY, counts.busy_s[stage_id], **stage)
+            self._count(table.STAGE_WAITING, counts.waiting_s(stage_id), **stage)
+            self._count(table.STAGE_TOKENS, counts.stage_tokens[stage_id], **stage)
+            for seconds in counts.hops_s[stage_id].take():
+                self._hops.observe(seconds, self._tags | stage)
+        self._count(table.ACTIVE, counts.active_s)
+        self._count(table.SCHEDULED, counts.prefill_tokens, phase="prefill")
+        self._count(table.SCHEDULED, counts.decode_tokens, phase="decode")
+        self._count(table.MICRO_BATCHES, counts.num_micro_batches)
+        self._count(table.PREEMPTIONS, router.scheduler.num_preempted)
+        self._count(table.RECOVERIES, progress.num_recoveries)
+        self._count(table.PAUSES, progress.paused_s)
+        self._observe_sizes(counts.micro_batch_tokens)
+
+    def _observe_sizes(self, sizes: Recent) -> None:
+        for tokens in sizes.take():
+            self._tokens.observe(tokens, self._tags)
+
+    def _tell_queue(self, scheduler: Scheduler) -> None:
+        self._set(table.NUM_RUNNING, scheduler.num_running)
+        self._set(table.NUM_WAITING, scheduler.num_waiting)
+        for kind, num_free in zip(scheduler.ledger.cache.classes, scheduler.ledger.num_free, strict=True):
+            window = str(kind.window or "none")
+            self._set(table.PAGES, kind.num_pages, window=window)
+            self._set(table.PAGES_HELD, kind.num_pages - num_free, window=window)
+
+    def _count(self, metric: table.Metric, value: float, **labels: str) -> None:
+        self._counters[metric].tell(value, self._tags | labels)
+
+    def _set(self, metric: table.Metric, value: float, **labels: str) -> None:
+        self._gauges[metric].set(value, self._tags | labels)

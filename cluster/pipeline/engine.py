@@ -1,0 +1,195 @@
+"""Wires everything: configuration -> plan -> stages -> chain -> router."""
+
+import asyncio
+import threading
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from tramontane.cluster.actors.pieces import PiecesOf
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.pipeline.lifecycle import joined_ray, own_ray, running_pipeline
+from tramontane.cluster.pipeline.load_progress import Loading, ShowLoading
+from tramontane.cluster.planning.hardware import Hardware, this_machine
+from tramontane.cluster.planning.plan_search import best_plan, plan_for, stage_threads
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import find_model_args, is_preset
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.ports import StageChain
+from tramontane.proto.step import StepResult
+from tramontane.router.engine.router import Router
+from tramontane.router.engine.stage_usage import UsageMeter
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
+from tramontane.workers.weights.fingerprint import Fingerprint
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A pipeline that is running, and what there is to know about it."""
+
+    plan: ClusterPlan
+    router: Router
+    usage: UsageMeter
+
+
+@asynccontextmanager
+async def open_engine(
+    config: EngineConfig,
+    report: Report = lambda _: None,
+    observe: Callable[[StepResult], None] = lambda _: None,
+    show_loading: ShowLoading | None = None,
+) -> AsyncIterator[Engine]:
+    """Start a pipeline, run its router, and remove everything at the end.
+
+    ``report`` hears what is being waited for, ``show_loading`` how far the stages are meanwhile;
+    ``observe`` sees every step's result.
+    """
+    report("checking the checkpoint")
+    args = checked_model(config)
+    pipeline = _local_pipeline if config.local else _ray_pipeline
+    async with pipeline(config, args, report, show_loading) as (plan, chain):
+        usage = UsageMeter(len(plan.stages))
+
+        def on_result(result: StepResult) -> None:
+            usage.observe(result)
+            observe(result)
+
+        router = Router(scheduler_for(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
+        running = asyncio.create_task(router.run())
+        try:
+            yield Engine(plan, router, usage)
+        finally:
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+def checked_model(config: EngineConfig) -> ModelArgs:
+    """The model's arguments. Raises CheckpointError if configuration and tensors that are to be read do not fit together."""
+    args = find_model_args(config.model)
+    if config.load_format == "auto":
+        Checkpoint(config.model).check(args)
+    return args
+
+
+def fingerprint_for(config: EngineConfig) -> Fingerprint:
+    """Of all that is read of the model's folder."""
+    if is_preset(config.model):
+        return ()
+    if config.load_format == "dummy":
+        return fingerprint_without_weights(config.model)
+    return Checkpoint(config.model).fingerprint()
+
+
+def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:
+    """``bounded``: what may wait for a place is limited, as it must be behind a door."""
+    limits = Limits(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.args.vocab_size,
+        eos_token_ids=plan.args.eos_token_ids,
+        max_queued_seqs=config.max_queued_requests if bounded else None,
+        max_queued_tokens=config.max_queued_tokens if bounded else None,
+    )
+    return Scheduler(plan.cache, limits, _policy_for(config, plan))
+
+
+def _policy_for(config: EngineConfig, plan: ClusterPlan) -> Policy:
+    """In one process one micro-batch runs at a time; splitting decodes would only cost."""
+    max_in_flight = config.max_in_flight or (1 if config.local else None)
+    if max_in_flight is not None:
+        return EvenPolicy(max_in_flight, config.max_num_batched_tokens)
+    itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
+    open_per_stage = config.ping_pong if plan.experts else None
+    return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once, open_per_stage)
+
+
+def local_devices(num_gpus: int, together: int) -> list[str]:
+    """That stages go to in turn: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2 stages together."""
+    return [f"cuda:{index}" for index in range(num_gpus) for _ in range(together)] or ["cpu"]
+
+
+@asynccontextmanager
+async def _local_pipeline(
+    config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
+) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
+    hardware = this_machine()
+    plan = plan_for(config, args, hardware)
+    report("loading the model")
+    import torch  # with --local the stages are in this process; otherwise it never needs torch
+
+    from tramontane.cluster.pipeline.local_chain import LocalStageChain
+
+    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
+    devices = local_devices(len(hardware.gpus), config.stages_per_gpu)
+    stopped = threading.Event()
+
+    def show_unless_stopped(loading: Sequence[Loading]) -> None:
+        if stopped.is_set():
+            raise PipelineError("loading was interrupted")
+        if show_loading is not None:
+            show_loading(loading)
+
+    pieces = PiecesOf(config.model, args.vocab_size)
+    try:  # beside the event loop, which hears Ctrl-C meanwhile
+        chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped, pieces)
+    finally:
+        stopped.set()
+    try:
+        yield plan, chain
+    finally:
+        chain.close()
+
+
+@asynccontextmanager
+async def _ray_pipeline(
+    config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
+) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
+    if config.address is not None:
+        report(f"joining Ray at {config.address}")
+        with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
+            spec = pipeline_spec(config, args, hardware)
+            async with running_pipeline(spec, report, show_loading=show_loading) as chain:
+                yield spec.plan, chain
+        return
+    spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
+    report("starting Ray")
+    with own_ray(num_cpus=spec.num_workers * spec.threads_per_stage):
+        async with running_pipeline(spec, report, show_loading=show_loading) as chain:
+            yield spec.plan, chain
+
+
+def pipeline_spec(
+    config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
+) -> PipelineSpec:
+    """One of ``config.most_replicas`` pipelines.
+
+    Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
+    """
+    plan, places = best_plan(config, args, hardware)
+    together, num_stages = hardware.together(config.stages_per_gpu), len(plan.stages)
+    return PipelineSpec(
+        name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
+        plan=plan,
+        weights=config.weights,
+        threads_per_stage=stage_threads(config, num_stages, hardware),
+        use_gpus=bool(hardware.gpus),
+        stages_per_gpu=together,
+        nodes=tuple(place.nodes for place in (*places[:num_stages:together], *places[num_stages:])),
+        fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
+        link=config.link,
+        ping_pong=config.ping_pong,
+        pieces=PiecesOf(config.model, args.vocab_size),
+        placement_timeout_s=config.placement_timeout,
+        logs=config.logs,
+    )

@@ -1,0 +1,78 @@
+"""The stages as plain objects in this process: the same port as over Ray, without it."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self
+
+from tramontane.cluster.pipeline.load_progress import Loading, ShowLoading
+from tramontane.proto.errors import PipelineError, TramontaneError
+from tramontane.proto.model_folder import Weights
+from tramontane.proto.plan import ClusterPlan, StagePlan
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.workers.sampling.structured_output import ReadPieces
+from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.stage_worker import StageWorker
+
+
+class LocalStageChain:
+    """One thread runs the stages one after the other, so that the event loop stays free to hand tokens out."""
+
+    def __init__(self, stages: Sequence[StageWorker]) -> None:
+        self.stages = stages
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stages")
+
+    @classmethod
+    def load(
+        cls,
+        plan: ClusterPlan,
+        weights: Weights,
+        devices: Sequence[str],
+        show: ShowLoading | None = None,
+        read_pieces: ReadPieces = tuple,
+    ) -> Self:
+        """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``."""
+        loaded = [0] * len(plan.stages)
+
+        def load_stage(stage: StagePlan) -> StageWorker:
+            def on_tensor(_num_read: int, num_loaded: int) -> None:
+                loaded[stage.stage_id] += num_loaded
+                if show is not None:
+                    show([Loading(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
+
+            return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor, read_pieces)
+
+        return cls([load_stage(stage) for stage in plan.stages])
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stages)
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
+
+    async def fence(self) -> int:
+        epoch = max(stage.epoch for stage in self.stages) + 1
+        for stage in self.stages:
+            await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
+        return epoch
+
+    async def replace_stuck(self, limit_s: float) -> str:
+        """There is nobody else to do it."""
+        return ""
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def _run(self, batch: MicroBatch) -> StepResult:
+        carried: Activation | StepResult | None = None
+        try:
+            for stage in self.stages:
+                assert not isinstance(carried, StepResult)
+                carried = stage.step(batch, carried)
+        except TramontaneError:
+            raise
+        except Exception as error:
+            raise PipelineError(f"a stage failed: {error!r}") from error
+        assert isinstance(carried, StepResult)
+        return carried

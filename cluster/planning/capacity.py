@@ -1,0 +1,125 @@
+"""What a plan can hold, and what would make an impossible one possible. From the configuration alone: no weights, no machines."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tramontane.cluster.planning.expert_outlook import ExpertOutlook
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, is_possible
+from tramontane.proto.byte_size import GIB, readable_size
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
+
+LENGTHS = (1024, 8192, 32768)  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """How many sequences of ``length`` tokens fit beside a stage's weights, with the model's windows and as if it had none."""
+
+    length: int
+    num_seqs: int
+    num_seqs_without_windows: int
+
+
+def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
+    """For the usual lengths up to the model's context."""
+    args, free = stage.args, room.usable - stage.weight_bytes
+    page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
+
+    def count(length: int, windows: list[int | None]) -> int:
+        return free // (sum(ring_pages(window, page_size, length) for window in windows) * page_bytes)
+
+    own: list[int | None] = [args.windows[layer] for layer in stage.layers]
+    lengths = [length for length in LENGTHS if length <= args.max_seq_len]
+    return [Held(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
+
+
+def held_together(plan: ClusterPlan) -> dict[int, int]:
+    """How many sequences of the usual lengths the planned pages hold, by length: the scarcest kind of page decides.
+
+    Less than any stage alone could hold: pages are divided between the windows for sequences of full length.
+    """
+    cache = plan.cache
+    lengths = [length for length in LENGTHS if length <= plan.max_model_len]
+    return {n: min(c.num_pages // c.pages_for(n, cache.page_size) for c in cache.classes) for n in lengths}
+
+
+def ways_out(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
+    """To be said of a request that is impossible: each alone would make it possible. ``per_gpu``: stages that share a GPU;
+    None: the memory is a machine's, which more stages would only cut into smaller pieces.
+    """
+    ways = ([] if per_gpu is None else _other_gpus(args, request, per_gpu)) + _smaller_needs(args, request)
+    return f"possible: {', or '.join(ways)}" if ways else "nothing of this kind is possible with so little memory"
+
+
+def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str]:
+    """3 stages, 2 to a GPU, are on 2 GPUs; on one more there would be 6."""
+    ways = []
+    num_gpus = -(-request.num_stages // per_gpu)
+    smallest = min(request.rooms, key=lambda room: room.memory)
+    more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
+    enough = next((n for n in more if is_possible(args, replace(request, rooms=(smallest,) * n))), None)
+    if enough is not None:
+        ways.append(f"{enough // per_gpu} GPUs of {readable_size(smallest.memory * per_gpu)}")
+
+    def is_enough(gib: int) -> bool:
+        return is_possible(args, replace(request, rooms=(StageRoom(gib * GIB // per_gpu),) * request.num_stages))
+
+    memory = _least(is_enough, 2**14)
+    if memory is not None:
+        ways.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
+    return ways
+
+
+def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
+    ways = []
+    pages = _least(lambda n: not is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
+    if pages is not None and pages > 1:
+        ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
+    if request.quantize is None and is_possible(args, replace(request, quantize=Quantization.INT8)):
+        ways.append("--quantize int8")
+    return ways
+
+
+def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
+    return replace(request, max_model_len=num_pages * request.page_size)
+
+
+def _least(holds: Callable[[int], bool], most: int) -> int | None:
+    """The least number from 1 to ``most`` for which a condition holds that then holds for all larger ones."""
+    if most < 1 or not holds(most):
+        return None
+    low, high = 0, most  # it does not hold for low, and does for high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...], experts: ExpertOutlook | None = None) -> dict[str, object]:
+    """Everything that the tables show, in bytes."""
+    return {
+        "dtype": plan.stages[0].dtype,
+        "quantize": plan.stages[0].quantize,
+        "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.max_num_seqs,
+        "page_size": plan.cache.page_size,
+        "memory_share": MEMORY_SHARE,
+        "sequences": [{"tokens": length, "num_seqs": number} for length, number in held_together(plan).items()],
+        "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
+        "stages": [
+            {
+                "first_layer": stage.first_layer,
+                "last_layer": stage.last_layer - 1,
+                "memory": room.memory,
+                "weight_bytes": stage.weight_bytes,
+                "cache_bytes": stage.cache_bytes,
+                "sequences": [
+                    {"tokens": h.length, "num_seqs": h.num_seqs, "num_seqs_without_windows": h.num_seqs_without_windows}
+                    for h in held_by(stage, room, plan.cache.page_size)
+                ],
+            }
+            for stage, room in zip(plan.stages, rooms, strict=True)
+        ],
+        "experts": None if experts is None else experts.as_data(),
+    }

@@ -1,0 +1,170 @@
+"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that interactive requests have too."""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import ray
+from ray.serve.handle import DeploymentHandle
+
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, naming_the_node
+from tramontane.cluster.common.periodic import repeat_for_ever
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.observability.logging import log_beside_ray_serve
+from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.request_metrics import RequestMetrics
+from tramontane.cluster.serve_patches.ports import keep_internal_port_on_node_address
+from tramontane.cluster.serving.batch_nodes import OneMachineService
+from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.cluster.serving.served_model import chat_format, served_model
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.router.batch.claims import JobClaims
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.input_lines import JobLimits
+from tramontane.router.batch.jobs import Endpoint
+from tramontane.router.batch.runner import BatchRunner
+from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.batch.storage import JobStorage
+from tramontane.router.openai.chat_completion import ChatCompletion
+from tramontane.router.openai.chat_request import ChatRequest, parse_chat
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.openai.served_model import ServedModel, check_model_name
+from tramontane.router.tokenization.chat import ChatPrompt
+from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of
+
+logger = logging.getLogger(__name__)
+
+FOLDER = ".tramontane"  # of the user, made when the first job comes
+TIDY_EVERY_S = 60.0
+PRIORITY = 1  # of lines; interactive requests have 0
+WEIGHTS = ".safetensors"
+SECONDS_PER_DAY = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """What lines are answered with: the model, how it has conversations, and who makes tokens."""
+
+    model: ServedModel
+    chat: ChatPrompt
+    source: TokenSource
+
+    async def completion(self, body: bytes) -> dict[str, Any]:
+        request = parse_completion(body)
+        self._check(request)
+        return await (await Completion.prepare(self.model, request, time.monotonic())).run(self.source)
+
+    async def chat_completion(self, body: bytes) -> dict[str, Any]:
+        request = parse_chat(body)
+        self._check(request)
+        return await (await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())).run(self.source)
+
+    def _check(self, request: CompletionRequest | ChatRequest) -> None:
+        if request.stream:
+            raise ParameterError("stream is not for lines of a batch job; leave it out", "stream")
+        check_model_name(self.model, request.model)
+
+
+# What a line of a batch job is answered by. Whoever adds an endpoint adds it here and to ``router.jobs.Endpoint``.
+ANSWERS: Mapping[Endpoint, Callable[[Answerer, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
+    {"/v1/completions": Answerer.completion, "/v1/chat/completions": Answerer.chat_completion}
+)
+
+
+def job_settings(config: EngineConfig) -> JobSettings:
+    """Where doors and runner meet. Models have queues of their own, so that servers of several may share a store."""
+    home = Path.home() / FOLDER
+    return JobSettings(
+        config.jobs_database.get_secret_value() if config.jobs_database else f"sqlite:///{home / 'jobs.sqlite'}",
+        config.jobs_storage.get_secret_value() if config.jobs_storage else str(home / "jobs"),
+        config.model_name,
+        tuple(ANSWERS),
+        config.jobs_url_prefixes,
+        JobLimits(keep_s=config.jobs_retention * SECONDS_PER_DAY or None),
+    )
+
+
+def batch_service(config: EngineConfig) -> BatchService:
+    """For doors. A folder that is given along with PostgreSQL is taken for one that every machine sees."""
+    settings = job_settings(config)
+    on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
+    return OneMachineService(settings) if on_one_machine else BatchService(settings)
+
+
+class BehindInteractive:
+    """A ``TokenSource`` whose sequences wait for those of interactive requests."""
+
+    def __init__(self, source: TokenSource) -> None:
+        self._source = source
+
+    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        return self._source.generate([_of_batch(spec) for spec in specs])
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        self._source.check_room(num_sequences, owner)
+
+
+def _of_batch(spec: SequenceSpec) -> SequenceSpec:
+    """The one place where the priority of batch work is set."""
+    return replace(spec, priority=PRIORITY)
+
+
+class BatchReplica:
+    """Runs the jobs of its model. If it is killed, its jobs go on in the next one, when its lease has lapsed."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        fingerprint: Fingerprint,
+        router: "DeploymentHandle[Any]",
+    ) -> None:
+        keep_internal_port_on_node_address()
+        log_beside_ray_serve(config.logs, "batch")
+        with naming_the_node():
+            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
+            model = served_model(config)
+        at_once = config.max_num_seqs * config.most_replicas
+        concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
+        node = ray.get_runtime_context().get_node_id()
+        self._routers = RemoteRouters(router, model.max_sequences * config.most_replicas, model=mark_of(fingerprint), node=node)
+        repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").tell)
+        self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
+        settings = job_settings(config)
+        self._service = BatchService(settings)
+        self._database = Database(settings.database)
+        claims = JobClaims(self._database, settings.queue)
+        runner = BatchRunner(claims, JobStorage(settings.storage), self._answer, concurrency)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(runner.run()), loop.create_task(self._keep_tidy())]
+
+    async def __del__(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._routers.close()
+        self._service.close()
+        self._database.close()
+
+    async def check_health(self) -> None:
+        """For Ray Serve, which starts another replica if the runner has ended."""
+        if self._tasks[0].done():
+            raise PipelineError("the runner of batch jobs has ended")
+
+    async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+        return await ANSWERS[endpoint](self._answerer, json.dumps(body).encode())
+
+    async def _keep_tidy(self) -> None:
+        while True:
+            with suppress(PipelineError):  # the store cannot be used now, and the runner says so
+                await self._service.tidy()
+            await asyncio.sleep(TIDY_EVERY_S)

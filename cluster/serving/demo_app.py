@@ -1,0 +1,5 @@
+"""The demo model as a finished application, for ``serve run`` and ``serve build tramontane.cluster.serving.demo_app:app``."""
+
+from tramontane.cluster.serving.app import build
+
+app = build({})

@@ -1,0 +1,70 @@
+"""A server that is about to stop finishes what it has begun, within a limit, and takes nothing new."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+
+from tramontane.cluster.common.deployments import forget_drained, note_drained
+from tramontane.cluster.serving.app import APPLICATION
+
+POLL_S = 0.1
+ANSWER_S = 5.0  # an ingress replica that does not say how much it has is asked again
+
+Report = Callable[[str], None]
+
+
+def stop(timeout_s: float, report: Report, is_broken_off: Callable[[float], bool]) -> None:
+    """As ``drain``; what still runs then ends with an error that says why."""
+    if num_left := drain(timeout_s, report, is_broken_off):
+        report(f"ending {num_left} request{'s' * (num_left != 1)}")
+        _each("end_all")
+
+
+def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], bool]) -> int:
+    """Every ingress replica refuses what is new; returns how many requests had not ended in time.
+
+    ``is_broken_off`` waits for so many seconds, or until somebody wants no more waiting, and says which.
+    """
+    deadline = time.monotonic() + timeout_s
+    note_drained(APPLICATION)
+    said = 0
+    while num_left := num_unfinished():
+        if num_left != said:
+            report(f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most")
+            said = num_left
+        if time.monotonic() >= deadline or is_broken_off(POLL_S):
+            break
+    return num_left
+
+
+def undo() -> None:
+    """Every ingress replica takes new requests again."""
+    forget_drained(APPLICATION)
+    _each("resume")
+
+
+def num_unfinished() -> int:
+    """From now on all are draining.
+
+    One that does not say how many it has may have one.
+    """
+    answers = _each("drain")
+    known = sum(number for number in answers if isinstance(number, int))
+    return known or int(any(not isinstance(number, int) for number in answers))
+
+
+def _each(method: str) -> list[Any]:
+    handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
+    if not handle.is_initialized:  # Ray Serve gives the same one again
+        handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
+    try:
+        answers: list[Any] = handle.broadcast(method).results(timeout_s=ANSWER_S, return_exceptions=True)
+    except (RayError, TimeoutError) as error:
+        return [error]
+    except RayServeException:  # there is none
+        return []
+    return answers

@@ -1,0 +1,32 @@
+"""What every door knows of the model, read from its folder."""
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_folder import find_model_args
+from tramontane.router.openai.chat_completion import NoChat
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.chat import ChatPrompt
+from tramontane.router.tokenization.loader import open_chat, open_tokenizer
+
+
+def served_model(config: EngineConfig) -> ServedModel:
+    args = find_model_args(config.model)
+    return ServedModel(
+        name=config.model_name,
+        tokenizer=open_tokenizer(config.model, args.vocab_size),
+        max_model_len=config.max_model_len or args.max_seq_len,
+        max_sequences=config.max_num_seqs + config.max_queued_requests,
+        vocab_size=args.vocab_size,
+        num_layers=args.n_layers if args.moe else 0,
+        experts_per_token=args.moe.num_experts_per_tok if args.moe else 0,
+    )
+
+
+def chat_format(config: EngineConfig, model: ServedModel) -> ChatPrompt:
+    """How the model has conversations; for one that has none, what says so to those who ask."""
+    if model.tokenizer is None:
+        return NoChat("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
+    try:
+        return open_chat(config.model, model.tokenizer)
+    except CheckpointError as error:
+        return NoChat(str(error).replace(str(config.model), "the model's folder"))

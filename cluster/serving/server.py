@@ -1,0 +1,256 @@
+"""``tramontane serve``: the application's life, from a cluster to a ready line to nothing left."""
+
+import json
+import logging
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+
+import httpx
+import psutil
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve.config import HTTPOptions
+
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
+from tramontane.cluster.actors.worker_actor import actor_names
+from tramontane.cluster.common.signals import CountedSignals
+from tramontane.cluster.config.api_keys import ApiKeys
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.observability.tracing import tracing_config
+from tramontane.cluster.pipeline.engine import checked_model, pipeline_spec
+from tramontane.cluster.pipeline.lifecycle import end_pipeline, joined_ray, own_ray
+from tramontane.cluster.pipeline.load_progress import ShowLoading, shown_loading
+from tramontane.cluster.pipeline.stage_chain import last_line
+from tramontane.cluster.planning.hardware import Hardware, this_machine
+from tramontane.cluster.serve_patches.ports import LOOPBACK, bracketed
+from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
+from tramontane.cluster.serving.draining import stop
+from tramontane.cluster.serving.launcher_heartbeat import signs_of_life
+from tramontane.cluster.serving.preflight import check_jobs
+from tramontane.cluster.serving.serve_checks import check_doors, check_ports, check_room
+from tramontane.proto import errors
+from tramontane.proto.errors import ConfigError, PipelineError
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+
+READY_POLL_S = 0.1
+READY_TIMEOUT_S = 60.0
+DRAIN_S = 30.0
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``any_pipeline``
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An application that is ready. Seconds count from the start of the process."""
+
+    url: str
+    grpc: str | None  # host:port
+    config: EngineConfig
+    num_stages: int
+    ready_after_s: float
+
+    def line(self) -> str:
+        if self.config.json_output:
+            about = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
+            numbers = {
+                "replicas": self.config.replicas,
+                "max_replicas": self.config.most_replicas,
+                "stages": self.num_stages,
+                "ready_after_s": round(self.ready_after_s, 3),
+            }
+            return json.dumps(about | numbers)
+        least, most = self.config.replicas, self.config.most_replicas
+        pipelines = f"{least} to {most} pipelines" if most > least else f"{least} pipeline{'s' * (least != 1)}"
+        stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
+        return (
+            f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
+            f"on {pipelines} of {stages}{f', gRPC at {self.grpc}' * bool(self.grpc)}; Ctrl-C stops it"
+        )
+
+
+def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[Served], None]) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP; then finish what runs, and remove everything that was started."""
+    config.logs.to_stderr("command")
+    if config.log_format == "json":
+        report, show_loading = _log_progress, lambda _: None
+    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # refuses what cannot be used before anything starts
+    if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
+        raise ConfigError(
+            f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
+            "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
+        )
+    if config.local:
+        raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
+    ApiKeys(config.api_key, config.api_key_file)  # refuses what cannot be used before anything starts
+    check_jobs(config)
+    with ExitStack() as stack:
+        if config.address is None:
+            has_grpc = stack.enter_context(_serving_alone(config, report, show_loading))
+        else:
+            has_grpc = stack.enter_context(_serving_among_others(config, report, show_loading))
+        born = psutil.Process().create_time()
+        url = f"http://{bracketed(config.host)}:{config.port}"
+        _wait_until_healthy(url)
+        grpc = f"{bracketed(config.host)}:{config.grpc_port}" if has_grpc else None
+        announce(Served(url, grpc, config, _num_stages(config), time.time() - born))
+        with CountedSignals() as signals:
+            signals.another()
+            stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.another)
+
+
+def _log_progress(what: str) -> None:
+    """Whatever the level of other lines is: without it nobody would know what is being waited for."""
+    progress = logging.getLogger(f"{__name__}.progress")
+    progress.setLevel(logging.INFO)
+    progress.info(what)
+
+
+@contextmanager
+def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+    """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
+    report("checking the checkpoint")
+    spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
+    check_ports(config, report)
+    report("starting Ray")
+    with own_ray(num_cpus=config.most_replicas * spec.num_workers * spec.threads_per_stage):
+        report("starting Ray Serve")
+        _start_serve(config)
+        report(f"loading {spec.workers_of(config.replicas)}")
+        try:
+            with _shown_loading(spec, config, show_loading):
+                _run(config, launched=False, owns_serve=False)
+            yield config.grpc_port > 0
+        finally:
+            with _uninterrupted():
+                report("stopping")
+                serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _serving_among_others(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+    """On a cluster that was there before, and stays. Gives whether there is gRPC: Ray Serve may have been started without."""
+    report(f"joining Ray at {config.address}")
+    assert config.address is not None
+    with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
+        spec = _spec(config, hardware)
+        check_room(spec, config.replicas)
+        owns_serve = not serve.status().proxies
+        if APPLICATION in serve.status().applications:
+            raise ConfigError(
+                f"an application named {APPLICATION} is on this cluster already; end the command that serves it, or remove it "
+                f"with: python -c 'from ray import serve; serve.delete(\"{APPLICATION}\")'"
+            )
+        has_grpc = config.grpc_port > 0
+        if owns_serve:
+            check_ports(config, report)
+        elif not check_doors(config) and has_grpc:
+            has_grpc = False
+            report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
+        if not owns_serve and config.tracing_exporter is not None:
+            report("Ray Serve, and with it tracing, stays as it was started on this cluster, whatever --tracing-exporter says")
+        try:
+            if owns_serve:
+                report("starting Ray Serve")
+                _start_serve(config)
+            report(f"loading {spec.workers_of(config.replicas)}")
+            with signs_of_life(_supervisors):
+                with _shown_loading(spec, config, show_loading):
+                    _run(config, launched=True, owns_serve=owns_serve)
+                yield has_grpc
+        finally:
+            with _uninterrupted():
+                report("stopping")
+                _remove(owns_serve)
+
+
+def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
+    return pipeline_spec(config, checked_model(config), hardware)
+
+
+def _num_stages(config: EngineConfig) -> int:
+    return len(_actor_names(r"stage-\d+")) // config.replicas
+
+
+def _start_serve(config: EngineConfig) -> None:
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process: what matters is reported
+    options = HTTPOptions(host=config.host, port=config.port)
+    try:
+        serve.start(
+            proxy_location="EveryNode",
+            http_options=options,
+            grpc_options=grpc_options(config.grpc_port),
+            tracing_config=tracing_config(config.tracing_exporter, config.tracing_sampling_ratio),
+            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},  # which only names requests
+        )
+    except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
+        raise ConfigError(
+            f"Ray Serve cannot listen at --host {config.host} --port {config.port} --grpc-port {config.grpc_port}: "
+            f"{last_line(error)}; choose others"
+        ) from error
+
+
+def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
+    try:
+        grpc_from_here_only = config.host in LOOPBACK
+        app = application(config, launched, owns_serve, grpc_from_here_only=grpc_from_here_only)
+        serve.run(app, name=APPLICATION, route_prefix="/")
+    except (RuntimeError, RayError) as error:
+        raise _why_not_deployed() or PipelineError(f"Ray Serve refused the application: {error}") from error
+
+
+def _why_not_deployed() -> Exception | None:
+    """Ray Serve knows the reason as the text of a traceback; the last of our own errors in it is what happened."""
+    status = serve.status().applications.get(APPLICATION)
+    text = "\n".join(deployment.message for deployment in status.deployments.values()) if status else ""
+    found = re.findall(r"tramontane\.proto\.errors\.(\w+): (.*)", text)
+    return getattr(errors, found[-1][0])(found[-1][1].strip()) if found else None
+
+
+def _wait_until_healthy(url: str) -> None:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError, ValueError):
+            if httpx.get(f"{url}/health", timeout=10, trust_env=False).json() == {"status": "ready"}:
+                return
+        time.sleep(READY_POLL_S)
+    raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
+
+
+def _remove(owns_serve: bool) -> None:
+    """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
+    with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
+        serve.delete(APPLICATION)
+    for name in _supervisors():
+        end_pipeline(name.removesuffix(SUPERVISOR))
+    if owns_serve and not serve.status().applications:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+
+
+def _supervisors() -> list[str]:
+    return _actor_names(SUPERVISOR[1:])
+
+
+def _actor_names(kind: str) -> list[str]:
+    return actor_names(f"{OUR_PIPELINES}-{kind}")
+
+
+def _shown_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
+    return shown_loading(OUR_PIPELINES, spec.plan, show, config.replicas)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Removing takes seconds; an impatient second Ctrl-C must not leave half of it."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

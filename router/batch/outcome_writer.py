@@ -1,0 +1,67 @@
+"""Outcomes of lines on their way into the database: all that are ready travel in one transaction."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from tramontane.router.batch.claims import Claim, JobClaims, Outcome
+from tramontane.router.batch.database import JobStoreError
+from tramontane.router.batch.job_threads import JobThreads
+
+logger = logging.getLogger(__name__)
+
+MAX_AT_ONCE = 500  # outcomes of one transaction; other writers wait for it
+RETRY_S = 1.0
+T = TypeVar("T")
+Sleep = Callable[[float], Awaitable[None]]
+
+
+async def patiently(call: Callable[[], T], sleep: Sleep, threads: JobThreads) -> T:
+    """Beside the event loop, and again for as long as the database or the storage cannot be used."""
+    while True:
+        try:
+            return await threads.run(call)
+        except JobStoreError as error:
+            logger.warning("batch jobs wait: %s", error)
+            await sleep(RETRY_S)
+
+
+class OutcomeWriter:
+    """``run`` is its life; whoever writes waits until the outcome is on disk, or raises JobLostError."""
+
+    def __init__(self, claims: JobClaims, sleep: Sleep, threads: JobThreads) -> None:
+        self._claims, self._sleep, self._threads = claims, sleep, threads
+        self._ready: list[tuple[Claim, Outcome, asyncio.Future[None]]] = []
+        self._something = asyncio.Event()
+
+    async def write(self, claim: Claim, outcome: Outcome) -> None:
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._ready.append((claim, outcome, written))
+        self._something.set()
+        await written
+
+    async def run(self) -> None:
+        while True:
+            await self._something.wait()
+            batch, self._ready = self._ready[:MAX_AT_ONCE], self._ready[MAX_AT_ONCE:]
+            if not self._ready:
+                self._something.clear()
+            for claim in {each: None for each, _, _ in batch}:
+                mine = [(outcome, written) for each, outcome, written in batch if each is claim or each == claim]
+                await self._finish(claim, mine)
+
+    async def _finish(self, claim: Claim, mine: list[tuple[Outcome, asyncio.Future[None]]]) -> None:
+        outcomes = [outcome for outcome, _ in mine]
+        lost: Exception | None = None
+        try:
+            await patiently(lambda: self._claims.finish(claim, outcomes), self._sleep, self._threads)
+        except Exception as error:  # most likely JobLostError; a defect must not keep other jobs from being written
+            lost = error
+        for _, written in mine:
+            if written.done():  # whoever waited was cancelled
+                continue
+            if lost is None:
+                written.set_result(None)
+            else:
+                written.set_exception(lost)

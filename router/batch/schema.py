@@ -1,0 +1,126 @@
+"""OpenAI's shapes of batch jobs and files: what requests may say, and how answers look."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tramontane.router.batch.files import FileRecord
+from tramontane.router.batch.jobs import Endpoint, JobOptions, JobState
+from tramontane.router.batch.store import StoredJob
+from tramontane.router.openai.completion_request import ParameterError, parse_body
+from tramontane.router.openai.request_fields import or_default
+
+COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end
+MAX_LIST = 100
+MAX_FILE_LIST = 10_000
+STATUS = {
+    JobState.QUEUED: "validating",
+    JobState.RUNNING: "in_progress",
+    JobState.CANCELLING: "cancelling",
+    JobState.COMPLETED: "completed",
+    JobState.CANCELLED: "cancelled",
+    JobState.FAILED: "failed",
+}
+
+
+class BatchRequest(BaseModel):
+    """Body of ``POST /v1/batches``. ``keeps_order`` is ours."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    input_file_id: Annotated[str, Field(max_length=256)]
+    endpoint: Endpoint
+    completion_window: Annotated[Literal["24h"], or_default("24h")] = "24h"
+    metadata: Annotated[dict[str, str], or_default({})] = {}
+    keeps_order: Annotated[bool, or_default(True)] = True
+
+    @property
+    def options(self) -> JobOptions:
+        return JobOptions(self.endpoint, self.keeps_order, self.metadata)
+
+
+def parse_batch(body: bytes) -> BatchRequest:
+    """Raises ParameterError."""
+    return parse_body(BatchRequest, body)
+
+
+def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
+    """Times are whole seconds since 1970, as OpenAI has them. It expires when it is removed, ``keep_s`` after its end."""
+    job = stored.job
+    ended_as = {f"{state}_at": None for state in ("completed", "cancelled", "failed")}
+    if job.ended_at is not None:
+        ended_as[f"{job.state}_at"] = int(job.ended_at)  # type: ignore[assignment]
+    errors = [{"code": each.code, "message": each.message, "line": each.line, "param": None} for each in stored.problems]
+    return {
+        "id": job.job_id,
+        "object": "batch",
+        "endpoint": job.options.endpoint,
+        "errors": {"object": "list", "data": errors} if errors else None,
+        "input_file_id": stored.input_file or "",
+        "completion_window": COMPLETION_WINDOW,
+        "status": STATUS[job.state],
+        "output_file_id": stored.output_file,
+        "error_file_id": stored.error_file,
+        "created_at": int(job.created_at),
+        "in_progress_at": _seconds(job.started_at),
+        "expires_at": _removed_at(job.ended_at, keep_s),
+        "finalizing_at": None,
+        "expired_at": None,
+        "cancelling_at": _seconds(stored.cancelling_at),
+        **ended_as,
+        "request_counts": {"total": job.num_lines, "completed": job.num_done, "failed": job.num_failed},
+        "metadata": dict(job.options.metadata) or None,
+    }
+
+
+def _seconds(when: float | None) -> int | None:
+    return None if when is None else int(when)
+
+
+def _removed_at(when: float | None, keep_s: float | None) -> int | None:
+    return None if when is None or keep_s is None else int(when + keep_s)
+
+
+def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
+    """``keep_s``: it is removed so long after it was made."""
+    return {
+        "id": file.file_id,
+        "object": "file",
+        "bytes": file.num_bytes,
+        "created_at": int(file.created_at),
+        "filename": file.filename,
+        "purpose": file.purpose,
+        "status": "processed",
+        "expires_at": _removed_at(file.created_at, keep_s),
+    }
+
+
+def page_of(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+    """Of one more than ``limit``, if there are more."""
+    data = list(objects[:limit])
+    ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
+    return {"object": "list", "data": data, **ends, "has_more": len(objects) > limit}
+
+
+def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+    """Raises ParameterError."""
+    given = query.get("limit", str(default))
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
+        raise ParameterError(f"limit is {given!r:.60}; it must be a whole number from 1 to {most}", "limit")
+    return int(given)
+
+
+def choice_of(query: Mapping[str, str], name: str, *allowed: str) -> str | None:
+    """Raises ParameterError."""
+    given = query.get(name)
+    if given is not None and given not in allowed:
+        raise ParameterError(f"{name} is {given!r:.60}; it must be {' or '.join(allowed)}", name)
+    return given
+
+
+def check_query(query: Mapping[str, str], *known: str) -> None:
+    """Raises ParameterError for what is not supported."""
+    for name in query:
+        if name not in known:
+            raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])

@@ -1,0 +1,96 @@
+"""What the rows of jobs and lines mean, for all who read and write them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from sqlalchemy import Connection, Row, select, update
+
+from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
+from tramontane.router.batch.job_problems import LineProblem
+from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
+from tramontane.router.openai.errors import ErrorShape
+
+SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
+DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
+HIDDEN = (SUBMITTING, DISCARDING)
+OPEN_STATES = [state.value for state in JobState if not state.has_ended]
+ENDED_STATES = [state.value for state in JobState if state.has_ended]
+RESULTS_AT_ONCE = 2**23  # characters
+MAX_PROBLEMS = 20  # that are told with a job; its results tell all of them
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """A job with what only OpenAI's shape of it needs."""
+
+    job: Job
+    number: int
+    input_file: str | None
+    output_file: str | None
+    error_file: str | None
+    cancelling_at: float | None
+    problems: Sequence[LineProblem] = ()  # of its first lines, if none of them is a request
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResult:
+    """``http_status`` is None of a line that never ran."""
+
+    line: ResultLine
+    http_status: int | None
+
+
+def error_text(message: str, shape: ErrorShape) -> str:
+    """OpenAI's error object as JSON."""
+    return json.dumps(shape.body(message)["error"])
+
+
+def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
+    """Give results of a job in free order their offsets, the next that there are. The job's row must be ours to write."""
+    told = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
+    for offset, place in enumerate(places, told):
+        connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(told=offset))
+    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=told + len(places)))
+
+
+def read_results(
+    database: Database, job: int, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE
+) -> Sequence[StoredResult]:
+    """One at least, if there is one; else within ``max_chars``."""
+    wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
+    found: list[StoredResult] = []
+    room = max_chars
+    with database.reading_in_pieces(wanted) as rows:
+        for row in rows:
+            room -= len(row.result or "")
+            if row.state == PENDING or row.told != offset + len(found) or (found and room < 0):
+                break
+            line = ResultLine(row.told, row.line, row.custom_id or "", row.state == FAILED, row.result)
+            found.append(StoredResult(line, row.http_status))
+    return found
+
+
+def stored_jobs(connection: Connection, rows: Sequence[Row[Any]]) -> list[StoredJob]:
+    problems = first_problems(connection, [row.number for row in rows if row.state == JobState.FAILED])
+    return [_stored_job(row, problems.get(row.number, ())) for row in rows]
+
+
+def first_problems(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineProblem]]:
+    """By the numbers of jobs without a good line."""
+    found: dict[int, list[LineProblem]] = {}
+    if failed:
+        wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
+        for row in connection.execute(wanted.order_by(lines.c.job, lines.c.told)):
+            error = json.loads(row.result)
+            found.setdefault(row.job, []).append(LineProblem(row.line, error["code"], error["message"]))
+    return found
+
+
+def _stored_job(row: Row[Any], problems: Sequence[LineProblem]) -> StoredJob:
+    options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
+    state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
+    counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
+    job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
+    return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at, problems)

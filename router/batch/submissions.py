@@ -1,0 +1,208 @@
+"""Jobs on their way into the database, and out of it. Methods block: call them beside the event loop."""
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, delete, exists, func, insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from tramontane.proto.errors import OverloadedError
+from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
+from tramontane.router.batch.input_lines import JobLimits, NewLine
+from tramontane.router.batch.job_problems import none_is_a_request
+from tramontane.router.batch.jobs import JobOptions, JobRefusedError, JobState
+from tramontane.router.batch.store import (
+    DISCARDING,
+    ENDED_STATES,
+    HIDDEN,
+    OPEN_STATES,
+    SUBMITTING,
+    StoredJob,
+    error_text,
+    first_problems,
+    stored_jobs,
+    tell,
+)
+from tramontane.router.openai.errors import ErrorShape
+
+ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
+TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
+DELETED_AT_ONCE = 10_000  # lines; others write in between
+RETRY_AFTER_S = 30
+BAD_LINE = ErrorShape(400, "invalid_request_error", code="invalid_line")
+
+
+class JobSubmissions:
+    """Of one ``queue``. ``clock``: seconds since 1970."""
+
+    def __init__(self, database: Database, queue: str, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._queue, self._limits, self._clock = database, queue, limits, clock
+
+    def begin(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
+        """A job to add lines to, which nobody else sees until it is accepted.
+
+        Raises OverloadedError if there are too many, or if a request with this key is being submitted. One that has stood still
+        gives way: most likely the process that took it in has died.
+        """
+        now = self._clock()
+        if request_key is not None and (number := self._still_submitting(request_key)) is not None:
+            self.discard(number, now - TAKEN_OVER_AFTER_S)
+        row = {
+            "job_id": f"batch_{uuid.uuid4().hex}",
+            "queue": self._queue,
+            "state": SUBMITTING,
+            "endpoint": options.endpoint,
+            "keeps_order": options.keeps_order,
+            "metadata": json.dumps(dict(options.metadata)),
+            "created_at": now,
+            "touched_at": now,
+            "input_file": input_file,
+            "request_key": request_key,
+        }
+        is_open = jobs.c.state.in_([*OPEN_STATES, SUBMITTING])
+        try:
+            with self._database.writing() as connection:
+                where = (jobs.c.queue == self._queue) & is_open
+                num_open = connection.execute(select(func.count()).select_from(jobs).where(where)).scalar_one()
+                if num_open >= self._limits.max_open_jobs:
+                    raise OverloadedError(f"{num_open} batch jobs have not ended; submit this one later", RETRY_AFTER_S)
+                connection.execute(insert(jobs).values(row))
+                return stored_jobs(connection, connection.execute(select(jobs).where(jobs.c.job_id == row["job_id"])).all())[0]
+        except IntegrityError as error:
+            raise OverloadedError("the same request is being submitted already", 1) from error
+
+    def _still_submitting(self, request_key: str) -> int | None:
+        if not self._database.exists:
+            return None
+        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
+        with self._database.reading() as connection:
+            return connection.execute(select(jobs.c.number).where(where)).scalar_one_or_none()
+
+    def by_request(self, request_key: str) -> StoredJob | None:
+        """The accepted job that a request with this key has made."""
+        if not self._database.exists:
+            return None
+        where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
+        with self._database.reading() as connection:
+            found = stored_jobs(connection, connection.execute(select(jobs).where(where)).all())
+        return found[0] if found else None
+
+    def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
+        """In the order of input, all that are there in one transaction; none: it only has not stood still."""
+        keeps_order = job.job.options.keeps_order
+        rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
+        with self._database.writing() as connection:
+            here = (jobs.c.number == job.number) & (jobs.c.state == SUBMITTING)
+            values = {"num_lines": jobs.c.num_lines + len(rows), "touched_at": self._clock()}
+            if connection.execute(update(jobs).where(here).values(values)).rowcount == 0:
+                raise JobRefusedError("the submission stood still for too long; submit it again")
+            if rows:
+                connection.execute(insert(lines), rows)
+                _mark_repeated(connection, job.number, first_place)
+                _count_bad(connection, job, first_place)
+
+    def accept(self, job: StoredJob) -> StoredJob:
+        """From here on it will end, whatever happens; one without a good line ends here.
+
+        Raises JobRefusedError if it has no lines.
+        """
+        this = select(jobs).where(jobs.c.number == job.number)
+        with self._database.writing() as connection:
+            row = connection.execute(this.where(jobs.c.state == SUBMITTING).with_for_update()).one_or_none()
+            if row is None:
+                raise JobRefusedError("the submission stood still for too long; submit it again")
+            if row.num_lines == 0:
+                raise JobRefusedError("the input has no lines")
+            values: dict[str, Any] = {"state": JobState.QUEUED.value}
+            if row.num_bad == row.num_lines:
+                why = none_is_a_request(first_problems(connection, [job.number])[job.number], row.num_lines)
+                values = {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": why}
+            connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
+            return stored_jobs(connection, connection.execute(this).all())[0]
+
+    def discard(self, number: int, touched_before: float | None = None) -> None:
+        """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
+
+        ``touched_before``: nor does one that has gone on since then change.
+        """
+        here = (jobs.c.number == number) & (jobs.c.state == SUBMITTING)
+        if touched_before is not None:
+            here &= jobs.c.touched_at < touched_before
+        with self._database.writing() as connection:  # its key is free at once
+            if connection.execute(update(jobs).where(here).values(state=DISCARDING, request_key=None)).rowcount == 0:
+                return
+        self._delete(number)
+
+    def _delete(self, number: int) -> None:
+        """Of a job that is being discarded, by however many at once."""
+        line = lines.c.job == number
+        some = select(lines.c.place).where(line).limit(DELETED_AT_ONCE).scalar_subquery()
+        while True:
+            with self._database.writing() as connection:
+                if connection.execute(delete(lines).where(line, lines.c.place.in_(some))).rowcount == 0:
+                    connection.execute(delete(jobs).where(jobs.c.number == number, jobs.c.state == DISCARDING))
+                    return
+
+    def discard_ended(self, before: float) -> None:
+        """Jobs that have ended by then, and their lines; their files are removed for themselves."""
+        where = (jobs.c.queue == self._queue) & jobs.c.state.in_(ENDED_STATES) & (jobs.c.ended_at < before)
+        with self._database.reading() as connection:
+            numbers = connection.execute(select(jobs.c.number).where(where)).scalars().all()
+        for number in numbers:
+            with self._database.writing() as connection:
+                values = {"state": DISCARDING, "request_key": None}
+                connection.execute(update(jobs).where(where, jobs.c.number == number).values(values))
+            self._delete(number)
+
+    def discard_abandoned(self) -> None:
+        """What processes that died had begun to submit, or to discard."""
+        long_ago = self._clock() - ABANDONED_AFTER_S
+        is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
+        where = (jobs.c.queue == self._queue) & (is_old | (jobs.c.state == DISCARDING))
+        with self._database.reading() as connection:
+            rows = connection.execute(select(jobs.c.number, jobs.c.state).where(where)).all()
+        for row in rows:
+            if row.state == SUBMITTING:
+                self.discard(row.number, long_ago)
+            else:
+                self._delete(row.number)
+
+
+def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, Any]:
+    return {
+        "job": job,
+        "place": place,
+        "line": line.number,
+        "custom_id": line.custom_id,
+        "text": line.text,
+        "state": FAILED if line.problem else PENDING,
+        "told": place if keeps_order else None,
+        "result": error_text(line.problem, BAD_LINE) if line.problem else None,
+    }
+
+
+def _mark_repeated(connection: Connection, job: int, first_place: int) -> None:
+    """Of lines with one custom_id the first that is good counts.
+
+    ``+ 0`` keeps the database from going through all earlier places by their index, where that of custom_ids has one or none.
+    """
+    earlier = lines.alias("earlier")
+    same = (earlier.c.job == lines.c.job) & (earlier.c.custom_id == lines.c.custom_id) & (earlier.c.place + 0 < lines.c.place)
+    new = (lines.c.job == job) & (lines.c.place >= first_place) & (lines.c.state == PENDING)
+    repeated = select(lines.c.place, lines.c.line).where(new, exists().where(same, earlier.c.text.is_not(None)))
+    for place, line in connection.execute(repeated).all():
+        problem = error_text(f"line {line}: its custom_id is that of an earlier line", BAD_LINE)
+        this = (lines.c.job == job) & (lines.c.place == place)
+        connection.execute(update(lines).where(this).values(state=FAILED, result=problem))
+
+
+def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None:
+    bad = select(lines.c.place).where(lines.c.job == job.number, lines.c.place >= first_place, lines.c.state == FAILED)
+    places = connection.execute(bad.order_by(lines.c.place)).scalars().all()
+    if places and not job.job.options.keeps_order:
+        tell(connection, job.number, places)
+    values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
+    connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))

@@ -1,0 +1,135 @@
+"""What a pipeline has done of late, for whoever looks: every micro-batch, and how long clients waited for tokens. Bounded."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice, repeat
+from typing import Any, NamedTuple
+
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.active_request import LiveRequest
+
+MAX_KEPT = 20_000  # of micro-batches, and of each's stages: 4000 of four stages, 300 of sixty-four
+MAX_TOLD = 1000  # micro-batches, in one answer
+MAX_WAITS = 4096  # of a kind
+SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
+
+
+class StageWork(NamedTuple):
+    """What one stage did for a micro-batch, by that stage's own clock (seconds since 1970); see ``StageTiming``."""
+
+    stage_id: int
+    started_at: float
+    busy_s: float
+    elapsed_s: float
+    num_tokens: int
+
+
+class PastBatch(NamedTuple):
+    """A micro-batch that came back, ``at`` by the router's clock (seconds since 1970). ``number`` counts from 1."""
+
+    number: int
+    at: float
+    epoch: int
+    step_id: int
+    prefill_tokens: int
+    num_decodes: int
+    num_sampled: int
+    stages: tuple[StageWork, ...]
+
+    def as_data(self) -> dict[str, Any]:
+        return {
+            "number": self.number,
+            "step": self.step_id,
+            "epoch": self.epoch,
+            "prefill_tokens": self.prefill_tokens,
+            "decodes": self.num_decodes,
+            "stages": [work[:4] for work in self.stages],
+        }
+
+
+class ActivityLog:
+    """Of one pipeline; it may outlive its router. What is asked is computed when it is asked, not in a step."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._begun_at = clock()
+        self._batches: deque[PastBatch] = deque()
+        self._num_kept = self._number = 0
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (when, how long)
+        self._next_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
+
+    def note(self, batch: MicroBatch, result: StepResult) -> None:
+        """It has come back."""
+        self._number += 1
+        prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
+        works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.open_s), t.num_tokens) for t in result.timings]
+        at, num_decodes, num_sampled = self._clock(), len(batch.decodes.seq_ids), len(result.token_ids)
+        past = PastBatch(self._number, at, batch.epoch, batch.step_id, prefill_tokens, num_decodes, num_sampled, tuple(works))
+        self._batches.append(past)
+        self._num_kept += 1 + len(works)
+        while self._num_kept > MAX_KEPT:
+            self._num_kept -= 1 + len(self._batches.popleft().stages)
+
+    def note_tokens(self, requests: Iterable[LiveRequest], now: float) -> None:
+        """These hear of tokens now, by the clock that they were made with; before they do.
+
+        Between tokens only those with one answer count: of several the pauses are not told apart.
+        """
+        at, first, between = self._clock(), [], []
+        for request in requests:
+            if request.told_at == math.inf:
+                first.append(now - request.arrived_at)
+            elif request.is_single:
+                between.append(now - request.told_at)
+        self._first_tokens.extend(zip(repeat(at), first))
+        self._next_tokens.extend(zip(repeat(at), between))
+
+    def as_data(self, num_stages: int, after: int | None = None) -> dict[str, Any]:
+        """``after``: the number of the last micro-batch that is known already; the oldest of the others are told first.
+
+        Without it, or where the log has been begun anew since, those of the last seconds.
+        """
+        now = self._clock()
+        told = self._told(now, after)
+        return {
+            **self._shares(now, num_stages),
+            "first_token_s": _percentiles(self._first_tokens, now),
+            "inter_token_s": _percentiles(self._next_tokens, now),
+            "micro_batches": [batch.as_data() for batch in told],
+            "last": told[-1].number if told else self._number,
+        }
+
+    def _told(self, now: float, after: int | None) -> list[PastBatch]:
+        if after is None or after > self._number:
+            return self._since(now - NEW_SPAN_S)[-MAX_TOLD:]
+        num_known = max(len(self._batches) - (self._number - after), 0)
+        return list(islice(self._batches, num_known, num_known + MAX_TOLD))
+
+    def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
+        """Of the last ten seconds, or of as many as the log goes back, one at least. What came back in them counts as a whole."""
+        has_forgotten = bool(self._batches) and self._batches[0].number > 1
+        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_forgotten else self._begun_at)), 1.0)
+        recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
+        for work in chain.from_iterable(batch.stages for batch in recent):
+            busy_s[work.stage_id] += work.busy_s
+        num_sampled = sum(batch.num_sampled for batch in recent)
+        return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
+
+    def _since(self, at: float) -> list[PastBatch]:
+        """Oldest first."""
+        found = []
+        for batch in reversed(self._batches):
+            if batch.at <= at:
+                break
+            found.append(batch)
+        return found[::-1]
+
+
+def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> dict[str, float] | None:
+    """Of the last minute, by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
+    recent = sorted(seconds for at, seconds in waits if at > now - WAIT_SPAN_S)
+    if not recent:
+        return None
+    return {f"p{percent}": recent[math.ceil(len(recent) * percent / 100) - 1] for percent in (50, 95)}

@@ -1,0 +1,83 @@
+"""Micro-batches that are on their way through the pipeline, and by when they must be back."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.ports import StageChain
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.pipeline_stats import PipelineCounts
+from tramontane.router.engine.step_watch import StepWatch
+
+WATCH_EVERY_S = 0.2
+LOOK_AGAIN_S = 1.0  # where somebody was computing or loading still
+
+
+class InFlight:
+    """Of one pipeline, oldest first. ``on_result`` is called whenever one of them has come back, or failed."""
+
+    def __init__(
+        self,
+        chain: StageChain,
+        timeout_s: float,
+        clock: Callable[[], float],
+        on_result: Callable[[], None],
+        counts: PipelineCounts,
+    ) -> None:
+        self._chain = chain
+        self._counts = counts
+        self._clock = clock
+        self._on_result = on_result
+        self._batches: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
+        self._watch = StepWatch(timeout_s)
+
+    @property
+    def oldest(self) -> MicroBatch | None:
+        return self._batches[0][0] if self._batches else None
+
+    @property
+    def step_limit_s(self) -> float:
+        """What a micro-batch may take now, before the stages are looked at."""
+        return self._watch.limit_s
+
+    def submit(self, batch: MicroBatch) -> None:
+        future = asyncio.ensure_future(self._chain.submit(batch))
+        future.add_done_callback(lambda _: self._on_result())
+        self._batches.append((batch, future))
+        now = self._clock()
+        self._watch.submitted(now)
+        self._counts.submitted(now)
+
+    def take(self) -> tuple[MicroBatch, StepResult] | None:
+        """The oldest, if it has come back: results come in the order of submission.
+
+        Raises PipelineError if it has failed; it then stays, as the one to look at.
+        """
+        if not self._batches or not self._batches[0][1].done():
+            return None
+        batch, future = self._batches[0]
+        result = future.result()
+        self._batches.popleft()
+        now, num_left = self._clock(), len(self._batches)
+        self._watch.came_back(now, num_left)
+        self._counts.came_back(batch, result, now, num_left)
+        return batch, result
+
+    def drop(self) -> None:
+        """Nobody waits for them any more."""
+        for _, future in self._batches:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # looked at, or asyncio would log it
+        self._batches.clear()
+        self._watch.forget()
+        self._counts.dropped()
+
+    async def until_stuck(self) -> PipelineError:
+        """Returns once something that stood still had to be replaced. Looks now and then: no timer for each step."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if self._watch.overdue_s(self._clock()) > 0:
+                if reason := await self._chain.replace_stuck(self._watch.limit_s):
+                    return PipelineError(reason)
+                await asyncio.sleep(LOOK_AGAIN_S)

@@ -1,0 +1,71 @@
+"""The services of ``inference.proto`` for a gRPC server, made so that bytes which are no message can be answered too."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from google.protobuf.unknown_fields import UnknownFieldSet
+from grpc_reflection.v1alpha import reflection_pb2
+
+from tramontane.proto import inference_pb2
+
+SERVICES = ("Inference", "BatchJobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Malformed:
+    """Stands where a message should: gRPC itself would answer UNKNOWN, and log a traceback."""
+
+    message: str
+
+
+def add_inference(servicer: Any, server: Any) -> None:  # noqa: ANN401 - as in the generated code, which this replaces
+    """Ray Serve's proxies call it by name: see ``cluster/serving/server.py``.
+
+    With reflection, which the servicer gives to those who have a key; Ray Serve's own would answer everybody.
+    """
+    _add(inference_pb2.DESCRIPTOR.services_by_name["Inference"], servicer, server)
+    _add(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], servicer, server)
+
+
+def add_batch_jobs(servicer: Any, server: Any) -> None:  # noqa: ANN401
+    _add(inference_pb2.DESCRIPTOR.services_by_name["BatchJobs"], servicer, server)
+
+
+def _add(service: ServiceDescriptor, servicer: Any, server: Any) -> None:  # noqa: ANN401
+    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  # noqa: ANN401
+    kinds = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }
+    make = kinds[method.client_streaming, method.server_streaming]
+    return make(behaviour, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString)
+
+
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
+    def parse(data: bytes) -> Message | Malformed:
+        try:
+            message = kind.FromString(data)
+        except DecodeError:
+            return Malformed(f"the message is no {kind.DESCRIPTOR.full_name}")
+        if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _has_unknown(message):
+            return Malformed("the request has a field that this server does not know; is its inference.proto older than yours?")
+        return message
+
+    return parse
+
+
+def _has_unknown(message: Message) -> bool:
+    """Itself, or a message in it. An entry of a map with such a field is one of the message that has the map."""
+    inner = (value for field, value in message.ListFields() if field.message_type)
+    return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))

@@ -1,0 +1,244 @@
+"""gRPC without the network: messages in, messages out. Nothing here knows Ray."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
+
+from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
+from tramontane.proto.log_fields import about
+from tramontane.proto.ports import TokenSource
+from tramontane.router.batch.jobs import JobService
+from tramontane.router.grpc import job_messages as grpc_jobs
+from tramontane.router.grpc.coalesce import closing, together
+from tramontane.router.grpc.grpc_reflection_service import reflected
+from tramontane.router.grpc.handlers import Malformed
+from tramontane.router.grpc.job_messages import job_message, line_message
+from tramontane.router.grpc.messages import models_of, parsed_generate, parsed_score, response_of, score_of
+from tramontane.router.grpc.status import refusal_of
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.request_context import Asked
+from tramontane.router.openai.served_model import ServedModel, check_model_name
+
+logger = logging.getLogger(__name__)
+
+RESULT_BYTES = 2**20  # of one message, unless a single result is larger
+MAX_MESSAGE_BYTES = 8 * 2**20
+
+R = TypeVar("R")
+
+
+class Keys(Protocol):
+    """Who may come in."""
+
+    def owner_of(self, authorization: str | None) -> int | None:
+        """A number for the key that this has; None unless it is ``Bearer`` and a key that is known."""
+        ...
+
+
+class Pace(Protocol):
+    """How often a stream may write: see ``cluster.http_door.Pacer``."""
+
+    num_streams: int
+
+    async def turn(self, last_write: float) -> None: ...
+
+
+class Unhurried:
+    """A stream may write whenever there is something to say."""
+
+    num_streams = 0
+
+    async def turn(self, last_write: float) -> None:
+        pass
+
+
+class GrpcServicer:
+    """The methods of both services, by the names they have in ``inference.proto``, and of reflection.
+
+    Their second argument is a context of gRPC's, or what Ray Serve has in its place, which it looks for under that name.
+    Closing a stream, or cancelling a call, ends the work for it. ``admits`` judges a peer as gRPC names it, such as
+    ``ipv4:10.0.0.7:50123``. ``id_of`` names a call for the log, by its context.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        source: TokenSource,
+        jobs: JobService | None = None,
+        keys: Keys | None = None,
+        admits: Callable[[str], bool] = lambda _: True,
+        pace: Pace | None = None,
+        max_message: int = MAX_MESSAGE_BYTES,
+        id_of: Callable[[Any], str] = lambda _: "",
+    ) -> None:
+        self._model, self._source, self._stored_jobs = model, source, jobs
+        self._keys, self._admits, self._pace, self._max_message = keys, admits, pace or Unhurried(), max_message
+        self._id_of = id_of
+
+    # ---- Inference
+
+    async def Generate(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
+        generate = partial(self._generate, grpc_context)
+        async with aclosing(self._stream(generate, request, grpc_context, pb.GenerateResponse())) as responses:
+            async for response in responses:
+                yield response
+
+    async def Score(self, request: Any, grpc_context: Any) -> pb.ScoreResponse:  # noqa: ANN401
+        return await self._answer(partial(self._score, grpc_context), request, grpc_context, pb.ScoreResponse())
+
+    async def Models(self, request: Any, grpc_context: Any) -> pb.ModelsResponse:  # noqa: ANN401
+        return await self._answer(self._models, request, grpc_context, pb.ModelsResponse())
+
+    # ---- BatchJobs
+
+    async def SubmitJob(self, requests: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
+        return await self._answer(self._submit_job, requests, grpc_context, pb.Job())
+
+    async def GetJob(self, request: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
+        return await self._answer(self._get_job, request, grpc_context, pb.Job())
+
+    async def ListJobs(self, request: Any, grpc_context: Any) -> pb.ListJobsResponse:  # noqa: ANN401
+        return await self._answer(self._list_jobs, request, grpc_context, pb.ListJobsResponse())
+
+    async def WatchJob(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.Job, None]:  # noqa: ANN401
+        async with aclosing(self._stream(self._watch_job, request, grpc_context, pb.Job())) as responses:
+            async for response in responses:
+                yield response
+
+    async def StreamResults(self, request: Any, grpc_context: Any) -> AsyncGenerator[pb.StreamResultsResponse, None]:  # noqa: ANN401
+        async with aclosing(self._stream(self._results, request, grpc_context, pb.StreamResultsResponse())) as responses:
+            async for response in responses:
+                yield response
+
+    async def CancelJob(self, request: Any, grpc_context: Any) -> pb.Job:  # noqa: ANN401
+        return await self._answer(self._cancel_job, request, grpc_context, pb.Job())
+
+    # ---- reflection
+
+    async def ServerReflectionInfo(self, requests: Any, grpc_context: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
+        async with aclosing(self._stream(reflected, requests, grpc_context, ServerReflectionResponse())) as responses:
+            async for response in responses:
+                yield response
+
+    # ---- what every method has in common
+
+    async def _answer(self, method: Callable[[Any], Awaitable[R]], request: Any, context: Any, empty: R) -> R:  # noqa: ANN401
+        """``empty`` is what travels with an error, and no client sees."""
+        try:
+            self._check(request, context)
+            return await method(request)
+        except Exception as error:
+            refusal_of(error, self._id_of(context)).tell(context)
+            return empty
+
+    async def _stream(
+        self,
+        method: Callable[[Any], AsyncGenerator[R, None]],
+        request: Any,  # noqa: ANN401
+        context: Any,  # noqa: ANN401
+        empty: R,
+    ) -> AsyncGenerator[R, None]:
+        """``empty`` comes before an error: what is told to Ray Serve's context travels with the next message only."""
+        try:
+            self._check(request, context)
+            async with aclosing(method(request)) as responses:
+                async for response in responses:
+                    yield response
+        except Exception as error:
+            refusal_of(error, self._id_of(context)).tell(context)
+            yield empty
+
+    def _check(self, request: Any, context: Any) -> None:  # noqa: ANN401
+        if logger.isEnabledFor(logging.INFO):
+            own_id, kind = self._id_of(context), type(request).__name__
+            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=about(own_id, kind=kind))
+        if not self._admits(context.peer()):
+            raise WrongKeyError("this server answers only to the machine that it runs on; its --host says so")
+        if self._owner(context) is None:
+            raise WrongKeyError(
+                "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
+            )
+        if isinstance(request, Malformed):
+            raise RequestError(request.message)
+        size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
+        if size > self._max_message:
+            raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
+
+    def _owner(self, context: Any) -> int | None:  # noqa: ANN401
+        """See ``Keys``."""
+        given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
+        return 0 if self._keys is None else self._keys.owner_of(given)
+
+    # ---- what they do; all may raise TramontaneError
+
+    async def _generate(self, context: Any, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
+        arrived_at = time.monotonic()
+        parsed = parsed_generate(request)
+        check_model_name(self._model, parsed.model)
+        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
+        source.check_room(parsed.num_sequences)
+        completion = await Completion.prepare(self._model, parsed, arrived_at)
+        clock = asyncio.get_running_loop().time
+        self._pace.num_streams += 1
+        try:
+            async with aclosing(completion.stream(source)) as news:
+                async for changes in news:
+                    response = response_of(changes)
+                    if completion.is_finished:
+                        response.usage.MergeFrom(pb.Usage(**completion.usage))
+                        response.timings.MergeFrom(pb.Timings(**completion.timings))
+                    yield response
+                    if not completion.is_finished:
+                        await self._pace.turn(clock())
+        finally:
+            self._pace.num_streams -= 1
+
+    async def _score(self, context: Any, request: pb.ScoreRequest) -> pb.ScoreResponse:  # noqa: ANN401
+        arrived_at = time.monotonic()
+        parsed = parsed_score(request)
+        check_model_name(self._model, parsed.model)
+        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
+        source.check_room(parsed.num_sequences)
+        completion = await Completion.prepare(self._model, parsed, arrived_at)
+        return score_of(await completion.run(source))
+
+    async def _models(self, _request: pb.ModelsRequest) -> pb.ModelsResponse:
+        return models_of(self._model)
+
+    async def _submit_job(self, requests: AsyncIterator[Any]) -> pb.Job:
+        return job_message(await grpc_jobs.submit(self._jobs, requests))
+
+    async def _get_job(self, request: pb.GetJobRequest) -> pb.Job:
+        return job_message(await self._jobs.get(request.job_id))
+
+    async def _list_jobs(self, request: pb.ListJobsRequest) -> pb.ListJobsResponse:
+        after = request.after if request.HasField("after") else None
+        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs.list(grpc_jobs.checked_limit(request), after)))
+
+    async def _watch_job(self, request: pb.WatchJobRequest) -> AsyncGenerator[pb.Job, None]:
+        changes = self._jobs.watch(request.job_id)
+        async with closing(changes):
+            async for job in changes:
+                yield job_message(job)
+
+    async def _results(self, request: pb.StreamResultsRequest) -> AsyncGenerator[pb.StreamResultsResponse, None]:
+        results = self._jobs.results(request.job_id, grpc_jobs.checked_offset(request.offset))
+        async with aclosing(together(results, lambda line: len(line.body), RESULT_BYTES)) as bunches:
+            async for lines in bunches:
+                yield pb.StreamResultsResponse(lines=map(line_message, lines))
+
+    async def _cancel_job(self, request: pb.CancelJobRequest) -> pb.Job:
+        return job_message(await self._jobs.cancel(request.job_id))
+
+    @property
+    def _jobs(self) -> JobService:
+        if self._stored_jobs is None:
+            raise NotHereError("this server keeps no batch jobs")
+        return self._stored_jobs

@@ -1,0 +1,140 @@
+"""Errors as gRPC knows them: a code, one line, and details from which a client makes the same error again."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+from grpc import StatusCode
+
+from tramontane.proto.errors import (
+    ConnectionLostError,
+    DeadlineError,
+    DrainingError,
+    NotHereError,
+    OverloadedError,
+    PipelineError,
+    PoisonError,
+    RequestError,
+    TramontaneError,
+    UnfollowableError,
+    UnknownJobError,
+    UserError,
+    WrongKeyError,
+)
+from tramontane.proto.log_fields import about
+from tramontane.router.openai.completion_request import ParameterError
+from tramontane.router.openai.served_model import UnknownModelError
+
+logger = logging.getLogger(__name__)
+
+DETAILS = "grpc-status-details-bin"
+DOMAIN = "tramontane"
+RETRY_AFTER_S = 1  # where a pipeline is being started again
+MAX_MESSAGE = 2000  # characters; a client's HTTP/2 takes 8 KiB of trailers, and what is not ASCII is three times as long
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a call ends that cannot be answered."""
+
+    code: StatusCode
+    message: str
+    details: bytes
+
+    def tell(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or what Ray Serve has in its place
+        """For the end of the call. Raising would do as well, but Ray Serve would lose the details and log a traceback."""
+        context.set_code(self.code)
+        context.set_details(self.message)
+        context.set_trailing_metadata([(DETAILS, self.details)])
+
+
+# The first that fits. The name is what a client knows the error by.
+CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
+    (OverloadedError, StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
+    (UnknownModelError, StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    (UnknownJobError, StatusCode.NOT_FOUND, "UNKNOWN_JOB"),
+    (UnfollowableError, StatusCode.INVALID_ARGUMENT, "UNFOLLOWABLE"),
+    (PoisonError, StatusCode.INVALID_ARGUMENT, "POISON"),
+    (WrongKeyError, StatusCode.UNAUTHENTICATED, "WRONG_KEY"),
+    (NotHereError, StatusCode.UNIMPLEMENTED, "NOT_HERE"),
+    (ParameterError, StatusCode.INVALID_ARGUMENT, "WRONG_PARAMETER"),
+    (RequestError, StatusCode.INVALID_ARGUMENT, "WRONG_REQUEST"),
+    (UserError, StatusCode.INVALID_ARGUMENT, "NOT_POSSIBLE"),
+    (DeadlineError, StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
+    (DrainingError, StatusCode.UNAVAILABLE, "DRAINING"),
+    (PipelineError, StatusCode.UNAVAILABLE, "UNAVAILABLE"),
+)
+
+
+def refusal_of(error: Exception, request_id: str = "") -> Refusal:
+    """What is not one of our errors is a defect, whose words are for the log."""
+    if not isinstance(error, TramontaneError):
+        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=about(request_id))
+        return _refusal(StatusCode.INTERNAL, "the server has a defect; its log says more", ErrorInfo(reason="DEFECT"), None)
+    if not isinstance(error, UserError | OverloadedError):
+        logger.warning("request %s failed: %s", request_id or "-", error, extra=about(request_id))
+    code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])
+    info = ErrorInfo(reason=reason)
+    if isinstance(error, ParameterError) and error.parameter is not None:
+        info.metadata["parameter"] = error.parameter
+    delay = error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
+    return _refusal(code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError | DrainingError) else None)
+
+
+def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> Refusal:
+    message = " ".join(message.encode(errors="replace").decode().split())[:MAX_MESSAGE]
+    status = Status(code=code.value[0], message=message)
+    info.domain = DOMAIN
+    status.details.add().Pack(info)
+    if retry_after_s is not None:
+        status.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=retry_after_s)))
+    return Refusal(code, message, status.SerializeToString())
+
+
+# How a client sees what gRPC itself, or Ray Serve's proxy, says: too large a message, a method that is not there, ...
+FOREIGN: Mapping[StatusCode, type[TramontaneError]] = MappingProxyType(
+    {
+        StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+        StatusCode.RESOURCE_EXHAUSTED: RequestError,
+        StatusCode.INVALID_ARGUMENT: RequestError,
+        StatusCode.UNIMPLEMENTED: NotHereError,
+        StatusCode.UNAUTHENTICATED: WrongKeyError,
+        StatusCode.PERMISSION_DENIED: WrongKeyError,
+    }
+)
+
+
+def error_of(code: StatusCode, message: str, trailers: Any) -> TramontaneError:  # noqa: ANN401 - gRPC's pairs, or None
+    """The other way round, for clients: what ``refusal_of`` was given.
+
+    What is neither ours nor plain is a lost connection: the server may be gone, or be there without its application (NOT_FOUND).
+    """
+    info, retry = _details(trailers)
+    message = message or code.name
+    kind = next((kind for kind, _, reason in CODES if reason == info.reason), None)
+    if kind is OverloadedError:
+        return OverloadedError(message, retry.retry_delay.seconds)
+    if kind is ParameterError:
+        return ParameterError(message, info.metadata.get("parameter"))
+    if kind is not None:
+        return kind(message)
+    if info.reason:
+        return PipelineError(message)
+    return FOREIGN.get(code, ConnectionLostError)(message)
+
+
+def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:  # noqa: ANN401
+    """Empty ones if there are none of ours."""
+    info, retry, status = ErrorInfo(), RetryInfo(), Status()
+    for key, value in trailers or ():
+        if key == DETAILS:
+            status.ParseFromString(value)
+    for detail in status.details:
+        detail.Unpack(info)
+        detail.Unpack(retry)
+    return (info, retry) if info.domain == DOMAIN else (ErrorInfo(), RetryInfo())

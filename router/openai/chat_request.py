@@ -1,0 +1,180 @@
+"""What a chat request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from tramontane.proto.request import MAX_LOGPROBS
+from tramontane.router.openai.completion_request import ParameterError, StreamOptions, Text, neutral, parse_body
+from tramontane.router.openai.request_fields import SamplingFields, or_default
+from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
+from tramontane.router.structured.grammar import MAX_TOOLS
+from tramontane.router.tokenization.chat import ChatMessage, ToolCall
+
+MAX_MESSAGES = 2048
+MAX_PARTS = 128
+MAX_CALLS = 128
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class TextPart(_Body):
+    """Content may come in parts, of which only texts are supported."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _content(value: Any) -> Any:  # noqa: ANN401
+    """Parts are lines of one text."""
+    if not isinstance(value, list):
+        return value
+    if not value or len(value) > MAX_PARTS:
+        raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
+    return "\n".join(map(_text_of, value))
+
+
+def _text_of(part: Any) -> str:  # noqa: ANN401
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise ValueError("only parts of the type text are supported")
+    if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
+        raise ValueError('a part must be as {"type": "text", "text": "..."}')
+    return part["text"]
+
+
+Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MAX_PARTS)]
+Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str | Parts)]
+
+
+class SystemMessage(_Body):
+    role: Literal["system", "developer"]
+    content: Content
+    name: Annotated[Any, neutral()] = None
+
+    def message(self) -> ChatMessage:
+        return ChatMessage("system", self.content)
+
+
+class UserMessage(_Body):
+    role: Literal["user"]
+    content: Content
+    name: Annotated[Any, neutral()] = None
+
+    def message(self) -> ChatMessage:
+        return ChatMessage("user", self.content)
+
+
+class CalledFunction(_Body):
+    name: Text
+    arguments: Text
+
+
+class MadeCall(_Body):
+    """One of the ``tool_calls`` of an answer that came before."""
+
+    id: Text
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(_Body):
+    role: Literal["assistant"]
+    content: Content | None = None
+    tool_calls: Annotated[tuple[MadeCall, ...], or_default(())] = Field((), max_length=MAX_CALLS, strict=False, fail_fast=True)
+    name: Annotated[Any, neutral()] = None
+    refusal: Annotated[Any, neutral()] = None
+    audio: Annotated[Any, neutral()] = None
+    annotations: Annotated[Any, neutral([])] = None
+    function_call: Annotated[Any, neutral()] = None
+
+    def message(self) -> ChatMessage:
+        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
+        return ChatMessage("assistant", self.content or "", calls)
+
+
+class ToolMessage(_Body):
+    """What a tool answered."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Text
+    name: str | None = None  # the call's id says it already
+
+    def message(self) -> ChatMessage:
+        return ChatMessage("tool", self.content, tool_call_id=self.tool_call_id)
+
+
+Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+
+
+def _some(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if not messages:
+        raise ValueError("it must not be empty")
+    return messages
+
+
+# The first bad one is enough: a body of some megabytes has room for a million of them.
+Messages = Annotated[
+    tuple[Message, ...],
+    Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
+    AfterValidator(_some),
+]
+Tools = Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class ChatRequest(SamplingFields):
+    """Body of ``POST /v1/chat/completions``."""
+
+    model: str | None = None
+    messages: Messages
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: Annotated[bool, or_default(False)] = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stream: Annotated[bool, or_default(False)] = False
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, or_default(True)] = True
+    return_token_ids: Annotated[bool, or_default(False)] = False
+    user: str | None = None  # means nothing here, and harms nothing
+
+    audio: Annotated[Any, neutral()] = None
+    function_call: Annotated[Any, neutral("none")] = None
+    functions: Annotated[Any, neutral([])] = None
+    metadata: Annotated[Any, neutral({})] = None
+    modalities: Annotated[Any, neutral(["text"])] = None
+    prediction: Annotated[Any, neutral()] = None
+    service_tier: Annotated[Any, neutral("auto", "default")] = None
+    store: Annotated[Any, neutral()] = None
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def most_tokens(self) -> int | None:
+        """By either name; None: as many as the context has room for."""
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+
+def chat_messages(messages: Sequence[SystemMessage | UserMessage | AssistantMessage | ToolMessage]) -> list[ChatMessage]:
+    return [message.message() for message in messages]
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises ParameterError, which names the first thing that is wrong."""
+    request = parse_body(ChatRequest, body)
+    if request.stream_options is not None and not request.stream:
+        raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
+    if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
+        raise ParameterError("max_tokens and max_completion_tokens are the same thing; give one of them", "max_tokens")
+    if request.most_tokens is not None and request.min_tokens > request.most_tokens:
+        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.most_tokens}", "min_tokens")
+    return request

@@ -1,0 +1,247 @@
+"""``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
+
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Any
+
+from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
+from tramontane.router.engine.expert_history import by_layer
+from tramontane.router.engine.resumable_request import renumbered
+from tramontane.router.openai.answer_form import AnswerForm
+from tramontane.router.openai.choice_text import ChoiceText
+from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
+from tramontane.router.openai.logprobs import TokenScore, chosen_prompt, prompt_logprobs, scores_of
+from tramontane.router.openai.model_checks import check_prompts, check_request
+from tramontane.router.openai.resume_state import BegunAnswer, ChoiceNews
+from tramontane.router.openai.served_model import ServedModel, encoded
+from tramontane.router.structured.grammar import grammar_for
+from tramontane.router.structured.validator import beside_others
+
+Tell = Callable[[list[ChoiceNews], list[dict[str, Any]]], Awaitable[None]]
+
+
+async def tell_nobody(_news: list[ChoiceNews], _changes: list[dict[str, Any]]) -> None:
+    """Whoever asks hears of the whole answer only."""
+
+
+class Completion:
+    """One request on its way: its sequences, and the texts that grow.
+
+    What ``begun`` has told already is not told again.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        request: CompletionRequest,
+        prompt_ids: list[tuple[int, ...]],
+        arrived_at: float,
+        form: AnswerForm,
+        begun: BegunAnswer,
+    ) -> None:
+        self._request = request
+        self._model = model
+        self._prompt_ids = prompt_ids
+        self._form, self._choices, self._begun = form, form.choices, begun
+        self._head = {
+            "id": f"cmpl-{begun.id}",
+            "object": "text_completion",
+            "created": begun.created,
+            "model": model.name,
+        }
+        self._arrived_at = arrived_at
+        self._times: RequestTimes | None = None
+        self._num_echoed: dict[int, int] = {}  # characters, by choice
+        self._news: dict[int, list[int]] = {}  # tokens of the last changes, by choice
+        for index, told in begun.choices.items():
+            self._choices[index].go_on_after(told, is_whole=begun.is_whole)
+            self._num_echoed[index] = len(self._prompt_text(index // request.n)) if request.echo else 0
+
+    @classmethod
+    async def prepare(
+        cls,
+        model: ServedModel,
+        request: CompletionRequest,
+        arrived_at: float,
+        form: AnswerForm | None = None,
+        begun: BegunAnswer | None = None,
+    ) -> "Completion":
+        """Tokenize and bound. Raises RequestError for what could never run. Without a ``form`` answers are completions."""
+        check_request(model, request)
+        prompt_ids = await encoded(model, request.prompt)
+        check_prompts(model, request, [len(ids) for ids in prompt_ids])
+        if form is None:
+            texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
+            form = AnswerForm(texts, grammar=await _grammar(model, request))
+        return cls(model, request, prompt_ids, arrived_at, form, begun or BegunAnswer())
+
+    def specs(self) -> list[SequenceSpec]:
+        """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
+        request = self._request
+        sampling = replace(
+            request.sampling(max(request.max_tokens, 1)),
+            return_experts=request.return_experts,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.num_prompt_top,
+            grammar=self._form.grammar,
+            seed=self._begun.seed if request.seed is None else request.seed,
+        )
+        choices = [replace(sampling, choice=choice) for choice in range(request.n)]
+        had_place = self._begun.goes_on
+        specs = [SequenceSpec(ids, choice, was_accepted=had_place) for ids in self._prompt_ids for choice in choices]
+        for index, told in self._begun.choices.items():
+            specs[index] = replace(specs[index], output_ids=tuple(told.token_ids))
+        return specs
+
+    async def run(self, source: TokenSource, tell: Tell = tell_nobody) -> dict[str, Any]:
+        """The whole answer at once. ``tell`` hears how it grows, until it is finished, for a door that may have to go on."""
+        parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
+        for part in self._begun.parts:
+            parts[part["index"]].append(part)
+        async with aclosing(self.stream(source)) as changes:
+            async for choices in changes:
+                for choice in choices:
+                    parts[choice["index"]].append(choice)
+                if not self.is_finished:
+                    await tell(self.take_news(), choices)
+        choices = [self._form.whole(changes, self._request) for changes in parts]
+        return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
+
+    async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
+        """What has changed, choice by choice, each time something is ready; ends with the last choice."""
+        yielded, specs = set(self._begun.choices), self.specs()
+        going = [index for index, choice in enumerate(self._choices) if not choice.finish]
+        num_prompt, has_begun = sum(map(len, self._prompt_ids)), bool(self._begun.choices)
+        with self._model.counts.counted(self._arrived_at, num_prompt, self._choices, has_begun=has_begun) as counted:
+            async with aclosing(source.generate([specs[index] for index in going])) as batches:
+                async for batch in batches:
+                    counted.heard(batch)
+                    changes = self._take(batch if len(going) == len(specs) else renumbered(batch, going), yielded)
+                    self._times = batch.times
+                    if changes:
+                        yield changes
+                    if self.is_finished:
+                        return
+
+    def take_news(self) -> list[ChoiceNews]:
+        """What another door would have to know to go on after the last changes."""
+        news, self._news = self._news, {}
+        return [(index, ids, (choice := self._choices[index]).finish, choice.unscored) for index, ids in news.items()]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish for choice in self._choices)
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """One server-sent event. With include_usage every chunk but the last has a usage of null."""
+        return {**self._head, "choices": choices} | ({"usage": None} if self._request.includes_usage else {})
+
+    def last_chunk(self) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": self.usage, "timings": self.timings}
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """A prompt counts once, however many choices it has."""
+        prompt = sum(map(len, self._prompt_ids))
+        completion = sum(choice.num_tokens for choice in self._choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    @property
+    def timings(self) -> dict[str, float]:
+        """Seconds in the router, by phase, and all the rest of them, spent in the doors."""
+        assert self._times is not None
+        inside = asdict(self._times)
+        times = {"ingress_s": time.monotonic() - self._arrived_at - sum(inside.values()), **inside}
+        return {name: round(seconds, 6) for name, seconds in times.items()}
+
+    def _take(self, batch: TokenBatch, yielded: set[int]) -> list[dict[str, Any]]:
+        texts: dict[int, list[str]] = {}
+        token_ids: dict[int, list[int]] = {}
+        scores = scores_of(batch.logprobs)
+        for event in batch.events:
+            choice = self._choices[event.seq_id]
+            if choice.finish is not None:
+                continue
+            own_texts, own_ids = texts.setdefault(event.seq_id, []), token_ids.setdefault(event.seq_id, [])
+            if not self._request.max_tokens:
+                choice.finish = FinishReason.LENGTH  # the one token that was made is nobody's
+                continue
+            score = scores.get((event.seq_id, self._num_prompt(event.seq_id) + choice.num_tokens)) if scores else None
+            own_texts.append(choice.push(event, score))
+            own_ids.append(event.token_id)
+        self._news = token_ids
+        firsts = texts.keys() - yielded
+        changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+        if self._request.logprobs is not None or self._request.prompt_logprobs is not None:
+            for change in changes:
+                self._add_logprobs(change, scores, is_first=change["index"] in firsts)
+        if self._request.return_experts:
+            self._add_experts(changes, batch.experts)
+        return changes
+
+    def _change(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> dict[str, Any]:
+        finish = self._choices[index].finish
+        change: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": finish and finish.value,
+        }
+        prompt = index // self._request.n
+        first = index not in yielded
+        yielded.add(index)
+        if first and self._request.echo:
+            change["text"] = self._prompt_text(prompt) + text
+            self._num_echoed[index] = len(change["text"]) - len(text)
+        if self._request.return_token_ids:
+            change["token_ids"] = token_ids
+            change["prompt_token_ids"] = list(self._prompt_ids[prompt]) if first else None
+        return change
+
+    def _add_logprobs(self, change: dict[str, Any], scores: dict[tuple[int, int], TokenScore], *, is_first: bool) -> None:
+        """The prompt's with the first change: they came with the first token."""
+        request, tokenizer, index = self._request, self._model.tokenizer, change["index"]
+        prompt = index // request.n
+        is_first = is_first and request.num_prompt_top is not None
+        echoed = chosen_prompt(tokenizer, self._prompt_ids[prompt], index, scores) if is_first else []
+        if is_first and request.prompt_logprobs is not None:
+            change["prompt_logprobs"] = prompt_logprobs(tokenizer, echoed, request.prompt_logprobs)
+        if request.logprobs is not None:
+            start = self._num_echoed.get(index, 0)
+            told = [token._replace(offset=start + token.offset) for token in self._choices[index].take_chosen()]
+            if told := [*(echoed if request.echo else ()), *told]:
+                change["logprobs"] = self._form.logprobs(tokenizer, told, request.logprobs)
+
+    def _num_prompt(self, index: int) -> int:
+        """Tokens of a sequence's prompt."""
+        return len(self._prompt_ids[index // self._request.n])
+
+    def _add_experts(self, changes: list[dict[str, Any]], news: Sequence[ExpertChoices]) -> None:
+        """What is known since the last change; of the tokens that a choice has, also where more were made than it takes."""
+        own: dict[int, list[ExpertChoices]] = {change["index"]: [] for change in changes}
+        for choices in news:
+            if choices.seq_id in own:
+                own[choices.seq_id].append(choices)
+        for change in changes:
+            index = change["index"]
+            num_prompt = self._num_prompt(index)
+            made = by_layer(own[index], num_prompt, num_prompt + self._choices[index].num_tokens - 1)
+            told = {"prompt_experts": by_layer(own[index], 0, num_prompt), "experts": made}
+            change |= {name: layers for name, layers in told.items() if layers}
+
+    def _prompt_text(self, prompt: int) -> str:
+        given = self._request.prompt[prompt]
+        if isinstance(given, str):
+            return given
+        return self._model.tokenizer.decode(given) if self._model.tokenizer else ""
+
+
+async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
+    if request.response_format is None:
+        return ""
+    if model.tokenizer is None:
+        raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
+    return await beside_others(lambda: grammar_for(request.response_format, num_sequences=request.num_sequences))

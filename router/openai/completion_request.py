@@ -1,0 +1,232 @@
+"""What a completion request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
+
+import codecs
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from tramontane.proto.errors import RequestError
+from tramontane.proto.request import MAX_LOGPROBS
+from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, or_default
+from tramontane.router.structured.fields import ResponseFormat
+
+MAX_NAME_CHARS = 64
+MAX_LAYERS = 1024
+MAX_PROMPTS = 2**16  # one request's; of how many it may have indeed, a server says
+MAX_ERRORS = 64  # that are looked at; each of them would be told with what it is about
+
+LayersGiven = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
+SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
+PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
+Prompts = tuple[str | tuple[int, ...], ...]
+
+
+class ParameterError(RequestError):
+    """One parameter is wrong; ``parameter`` is its name, None if the body as a whole is."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+def neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
+    """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
+
+    def check(value: Any) -> Any:  # noqa: ANN401
+        if (
+            not any(value == neutral and type(value) is not bool for neutral in allowed)
+            and value is not None
+            and value is not False
+        ):
+            raise ValueError("this parameter is not supported; leave it out")
+        return value
+
+    shapes = [_shape(value) for value in allowed]
+    return BeforeValidator(check, json_schema_input_type=Union[None, Literal[False], *shapes])
+
+
+def _shape(value: Any) -> Any:  # noqa: ANN401
+    """The type of this value alone, for the door's description."""
+    if isinstance(value, list | dict):
+        items = list[str] if isinstance(value, list) else dict[str, str]
+        return Annotated[items, Field(min_length=len(value), max_length=len(value))]
+    return Literal[value]
+
+
+def _prompts(value: Any) -> Prompts:  # noqa: ANN401
+    """One list, whatever form the client chose: a text, texts, token ids, or lists of token ids."""
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, list):
+        raise ValueError("it must be a text, a list of texts, a list of token ids or a list of such lists")
+    if not value:
+        raise ValueError("it is an empty list; it must have a text, a token id or a list of those")
+    if _are_ids(value):
+        return (tuple(value),)
+    if len(value) > MAX_PROMPTS:
+        raise ValueError(f"there are {len(value)} prompts; one request may have at most {MAX_PROMPTS}")
+    if all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if all(isinstance(item, list) and _are_ids(item) for item in value):
+        return tuple(tuple(item) for item in value)
+    raise ValueError("a list must hold either texts, or token ids, or lists of token ids, and no list may be empty")
+
+
+def _are_ids(value: list[Any]) -> bool:
+    if set(map(type, value)) != {int}:  # of millions, if a client likes
+        return False
+    if min(value) < 0 or max(value) >= MAX_TOKEN_ID:
+        raise ValueError(f"token ids are whole numbers from 0 to {MAX_TOKEN_ID - 1}")
+    return True
+
+
+def _layers(value: Any) -> tuple[int, ...]:  # noqa: ANN401
+    layers = [] if value is None else value
+    if isinstance(layers, list) and len(layers) > MAX_LAYERS:
+        raise ValueError(f"there may be at most {MAX_LAYERS} layers")
+    if not isinstance(layers, list) or not all(type(layer) is int and 0 <= layer < MAX_LAYERS for layer in layers):
+        raise ValueError("it must be a list of layers, which are counted from 0")
+    if len(set(layers)) < len(layers):
+        raise ValueError("a layer is listed twice")
+    return tuple(layers)
+
+
+def _encodable(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("a text is not valid Unicode (it holds half of a surrogate pair)") from None
+    return text
+
+
+def _all_encodable(value: Prompts) -> Prompts:
+    for text in value:
+        if isinstance(text, str):
+            _encodable(text)
+    return value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: Annotated[bool, or_default(False)] = False
+    include_obfuscation: Annotated[bool | None, neutral()] = None
+
+
+class CompletionRequest(SamplingFields):
+    """Body of ``POST /v1/completions``. With ``echo`` and 0 for ``max_tokens`` prompts are only scored."""
+
+    model: str | None = None
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptsGiven), AfterValidator(_all_encodable)] = (
+        Field(strict=False)
+    )
+    max_tokens: Annotated[int, or_default(16)] = Field(16, ge=0, lt=2**31)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: Annotated[bool, or_default(False)] = False
+    stream: Annotated[bool, or_default(False)] = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: Annotated[bool, or_default(False)] = False
+    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersGiven)] = Field(
+        (), strict=False
+    )
+    response_format: ResponseFormat | None = None
+    user: str | None = None  # means nothing here, and harms nothing
+
+    best_of: Annotated[Any, neutral(1)] = None
+    suffix: Annotated[Any, neutral("")] = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prompt) * self.n
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def num_prompt_top(self) -> int | None:
+        """How many of the likeliest tokens are told in each place of the prompt, by either name; None: nothing is."""
+        asked = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        return max(asked, default=None)
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises ParameterError, which names the first thing that is wrong."""
+    request = parse_body(CompletionRequest, body)
+    if request.stream_options is not None and not request.stream:
+        raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
+    if not request.max_tokens and not request.echo:
+        raise ParameterError("max_tokens is 0: without echo: true there would be no answer", "max_tokens")
+    if request.min_tokens > request.max_tokens:
+        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_tokens}", "min_tokens")
+    return request
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], body: bytes) -> Body:
+    """Raises ParameterError, which names the first thing that is wrong."""
+    try:
+        codecs.decode(body, "utf-8")
+    except UnicodeDecodeError as error:
+        raise ParameterError(f"the body is not valid UTF-8 (byte {error.start})") from None
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from None
+    except RecursionError:
+        raise ParameterError("the body is nested too deeply") from None
+
+
+def _explained(error: ValidationError) -> ParameterError:
+    if error.error_count() > MAX_ERRORS:
+        return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
+    problem = error.errors(include_url=False, include_context=False)[0]
+    name = ".".join(map(_shown_name, problem["loc"])) if problem["loc"] else None
+    shown = _shown(problem["input"])
+    match problem["type"]:
+        case "json_invalid":
+            return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
+        case "model_type" | "model_attributes_type" if name is None:
+            return ParameterError("the body must be a JSON object")
+        case "missing":
+            return ParameterError(f"{name} is missing", name)
+        case "extra_forbidden":
+            return ParameterError(f"{name} is not a parameter of this endpoint", name)
+        case "value_error":
+            return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
+        case _:
+            return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    """The first 60 characters, without writing out what may be megabytes."""
+    match value:
+        case list():
+            return "a list"
+        case dict():
+            return "an object"
+        case _:
+            start = value[:60] if isinstance(value, str) else value
+            return f"{start!r:.60}"
+
+
+def _shown_name(part: str | int) -> str:
+    """A client may call a parameter anything; an error says it in one short line."""
+    name = "".join(char if char.isprintable() else "?" for char in str(part)[:MAX_NAME_CHARS])
+    return name or '""'
+
+
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+
+
+def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape for everything that goes wrong."""
+    return {"error": {"message": message, "type": type, "param": param, "code": code}}

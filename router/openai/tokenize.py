@@ -1,0 +1,86 @@
+"""``/tokenize`` and ``/detokenize``: vLLM's names and shapes."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from tramontane.router.openai.chat_completion import encode_chat
+from tramontane.router.openai.chat_request import Messages, Tools, chat_messages
+from tramontane.router.openai.completion_request import ParameterError, Text
+from tramontane.router.openai.request_fields import MAX_TOKEN_ID
+from tramontane.router.openai.served_model import LONG_TEXT, ServedModel
+from tramontane.router.tokenization.chat import ChatPrompt
+from tramontane.router.tokenization.tokenizer import Tokenizer
+
+EITHER: list[JsonValue] = [  # a null is as good as nothing
+    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+    {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+]
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
+
+
+class TokenizeRequest(BaseModel):
+    """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra={"oneOf": EITHER})
+
+    model: str | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    tools: Tools | None = None
+    add_special_tokens: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Body of ``POST /detokenize``."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = None
+    tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
+
+
+async def tokenized(model: ServedModel, chat: ChatPrompt, request: TokenizeRequest) -> dict[str, Any]:
+    """As prompts and conversations are for completions. Raises RequestError for what is certainly longer than the context."""
+    if (request.prompt is None) == (request.messages is None):
+        raise ParameterError("give either prompt or messages", "prompt")
+    if request.messages is not None:
+        ids = await encode_chat(model, chat, chat_messages(request.messages), request.tools or ())
+    else:
+        if request.tools:
+            raise ParameterError("tools are for messages", "tools")
+        ids = await _encoded(model, request.prompt or "")
+    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": None}
+
+
+async def _encoded(model: ServedModel, text: str) -> tuple[int, ...]:
+    tokenizer = _tokenizer_of(model, "prompt")
+    tokenizer.check_length(text, model.max_model_len)
+    return await _beside(len(text), lambda: tokenizer.encode(text))
+
+
+async def detokenized(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
+    """Ids without a piece decode to nothing, as they do in answers. Raises RequestError for more than the context holds."""
+    tokenizer = _tokenizer_of(model, "tokens")
+    if len(request.tokens) > model.max_model_len:
+        raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
+    if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
+        raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
+    return {"prompt": await _beside(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
+
+
+def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
+    if model.tokenizer is None:
+        raise ParameterError("this model has no tokenizer; it takes and gives token ids only", parameter)
+    return model.tokenizer
+
+
+Result = TypeVar("Result")
+
+
+async def _beside(size: int, work: Callable[[], Result]) -> Result:
+    """Done here, or beside the event loop where there is so much of it that others would wait."""
+    return work() if size <= LONG_TEXT else await asyncio.to_thread(work)

@@ -1,0 +1,96 @@
+"""Policies side by side: the same requests on the same modelled pipeline, and what came of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import Policy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.simulation.baseline_policies import FullBudget, TokenThrottling, UniformBudget
+from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, Trace, simulate
+
+PAGE_SIZE, WINDOW = 16, 4096
+PERCENTILES = (50, 90, 99)
+UNSETTLED = 0.1  # of the time with a backlog is left out at the start: pipelines fill, and ours learns
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A policy, made anew for every run, and the most tokens that it puts into a micro-batch."""
+
+    name: str
+    make: Callable[[int], Policy]  # from the number of stages
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Of one run. ``bubble`` is the stages' idle share while requests waited for a place, or else over the whole run.
+
+    Seconds by percentile (50, 90, 99): to the first token, between tokens, and from arrival to the end.
+    """
+
+    name: str
+    bubble: float
+    tokens_per_s: float
+    ttft_s: tuple[float, ...]
+    itl_s: tuple[float, ...]
+    e2e_s: tuple[float, ...]
+
+
+def candidates(max_tokens: int, itl_target_s: float | None = None) -> list[Candidate]:
+    """Ours with these settings, and the published ones with theirs."""
+    return [
+        Candidate("tramontane", lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s), max_tokens),
+        Candidate("full budget (vLLM)", FullBudget, 2048),
+        Candidate("uniform budget (Sarathi-Serve)", UniformBudget, 512),
+        Candidate("token throttling (gLLM)", TokenThrottling, 8192),
+    ]
+
+
+def compared(
+    chosen: Sequence[Candidate],
+    pipeline: ModelledPipeline,
+    num_stages: int,
+    arrivals: Sequence[Arrival],
+    max_num_seqs: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> list[tuple[Summary, Trace]]:
+    """All of them, one after the other. ``on_done`` hears of each."""
+    outcomes = []
+    for candidate in chosen:
+        scheduler = scheduler_for(candidate, num_stages, arrivals, max_num_seqs)
+        trace = simulate(scheduler, pipeline, arrivals)
+        outcomes.append((summary(candidate.name, trace), trace))
+        on_done()
+    return outcomes
+
+
+def scheduler_for(candidate: Candidate, num_stages: int, arrivals: Sequence[Arrival], max_num_seqs: int) -> Scheduler:
+    """With room in the caches for ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
+    max_len = max(arrival.prompt_tokens + arrival.new_tokens for arrival in arrivals) + 1
+    ring = ring_pages(WINDOW, PAGE_SIZE, max_len)
+    cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * max_num_seqs),))
+    return Scheduler(cache, Limits(max_num_seqs, candidate.max_tokens, max_len, 1000), candidate.make(num_stages))
+
+
+def summary(name: str, trace: Trace) -> Summary:
+    start, end = UNSETTLED * trace.backlog_until, trace.backlog_until
+    if not trace.backlog_until:
+        start, end = trace.arrivals[0].at, trace.span_s
+    return Summary(
+        name,
+        trace.bubble(start, end),
+        trace.tokens_per_s,
+        _percentiles(trace.first_token_s()),
+        _percentiles(trace.between_tokens_s()),
+        _percentiles(trace.whole_s()),
+    )
+
+
+def _percentiles(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(np.percentile(values, PERCENTILES).tolist()) if values else (0.0,) * len(PERCENTILES)

@@ -1,0 +1,42 @@
+"""Requests as recorded traffic has them: log-normal lengths, arrivals at random or in bursts."""
+
+import math
+import random
+from dataclasses import dataclass
+
+from tramontane.router.simulation.simulator import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Log-normal with this mean; ``spread`` is the standard deviation of the logarithm. Always within the bounds."""
+
+    mean: int
+    spread: float
+    most: int
+    least: int = 1
+
+    def draw(self, rng: random.Random) -> int:
+        """mean = exp(mu + spread**2 / 2), so mu = log(mean) - spread**2 / 2."""
+        drawn = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
+        return max(self.least, min(self.most, round(drawn)))
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """``rate``: requests per second, or None where all are there from the start. ``burst``: so many come at once."""
+
+    num_requests: int
+    prompt: Lengths
+    answer: Lengths
+    rate: float | None = None
+    burst: int = 1
+
+    def arrivals(self, seed: int = 0) -> tuple[Arrival, ...]:
+        """Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
+        rng, now, drawn = random.Random(seed), 0.0, []
+        for number in range(self.num_requests):
+            if self.rate is not None and number % self.burst == 0:
+                now += rng.expovariate(self.rate / self.burst)
+            drawn.append(Arrival(now, self.prompt.draw(rng), self.answer.draw(rng)))
+        return tuple(drawn)

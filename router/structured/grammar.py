@@ -1,0 +1,191 @@
+"""What an answer must look like, from OpenAI's words to a grammar that the last stage follows (llguidance's Lark).
+
+    grammar = grammar_for(request.response_format, request.tools, request.tool_choice, chat.tool_format)
+    SamplingParams(..., grammar=grammar)
+
+A schema's order of properties is that of the answer. JSON is written on one line, with a space after commas and colons or
+without: left free, a model that has nothing to say goes on with spaces and line breaks for ever.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+from tramontane.router.openai.completion_request import ParameterError
+from tramontane.router.structured.fields import Function, NamedTool, ResponseFormat, Tool, ToolChoice
+from tramontane.router.structured.validator import complaint
+from tramontane.router.tokenization.chat import ToolFormat
+
+MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
+MAX_SENT_CHARS = 2**20  # that one request may send to the stages: each of its sequences takes its grammar along
+MAX_DEPTH = 32  # of a schema, counting every list and object
+MAX_TOOLS = 128
+MAX_MULTIPLE = 10_000  # all different values of ``multipleOf`` multiplied: compiling takes 5 microseconds for each remainder
+# Escapes by number are left out: "\u0061" would pass for a property that the schema does not name, and be read as "a".
+SPELLING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
+OPTIONS = "x-guidance"  # where llguidance looks for them in a schema
+TEXT = r"TEXT: /(.|\n)+/"
+
+
+def grammar_for(
+    response_format: ResponseFormat | None,
+    tools: Sequence[Tool] | None = None,
+    tool_choice: ToolChoice | None = None,
+    tool_format: ToolFormat | None = None,
+    *,
+    parallel: bool = True,
+    num_sequences: int = 1,
+) -> str:
+    """The grammar of one request's answers; empty where they are free.
+
+    ``tool_format``: the model's, None where it knows no tools. Without ``parallel`` there is one call at the most. Raises
+    ParameterError for what is malformed, too large, or cannot be followed. Call it ``beside_others``: it takes 30 ms for schemas
+    that are not known yet, and a second of a process of its own for hostile ones.
+    """
+    wanted = _chosen(tools or (), tool_choice)
+    must_call = bool(wanted) and tool_choice not in (None, "auto")
+    answer = None if must_call else _answer(response_format)
+    if not answer and not wanted:
+        return ""
+    schemas = [answer] if answer else []
+    rules = ["start: answer"]
+    if wanted:
+        if tool_format is None:
+            raise ParameterError("this model's chat format has no tools; leave tools out", "tools")
+        schemas += [_arguments(tool.function, index) for index, tool in enumerate(wanted)]
+        rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
+        rules += [*_calls(wanted, tool_format, parallel=parallel), TEXT]
+    rules += ['answer: " "? body'] * bool(answer) + [f"{schema.rule}: %json {schema.written}" for schema in schemas]
+    grammar = "\n".join(rules)
+    _check_size(grammar, num_sequences, schemas[0].where)
+    _check(grammar, schemas)
+    return grammar
+
+
+def used_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
+    """Those that the model is told of: none of them where it must not call any."""
+    return () if tool_choice == "none" else tuple(tools or ())
+
+
+class _Schema(NamedTuple):
+    """As a rule of a grammar; ``where`` it stands in the request."""
+
+    rule: str
+    where: str
+    written: str
+
+
+def _answer(response_format: ResponseFormat | None) -> _Schema | None:
+    """None for text."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return _schema("body", {"type": "object"}, "response_format")
+    if response_format.json_schema is None:
+        raise ParameterError("response_format.json_schema is missing", "response_format.json_schema")
+    return _schema("body", response_format.json_schema.schema_, "response_format.json_schema.schema")
+
+
+def _chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
+    """The tools that may be called."""
+    if len(tools) > MAX_TOOLS:
+        raise ParameterError(f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools")
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ParameterError("two tools have the same name", "tools")
+    if choice not in (None, "none") and not tools:
+        raise ParameterError("tool_choice is only allowed with tools", "tool_choice")
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in names:
+            raise ParameterError(f"tool_choice: there is no tool {choice.function.name!r:.80}", "tool_choice")
+        return (tools[names.index(choice.function.name)],)
+    return used_tools(tools, choice)
+
+
+def _calls(tools: Sequence[Tool], form: ToolFormat, *, parallel: bool) -> list[str]:
+    """Either a list after one control token, or a control token before each call and one before its arguments."""
+    names = enumerate(tool.function.name for tool in tools)
+    if form.args is None:
+        more = ' (", " call)*' if parallel else ""
+        rules = [f'calls: <[{form.calls}]> " "? "[" call{more} "]"']
+        each = [json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"' for i, name in names]
+    else:
+        rules = ["calls: call+" if parallel else "calls: call"]
+        each = [f'<[{form.calls}]> " "? "{name}" <[{form.args}]> " "? args{i}' for i, name in names]
+    return [*rules, "call: " + " | ".join(each)]
+
+
+def _arguments(function: Function, index: int) -> _Schema:
+    where = f"tools[{index}].function.parameters"
+    schema = {"type": "object"} | (function.parameters or {})
+    if schema["type"] != "object":
+        raise ParameterError(f"{where}: its type must be object", where)
+    return _schema(f"args{index}", schema, where, lenient=not function.strict)
+
+
+def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> _Schema:
+    if OPTIONS in schema:
+        raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
+    multiples = _multiples(schema, where)
+    try:
+        written = json.dumps({**schema, OPTIONS: SPELLING | {"lenient": lenient}}, allow_nan=False)
+    except ValueError:
+        raise ParameterError(f"{where}: NaN and Infinity are no JSON", where) from None
+    if math.prod(multiples) > MAX_MULTIPLE:
+        raise ParameterError(
+            f"{where}: its multipleOf are too large, {MAX_MULTIPLE} is the most for all of them multiplied", where
+        )
+    return _Schema(rule, where, written)
+
+
+def _multiples(schema: object, where: str) -> set[int]:
+    """Of every ``multipleOf`` its digits without the point: 125 of 12.5. Raises ParameterError where it is nested too deeply."""
+    level: list[Any] = [schema]
+    multiples: set[int] = set()
+    for _ in range(MAX_DEPTH):
+        values = [whole.get("multipleOf") for whole in level if isinstance(whole, dict)]
+        multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
+        level = [part for whole in level for part in _parts(whole)]
+    if level:
+        raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
+    return multiples
+
+
+def _digits(number: float) -> int:
+    if isinstance(number, int):
+        return abs(number)  # of any size: some are too large for a float
+    if not math.isfinite(number):
+        return 1  # refused for what it is
+    written = Decimal(str(number)).normalize()
+    exponent = written.as_tuple().exponent
+    assert isinstance(exponent, int)
+    return int(abs(written.scaleb(-min(exponent, 0))))
+
+
+def _parts(value: object) -> Sequence[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else ()
+
+
+def _check_size(grammar: str, num_sequences: int, where: str) -> None:
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise ParameterError(f"the schemas take {len(grammar)} characters; they may take {MAX_GRAMMAR_CHARS}", where)
+    if len(grammar) * num_sequences > MAX_SENT_CHARS:
+        raise ParameterError(
+            f"{num_sequences} sequences with schemas of {len(grammar)} characters are too much for one request; ask for fewer",
+            where,
+        )
+
+
+def _check(grammar: str, schemas: Sequence[_Schema]) -> None:
+    """Says which schema is wrong, and why."""
+    found = complaint(grammar, tuple(f"start: %json {schema.written}" for schema in schemas))
+    if found is None:
+        return
+    if found.part or len(schemas) == 1:
+        schema = schemas[max(found.part - 1, 0)]
+        raise ParameterError(f"{schema.where} cannot be followed: {found.reason}", schema.where)
+    raise ParameterError(f"the schemas cannot be followed together: {found.reason}", schemas[0].where)

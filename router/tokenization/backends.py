@@ -1,0 +1,185 @@
+"""The kinds of tokenizer files: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's tokenizer.json."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.router.tokenization.tokenizer import REPLACE_EACH, Tokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+SPACE = "\u2581"  # how SentencePiece writes one
+SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # what stands for its decoding, each with the settings that do
+    "Replace": {"pattern": {"String": SPACE}, "content": " "},
+    "ByteFallback": {},
+    "Fuse": {},
+    "Strip": {"content": " ", "start": 1, "stop": 0},
+    "Metaspace": {"replacement": SPACE},
+}
+BPE = "BPE"
+NUM_BYTES = 256  # tekken's first pieces
+MOST_HOLES = 2**16  # ids without a piece
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """``tokenizer.model``, by SentencePiece itself."""
+
+    def __init__(self, path: Path) -> None:
+        import sentencepiece
+
+        try:
+            self.model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{path} is not a SentencePiece model") from error
+        self.path = path
+        self._bos: tuple[int, ...] = (self.model.bos_id(),) if self.model.bos_id() >= 0 else ()
+        adds_space = self.model.id_to_piece(self.model.encode("a")[0]).startswith(SPACE)
+        pieces = tuple(self._bytes_of(i) for i in range(self.model.vocab_size()))
+        bytes_of_text = frozenset(filter(self.model.is_byte, range(self.model.vocab_size())))
+        super().__init__(pieces, frozenset(self._bos), adds_space, REPLACE_EACH, bytes_of_text)
+
+    def vocabulary(self) -> tuple[bytes, ...]:
+        pieces = list(self._piece_bytes)
+        pieces[self.model.unk_id()] = b""
+        return tuple(pieces)
+
+    def control_id(self, name: str) -> int | None:
+        token_id = self.model.piece_to_id(name)  # the unknown one's, where there is no such piece
+        return token_id if self.model.is_control(token_id) else None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return (*self._bos, *self.model.encode(text))
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self.model.is_control(token_id):
+            return b""
+        if self.model.is_unknown(token_id):
+            return " \u2047 ".encode()  # what SentencePiece decodes it to
+        return _bytes_of_piece(self.model.id_to_piece(token_id), is_byte=self.model.is_byte(token_id))
+
+
+class TekkenTokenizer(Tokenizer):
+    """``tekken.json``, by mistral-common. The first ids are control tokens, then come byte sequences."""
+
+    def __init__(self, path: Path) -> None:
+        from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+
+        try:
+            self.tekkenizer: Tekkenizer = Tekkenizer.from_file(path)
+            if self.tekkenizer.n_words < self.tekkenizer.num_special_tokens + NUM_BYTES:
+                raise ValueError("it does not have a piece for every byte")
+        except (OSError, ValueError, AssertionError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path} is not a tekken tokenizer: {_first_line(error)}") from error
+        pieces = tuple(map(self.tekkenizer.id_to_byte_piece, range(self.tekkenizer.n_words)))
+        super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
+
+    def control_id(self, name: str) -> int | None:
+        return self.tekkenizer.get_special_token(name) if self.tekkenizer.is_special(name) else None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tekkenizer.encode(text, bos=True, eos=False))
+
+
+class JsonTokenizer(Tokenizer):
+    """``tokenizer.json``, by Hugging Face's tokenizers. Only decoders that map every id to bytes are taken."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self.text = path.read_text(encoding="utf-8")
+            data = json.loads(self.text)
+            if (kind := data["model"].get("type", BPE)) != BPE:
+                raise CheckpointError(
+                    f"{path} is a {kind!s:.40} tokenizer; Mistral's family has {BPE}, and nothing else is supported"
+                )
+            backend = Backend.from_str(self.text)
+            steps = _decoder_steps(data.get("decoder"))
+            pieces = _pieces(backend, _to_bytes(steps, path))
+            backend.encode_special_tokens = True
+            backend.no_truncation()
+            backend.no_padding()
+            backend.model.dropout = None
+            bos_ids = frozenset(backend.encode("").ids)
+        except CheckpointError:
+            raise
+        except Exception as error:  # the library raises nothing narrower
+            raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
+        self._backend = backend
+        super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
+
+    def control_id(self, name: str) -> int | None:
+        token_id = self._backend.token_to_id(name)
+        added = self._backend.get_added_tokens_decoder()
+        return token_id if token_id in added and added[token_id].special else None
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._backend.encode(text).ids)
+
+
+def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes, ...]:
+    """The bytes of every id; none for control tokens and for ids that have no piece."""
+    added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
+    size = max(vocab.values()) + 1
+    if size > 2 * len(vocab) + MOST_HOLES:
+        raise ValueError(f"{len(vocab)} pieces have ids up to {size - 1}")
+    pieces = [b""] * size
+    for piece, token_id in vocab.items():
+        if token_id not in added:
+            pieces[token_id] = to_bytes(piece)
+        elif not added[token_id].special:
+            pieces[token_id] = piece.encode()
+    return tuple(pieces)
+
+
+def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]:
+    """What a piece stands for, by the steps of the file's decoder."""
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        byte_of = _gpt2_bytes()
+        return lambda piece: bytes(byte_of[character] for character in piece)
+    if {"Replace", "Metaspace"} & set(kinds) and all(map(_is_sentencepieces, steps)):
+        has_bytes = "ByteFallback" in kinds
+        return lambda piece: _bytes_of_piece(piece, is_byte=has_bytes and _is_byte(piece))
+    raise CheckpointError(
+        f"{path} decodes by {', '.join(kinds) or 'nothing'} in a way that is not supported; "
+        "supported are ByteLevel, and what stands for SentencePiece (Replace or Metaspace, ByteFallback)"
+    )
+
+
+def _strips_space(step: dict[str, Any]) -> bool:
+    return step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
+
+
+def _is_sentencepieces(step: dict[str, Any]) -> bool:
+    expected = SENTENCEPIECE_STEPS.get(step["type"])
+    return expected is not None and all(step.get(key) == value for key, value in expected.items())
+
+
+def _bytes_of_piece(piece: str, *, is_byte: bool) -> bytes:
+    """ "\u2581King" is " King"; "<0x0A>" is a newline."""
+    return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
+
+
+def _is_byte(piece: str) -> bool:
+    return len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
+
+
+def _gpt2_bytes() -> dict[str, int]:
+    """GPT-2's alphabet for bytes: printable ones are themselves, the others follow from U+0100 on, so that U+0120 is a space."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+def _first_line(error: Exception) -> str:
+    return f"{str(error)[:200]} ".splitlines()[0].strip() or type(error).__name__

@@ -1,0 +1,135 @@
+"""Which of a checkpoint's files say how its texts become tokens, and its conversations prompts."""
+
+import json
+from pathlib import Path
+
+from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.router.tokenization.backends import JsonTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.chat import ChatPrompt, ToolFormat
+from tramontane.router.tokenization.tokenizer import Tokenizer
+
+TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
+VERSIONED = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]  # as Mistral names its own
+TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
+PROBE_BY_MISTRAL = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # but for spaces, and for what may stand before
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """The one that is read. Where there are several they agree, but for tokens that a fine-tune with
+    a chat template of its own has added: those are in ``tokenizer.json`` only.
+    """
+    if (folder / HUGGING_FACE).is_file() and _has_own_format(folder):
+        return folder / HUGGING_FACE
+    candidates = (folder / name for name in (TEKKEN, *VERSIONED, SENTENCEPIECE, HUGGING_FACE))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+    """None if the folder has none. Raises CheckpointError if it is damaged, or larger than the model's vocabulary."""
+    path = tokenizer_file(folder)
+    if path is None:
+        return None
+    kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: JsonTokenizer}
+    tokenizer = kinds.get(path.name, SentencePieceTokenizer)(path)
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(f"{path} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of {vocab_size}")
+    return tokenizer
+
+
+def need_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """As ``open_tokenizer``, for those who cannot do without."""
+    tokenizer = open_tokenizer(folder, vocab_size)
+    if tokenizer is None:
+        raise CheckpointError(
+            f"{folder} has none of {SENTENCEPIECE}, {TEKKEN} and {HUGGING_FACE}, so text cannot be turned into tokens"
+        )
+    return tokenizer
+
+
+def open_chat(folder: Path, tokenizer: Tokenizer) -> ChatPrompt:
+    """How a conversation becomes a prompt: by mistral-common for Mistral's tokenizers, else by the checkpoint's template."""
+    from tramontane.router.tokenization.mistral_chat import MistralChat  # it brings what completions never need
+
+    template = _template(folder)
+    if isinstance(tokenizer, JsonTokenizer):
+        if template is None:
+            raise CheckpointError(
+                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is no chat model"
+            )
+        return _by_template(folder, template, tokenizer)
+    if _has_own_format(folder):
+        raise CheckpointError(f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE}; convert it")
+    try:
+        if isinstance(tokenizer, TekkenTokenizer):
+            return MistralChat(tokenizer.tekkenizer)
+        assert isinstance(tokenizer, SentencePieceTokenizer)
+        return MistralChat.of_sentencepiece(tokenizer.path)
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
+
+
+def _by_template(folder: Path, template: str, tokenizer: JsonTokenizer) -> ChatPrompt:
+    from tramontane.router.tokenization.template_chat import TemplateChat, TemplateTokens
+
+    try:
+        return TemplateChat(template, _names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
+
+
+def _tool_format(template: str, tokenizer: Tokenizer) -> ToolFormat | None:
+    """Mistral's, if the template writes it."""
+    calls, args = (tokenizer.control_id(name) if name in template else None for name in ("[TOOL_CALLS]", "[ARGS]"))
+    return None if calls is None or "tools" not in template else ToolFormat(calls, args)
+
+
+def _has_own_format(folder: Path) -> bool:
+    """Whether the folder's chat template writes anything else than Mistral's instruct format, as its own templates do too."""
+    template = _template(folder)
+    if template is None:
+        return False
+    from tramontane.router.tokenization.template_chat import compiled, rendered  # only where there is a template
+
+    try:
+        said = [{"role": role, "content": content} for role, content in PROBE]
+        prompt = rendered(compiled(template), said, _names(folder) | {"eos_token": "</s>"})
+    except (RequestError, CheckpointError):
+        return True
+    return not "".join(prompt.split()).endswith(PROBE_BY_MISTRAL)
+
+
+def _names(folder: Path) -> dict[str, str]:
+    settings = _settings(folder)
+    return {name: _content(settings.get(name)) for name in NAMED_TOKENS}
+
+
+def _template(folder: Path) -> str | None:
+    path = folder / TEMPLATE
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    template = _settings(folder).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) else None
+
+
+def _settings(folder: Path) -> dict[str, object]:
+    path = folder / SETTINGS
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _content(token: object) -> str:
+    """A token is written as its text, or as an object with its text and flags."""
+    return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

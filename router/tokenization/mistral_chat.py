@@ -1,0 +1,93 @@
+"""Mistral's own instruct formats, by mistral-common: control tokens are ids, never spelled out in text."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mistral_common.exceptions import MistralCommonException
+from mistral_common.protocol.instruct.normalize import get_normalizer
+from mistral_common.protocol.instruct.request import ChatCompletionRequest
+from mistral_common.protocol.instruct.validator import ValidationMode, get_validator
+from mistral_common.tokens.tokenizers import instruct
+from mistral_common.tokens.tokenizers.base import TokenizerVersion
+from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+from mistral_common.tokens.tokenizers.sentencepiece import SentencePieceTokenizer
+from mistral_common.tokens.tokenizers.tekken import Tekkenizer
+from pydantic import ValidationError
+
+from tramontane.proto.errors import RequestError
+from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
+from tramontane.router.tokenization.tokenizer import refusing_bad_text
+
+FORMATS = {
+    TokenizerVersion.v1: instruct.InstructTokenizerV1,
+    TokenizerVersion.v2: instruct.InstructTokenizerV2,
+    TokenizerVersion.v3: instruct.InstructTokenizerV3,
+    TokenizerVersion.v7: instruct.InstructTokenizerV7,
+    TokenizerVersion.v11: instruct.InstructTokenizerV11,
+    TokenizerVersion.v13: instruct.InstructTokenizerV13,
+    TokenizerVersion.v15: instruct.InstructTokenizerV15,
+}
+# The first control token that each version of the SentencePiece models brought, newest first; version 1 had none.
+BROUGHT = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
+
+
+class MistralChat:
+    """Conversations of text, in the format of the tokenizer's version.
+
+    In version 1 "[INST]" itself is text, so that there a user who types it does open an instruction.
+    """
+
+    def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
+        version = tokenizer.version
+        self._mistral: MistralTokenizer[Any, Any, Any, Any, Any] = MistralTokenizer(
+            FORMATS[version](tokenizer), get_validator(version, ValidationMode.serving), get_normalizer(version)
+        )
+
+    @classmethod
+    def of_sentencepiece(cls, path: Path) -> "MistralChat":
+        """The version is in the file's name (tokenizer.model.v3), or shows in its control tokens."""
+        tokenizer = SentencePieceTokenizer(path)
+        if path.suffix == ".model":
+            known = (version for version, token in BROUGHT.items() if tokenizer.is_special(token))
+            tokenizer = SentencePieceTokenizer(path, next(known, TokenizerVersion.v1))
+        return cls(tokenizer)
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """Version 1 has no tools, and from version 11 on calls are no list any more."""
+        tokenizer = self._mistral.instruct_tokenizer.tokenizer
+        if tokenizer.version < TokenizerVersion.v2:
+            return None
+        args = tokenizer.get_special_token("[ARGS]") if tokenizer.version >= TokenizerVersion.v11 else None
+        return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        written: list[Any] = [_written(message) for message in messages]
+        try:
+            # A model's name is asked for, and used for nothing.
+            request: ChatCompletionRequest[Any] = ChatCompletionRequest(
+                model="model", messages=written, tools=list(map(_known_fields, tools)) or None
+            )
+            with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
+                return tuple(self._mistral.encode_chat_completion(request).tokens)
+        except (MistralCommonException, ValidationError) as error:
+            raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
+
+
+def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common makes a Tool of
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
+
+
+def _written(message: ChatMessage) -> dict[str, Any]:
+    """As OpenAI writes it."""
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.tool_calls:
+        written["content"] = message.content or None
+        calls = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in message.tool_calls]
+        written["tool_calls"] = [{"id": call_id, "type": "function", "function": function} for call_id, function in calls]
+    if message.role == "tool":
+        written["tool_call_id"] = message.tool_call_id
+    return written

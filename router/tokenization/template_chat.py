@@ -1,0 +1,167 @@
+"""A checkpoint's own chat template: Jinja, rendered to text, whose control tokens are its own and never a user's."""
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from tramontane.proto.errors import CheckpointError, RequestError
+from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
+from tramontane.router.tokenization.tokenizer import refusing_bad_text
+
+
+class TemplateTokens:
+    """Encodes what a template renders, as Hugging Face's tokenizers would, but for control tokens that people spelled out.
+
+    In a copy of the tokenizer all added tokens have names that nobody can guess. Only what the template
+    writes is renamed; in what people write they are hidden from the renaming meanwhile:
+
+        a user writes    "use </s>"
+        hidden           "use ALIAS2"
+        rendered         "[INST] use ALIAS2 [/INST]"
+        encoded          "NAME3 use </s> NAME4"         where only NAME3 and NAME4 are control tokens
+    """
+
+    def __init__(self, tokenizer_json: str) -> None:
+        data = json.loads(tokenizer_json)
+        added, model = data.setdefault("added_tokens", []), data["model"]
+        self._secret = secrets.token_hex(8)
+        self._names = {token["content"]: f"<{self._secret}-{token['id']}>" for token in added}
+        self._aliases = {token["content"]: f"{self._secret}={token['id']}=" for token in added}
+        # An answer may hold tokens that are added without being special, and templates look for them (</think>).
+        self._aliases_in_answers = {token["content"]: self._aliases[token["content"]] for token in added if token["special"]}
+        self._contents = {alias: content for content, alias in self._aliases.items()}
+        for token in added:
+            token["special"], token["content"] = True, self._names[token["content"]]
+        model["vocab"] = {self._names.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
+        unknown = model.get("unk_token")
+        model |= {"unk_token": self._names.get(unknown, unknown), "dropout": None}
+        self._tokenizer = Tokenizer.from_str(json.dumps(data))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def hide(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
+        """The same, with an alias for whatever looks like a control token in its texts."""
+        if isinstance(written, str):
+            return _replaced(written, self._aliases_in_answers if in_answer else self._aliases)
+        if isinstance(written, Mapping):
+            return {self.hide(key): self.hide(value) for key, value in written.items()}
+        return list(map(self.hide, written)) if isinstance(written, list | tuple) else written
+
+    def encode(self, rendered: str) -> tuple[int, ...]:
+        """Raises RequestError if the template has cut or changed an alias."""
+        text = _replaced(_replaced(rendered, self._names), self._contents)
+        if self._secret in _replaced(text, dict.fromkeys(self._names.values(), "")).lower():
+            raise RequestError("a message spells out control tokens, and the model's chat template alters them; leave them out")
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+class TemplateChat:
+    """``names``: what the template may call by name, such as ``bos_token``."""
+
+    def __init__(
+        self, template: str, names: Mapping[str, str], tokens: TemplateTokens, tool_format: ToolFormat | None = None
+    ) -> None:
+        self._template, self._names, self._tokens = compiled(template), names, tokens
+        self.tool_format = tool_format
+
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
+            hidden = [self._hidden(message) for message in messages]
+            return self._tokens.encode(rendered(self._template, hidden, self._names, self._tokens.hide(list(tools)) or None))
+
+    def _hidden(self, message: ChatMessage) -> dict[str, Any]:
+        """As templates take a message: with arguments that are read already."""
+        content = self._tokens.hide(message.content, in_answer=message.role == "assistant")
+        written: dict[str, Any] = {"role": message.role, "content": content}
+        if message.tool_calls:
+            calls = [(call.id, {"name": call.name, "arguments": _read(call.arguments)}) for call in message.tool_calls]
+            written["tool_calls"] = [
+                {"id": self._tokens.hide(call_id), "type": "function", "function": self._tokens.hide(function)}
+                for call_id, function in calls
+            ]
+        if message.role == "tool":
+            written["tool_call_id"] = self._tokens.hide(message.tool_call_id)
+        return written
+
+
+def _read(arguments: str) -> Any:  # noqa: ANN401
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        raise RequestError("the arguments of a tool call are not JSON") from None
+
+
+def compiled(template: str) -> Template:
+    """With what transformers offers to templates. Raises CheckpointError."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    try:
+        return environment.from_string(template)
+    except (TemplateError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the chat template cannot be understood: {error}") from error
+
+
+def rendered(
+    template: Template, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str], tools: Sequence[Any] | None = None
+) -> str:
+    """Up to where the assistant answers. Raises RequestError."""
+    try:
+        return template.render(messages=messages, add_generation_prompt=True, tools=tools, documents=None, **names)
+    except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+        raise RequestError(f"the model's chat template does not take this conversation: {error}") from error
+
+
+class Generation(Extension):
+    """``{% generation %}`` marks what a model is to be trained on; it changes nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Extension declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _replaced(text: str, replacements: Mapping[str, str]) -> str:
+    """The longest that fits, from left to right, all in one pass.
+
+    By first character and length rather than by one regular expression: a thousand tokens that begin alike
+    would be tried one after the other at every place.
+    """
+    if not replacements:
+        return text
+    lengths = sorted({len(key) for key in replacements}, reverse=True)
+    first = re.compile("[" + "".join(map(re.escape, {key[0] for key in replacements})) + "]")
+    done, at, parts = 0, 0, []
+    while found := first.search(text, at):
+        start = found.start()
+        key = next((text[start : start + n] for n in lengths if text[start : start + n] in replacements), None)
+        at = start + (len(key) if key else 1)
+        if key:
+            parts += [text[done:start], replacements[key]]
+            done = at
+    return "".join(parts) + text[done:]
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().astimezone().strftime(form)
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:  # noqa: ANN401
+    """As transformers gives it to templates: readable, not escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)

@@ -1,0 +1,69 @@
+"""Who is taken for stuck, by what Ray says of each worker."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+from tramontane.cluster.actors import hang_detector as stuck
+from tramontane.cluster.actors.hang_detector import Silences, replace_stuck
+
+WELL = SimpleNamespace(computing_s=0.0, bytes_loaded=8, weight_bytes=8)
+LOADS = SimpleNamespace(computing_s=0.0, bytes_loaded=4, weight_bytes=8)
+LOST = "a micro-batch was lost"
+UNAVAILABLE, DIED = ActorUnavailableError("connection attempt timed out", None), ActorDiedError()
+
+
+class _Worker:
+    """As an actor's handle; ``answer``: None where none comes, or what is told or raised at once."""
+
+    def __init__(self, answer: Any, is_stopped: bool = False) -> None:  # noqa: ANN401
+        self.answer, self.is_stopped = answer, is_stopped
+        self.health = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: self))
+
+
+@pytest.fixture(autouse=True)
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
+    """Whose processes were."""
+    ended: list[_Worker] = []
+
+    def end(worker: _Worker, least_age_s: float) -> bool:
+        if worker.is_stopped or least_age_s == 0:
+            ended.append(worker)
+        return worker in ended
+
+    def get(worker: _Worker) -> Any:  # noqa: ANN401
+        if isinstance(worker.answer, RayError):
+            raise worker.answer
+        return worker.answer
+
+    wait: Callable[..., Any] = lambda workers, **_: ([w for w in workers if w.answer is not None], [])  # noqa: E731
+    monkeypatch.setattr(stuck, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(stuck, "end_process", end)
+    return ended
+
+
+@pytest.mark.parametrize("answer", [None, UNAVAILABLE])
+def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
+    workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer, is_stopped=True)}
+    assert replace_stuck(workers, 2.0) == "stage-1 did nothing for too long"
+    assert ended == [workers["stage-1"]]
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [(LOADS, ""), (UNAVAILABLE, ""), (None, ""), (DIED, LOST), (WELL, LOST)],
+)
+def test_who_loads_or_is_born_again_is_waited_for(answer: Any, reason: str, ended: list[_Worker]) -> None:  # noqa: ANN401
+    workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer)}
+    assert replace_stuck(workers, 2.0) == reason
+    assert not ended
+
+
+@pytest.mark.parametrize("answer", [None, UNAVAILABLE])
+def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
+    workers: Any = [_Worker(LOADS), _Worker(answer, is_stopped=True)]
+    Silences().end_silent(workers)
+    assert ended == workers[1:]

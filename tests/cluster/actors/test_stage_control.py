@@ -1,0 +1,85 @@
+"""How long stages are waited for that are to obey a new epoch, with Ray's answers made up."""
+
+from typing import Any
+
+import pytest
+from ray.exceptions import GetTimeoutError
+
+from tramontane.cluster.actors import stage_control as fencing
+from tramontane.cluster.actors.stage_control import fence_stages
+
+
+class _Ref:
+    def __init__(self, stage: "_Stage", what: str) -> None:
+        self.stage, self.what = stage, what
+
+    @property
+    def is_there(self) -> bool:
+        return self.stage.answers(self.what)
+
+
+class _Method:
+    def __init__(self, stage: "_Stage", name: str) -> None:
+        self._stage, self._name = stage, name
+
+    def options(self, **_: object) -> "_Method":
+        return self
+
+    def remote(self, *_: object) -> _Ref:
+        self._stage.asked.append(self._name)
+        return _Ref(self._stage, self._name)
+
+
+class _Stage:
+    """Fenced once it has been looked at so often; ``stops``: it answers nothing once its fence was asked for."""
+
+    def __init__(self, looks: int = 0, *, stops: bool = False) -> None:
+        self.asked: list[str] = []
+        self._looks, self._stops = looks, stops
+        self.interrupt, self.fence, self.health = (_Method(self, name) for name in ("interrupt", "fence", "health"))
+
+    def answers(self, what: str) -> bool:
+        if self._stops and "fence" in self.asked:
+            return False
+        return what != "fence" or self.asked.count("health") >= self._looks
+
+
+class _Ray:
+    @staticmethod
+    def wait(refs: list[_Ref], num_returns: int, timeout: float) -> tuple[list[_Ref], list[_Ref]]:
+        return [ref for ref in refs if ref.is_there], [ref for ref in refs if not ref.is_there]
+
+    @staticmethod
+    def get(refs: list[_Ref], timeout: float) -> None:
+        if not all(ref.is_there for ref in refs):
+            raise GetTimeoutError
+
+
+def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:  # noqa: ANN401
+    monkeypatch.setattr(fencing, "ray", _Ray)
+    fence_stages(list(stages), 7, "router", "object-store")
+
+
+def test_stages_that_obey_at_once_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = _Stage(), _Stage()
+    _fence(monkeypatch, *stages)
+    assert [stage.asked for stage in stages] == [["interrupt", "fence"]] * 2
+
+
+def test_one_that_is_loading_is_waited_for_as_long_as_it_says_how_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = _Stage(looks=5)
+    _fence(monkeypatch, _Stage(), loading)
+    assert loading.asked.count("health") == 5
+
+
+def test_one_that_stops_after_it_was_interrupted_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = _Stage(stops=True)
+    with pytest.raises(GetTimeoutError):
+        _fence(monkeypatch, _Stage(), stopped)
+    assert stopped.asked.count("health") == 1
+
+
+def test_one_that_never_obeys_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fencing, "FENCE_TIMEOUT_S", 0.0)
+    with pytest.raises(GetTimeoutError):
+        _fence(monkeypatch, _Stage(looks=10**9))

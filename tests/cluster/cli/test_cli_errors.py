@@ -1,0 +1,385 @@
+"""Bad input: one clear line on standard error, exit code 2, nothing on standard output."""
+
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import ray
+import typer
+from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
+
+from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.pipeline import engine as launch
+from tramontane.cluster.pipeline import ray_cluster as ray_address
+from tramontane.cluster.planning.hardware import Hardware
+from tramontane.cluster.serving import server as serving
+from tramontane.proto.errors import PipelineError
+
+VOCAB = 300
+ARGS = replace(tiny_args(n_layers=4, max_seq_len=128), vocab_size=VOCAB)
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A whole checkpoint with a tokenizer. What breaks it is in test_broken_folders."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("model") / "tiny", ARGS, random_model(ARGS))
+    return write_tokenizer(folder, VOCAB)
+
+
+# ---- parameters
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--max-tokens", "0"], ["max_tokens", "0"]),
+        (["--max-tokens=-3"], ["max_tokens", "-3"]),
+        (["--max-tokens", "many"], ["--max-tokens", "integer"]),
+        (["--max-tokens", "1.5"], ["--max-tokens", "integer"]),
+        (["--max-tokens"], ["--max-tokens", "requires"]),
+        (["--temperature=-0.5"], ["temperature", "-0.5"]),
+        (["--temperature", "nan"], ["temperature", "nan"]),
+        (["--temperature", "inf"], ["temperature", "inf"]),
+        (["--temperature", "warm"], ["--temperature", "number"]),
+        (["--top-p", "0"], ["top_p", "0.0"]),
+        (["--top-p", "1.01"], ["top_p", "1.01"]),
+        (["--top-p=-1"], ["top_p", "-1"]),
+        (["--top-p", "nan"], ["top_p", "nan"]),
+        (["--top-k=-1"], ["top_k", "-1"]),
+        (["--top-k", "ten"], ["--top-k", "integer"]),
+        (["--seed", str(2**63)], ["seed", str(2**63), "64 bits"]),
+        (["--seed", "x"], ["--seed", "integer"]),
+        (["--stages", "0"], ["--stages", "0"]),
+        (["--stages=-2"], ["--stages", "-2"]),
+        (["--stages", "two"], ["--stages", "integer"]),
+        (["--max-model-len", "0"], ["--max-model-len", "0"]),
+        (["--max-num-seqs", "0"], ["--max-num-seqs", "0"]),
+        (["--max-num-batched-tokens=-1"], ["--max-num-batched-tokens", "-1"]),
+        (["--page-size", "0"], ["--page-size", "0"]),
+        (["--threads-per-stage", "0"], ["--threads-per-stage", "0"]),
+        (["--kv-cache-memory", "much"], ["--kv-cache-memory", "much"]),
+        (["--kv-cache-memory=-5"], ["--kv-cache-memory", "-5"]),
+        (["--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (["--load-format", "pickle"], ["--load-format", "pickle", "dummy"]),
+        (["--quantize", "int4"], ["--quantize", "int4", "int8", "fp8"]),
+        (["--link", "pigeons"], ["--link", "pigeons", "object-store"]),
+        (["--link", "direct"], ["--local", "--link direct"]),
+        (["--address", "127.0.0.1:6379"], ["--local", "--address"]),
+        (["--nonsense"], ["--nonsense"]),
+        (["--stages", "0", "--dtype", "int8"], ["--stages", "--dtype"]),
+    ],
+)
+def test_a_parameter_that_is_wrong_is_named(refused: Refused, model: Path, flags: list[str], named: list[str]) -> None:
+    message = refused("generate", "--model", model, "--local", "The", *flags)
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize("layer", [-1, 4])
+def test_a_layer_without_experts_to_show_is_refused(refused: Refused, model: Path, layer: int) -> None:
+    message = refused("generate", "--model", model, "--local", "The", "--show-experts", layer)
+    assert message == f"--show-experts {layer}: there is no such layer; the model has layers 0 to 3"
+
+
+def test_a_model_without_experts_has_none_to_show(refused: Refused, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "dense", tiny_args(n_layers=4, moe=False))
+    message = refused("generate", "--model", folder, "--local", "The", "--show-experts", "0")
+    assert message == "--show-experts 0: the model dense has no experts"
+
+
+def test_a_command_that_does_not_exist_is_named(refused: Refused) -> None:
+    assert "serf" in refused("serf")
+
+
+# ---- the configuration file
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("stagez: 2\nportt: 1\n", ["stagez, portt (in ", "file.yaml): no such key"]),
+        ("stages: [1\n", ["file.yaml", "not valid YAML", "line 2"]),
+        ("- 1\n- 2\n", ["file.yaml", "keys and values"]),
+        ("just words\n", ["file.yaml", "keys and values"]),
+        ("stages: none\n", ["stages (in ", "file.yaml) is 'none'"]),
+        ("max-num-seqs: -3\n", ["max_num_seqs (in ", "file.yaml) is -3"]),
+        ("max_in_flight: 0\n", ["max_in_flight (in ", "file.yaml) is 0"]),
+        ("kv_cache_memory: much\n", ["kv_cache_memory (in ", "file.yaml) is 'much'; it must be a size"]),
+        ("model: [a, b]\n", ["model (in "]),
+        ("local: true\naddress: auto\n", ["local (in ", "address (in "]),
+        (b"\xff\xfe\xfa", ["file.yaml", "not valid YAML"]),
+    ],
+)
+def test_a_broken_configuration_file_is_refused(refused: Refused, tmp_path: Path, text: str | bytes, named: list[str]) -> None:
+    (tmp_path / "file.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
+    message = refused("generate", "--config", tmp_path / "file.yaml", "The")
+    for part in named:
+        assert part in message
+    assert not re.search("--(?!config)", message), "it was no flag"
+
+
+def test_a_value_is_named_where_it_was_given(refused: Refused, model: Path, tmp_path: Path) -> None:
+    """Also in what is found out later, and in advice; a flag that overrides the file is what counts."""
+    file = tmp_path / "file.yaml"
+    file.write_text(f"local: true\nmodel: {model}\nstages: 9\nkv-cache-memory: 1\n")
+    command = ["generate", "--config", file, "The"]
+    assert refused(*command) == f"stages (in {file}) is 9, but the model has only 4 layers; no stage may be empty"
+    assert refused(*command, "--stages", "5").startswith("--stages is 5, but")
+    assert refused(*command, "--stages", "1", "--max-model-len", "16").endswith(
+        f"give kv_cache_memory (in {file}) 8192B or more, or lower --max-model-len"
+    )
+    assert refused(*command, "--stages", "0", "--kv-cache-memory", "much").count("(in ") == 0
+    assert refused(*command, "--address", "auto").startswith(f"local (in {file}) runs without Ray, so --address cannot")
+
+
+def test_a_configuration_file_that_cannot_be_read_is_named(refused: Refused, tmp_path: Path) -> None:
+    missing = tmp_path / "missing.yaml"
+    assert f"{missing} cannot be read: No such file" in refused("generate", "--config", missing, "The")
+    assert f"{tmp_path} cannot be read: Is a directory" in refused("generate", "--config", tmp_path, "The")
+
+
+# ---- prompts
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n\t "])
+def test_an_empty_prompt_is_refused_by_its_number(refused: Refused, model: Path, empty: str) -> None:
+    assert refused("generate", "--model", model, "--local", "The", empty) == "prompt 2 is empty"
+
+
+def test_blank_lines_alone_are_no_prompt(refused: Refused, model: Path) -> None:
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"\n \n\r\n\t\n")
+
+
+def test_a_line_of_standard_input_is_named_by_its_number(refused: Refused, model: Path) -> None:
+    """Blank lines count, other separators than the line feed do not."""
+    long = b"The\x0cfox\xe2\x80\xa8\r\n\n \n" + b"x" * 128 + b"\n"
+    message = refused("generate", "--model", model, "--local", stdin=long)
+    assert message.startswith("line 4 of standard input has ")
+    assert message.endswith("at most 127")
+
+
+def test_no_prompt_at_all_is_refused(refused: Refused, model: Path) -> None:
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=b"")
+
+
+def test_no_standard_input_at_all_is_no_prompt(refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in ``tramontane generate <&-``: Python has no sys.stdin then."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "no prompt" in refused("generate", "--model", model, "--local", stdin=None)
+
+
+def test_standard_input_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", stdin=b"The\n\nfox \xff\n")
+    assert message == "line 3 of standard input is not valid UTF-8"
+
+
+def test_an_argument_that_is_no_text_is_refused(refused: Refused, model: Path) -> None:
+    """A lone byte 0xff on the command line reaches Python as a surrogate."""
+    message = refused("generate", "--model", model, "--local", "The", os.fsdecode(b"fox \xff"))
+    assert message == "prompt 2 is not valid UTF-8"
+
+
+@pytest.mark.parametrize(("flags", "context"), [([], 128), (["--max-model-len", "20"], 20)])
+def test_a_prompt_past_the_context_is_refused_with_the_numbers(
+    refused: Refused, model: Path, flags: list[str], context: int
+) -> None:
+    message = refused("generate", "--model", model, "--local", *flags, "The", "x" * context)
+    assert message.startswith("prompt 2 has ")
+    assert f"context of {context} positions" in message
+    assert message.endswith(f"at most {context - 1}")
+
+
+def test_a_tokenizer_of_another_model_is_refused(refused: Refused, model: Path, tmp_path: Path) -> None:
+    """Pieces that the model has no embedding for are refused before the pipeline is started."""
+    folder = write_checkpoint(tmp_path / "small", tiny_args(n_layers=4))
+    shutil.copy(model / "tokenizer.model", folder)
+    message = refused("generate", "--model", folder, "--local", "The quick brown fox")
+    assert str(folder) in message
+    assert "vocabulary of 96" in message
+
+
+def test_a_published_geometry_is_no_checkpoint(refused: Refused, tmp_path: Path) -> None:
+    message = refused("generate", "--model", "mixtral-8x7b", "The")
+    assert message == (
+        "--model is mixtral-8x7b, a published geometry without weights; "
+        "give a checkpoint's folder, or --load-format dummy for random weights"
+    )
+    file = tmp_path / "file.yaml"
+    file.write_text("model: mixtral-8x7b\n")
+    assert refused("generate", "--config", file, "The").startswith(f"model (in {file}) is mixtral-8x7b, a published")
+
+
+def test_a_published_geometry_has_no_tokenizer(refused: Refused) -> None:
+    assert refused("generate", "--model", "mixtral-8x7b", "--load-format", "dummy", "The") == (
+        "--model mixtral-8x7b is a geometry without a tokenizer, so text cannot be turned into tokens; "
+        "give a folder with one, or use serve, which takes token ids as well"
+    )
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_more_stages_than_layers(refused: Refused, model: Path, local: list[str]) -> None:
+    """Without --local as well: no Ray is started for a plan that cannot be."""
+    message = refused("generate", "--model", model, *local, "--stages", "5", "The")
+    assert "--stages is 5" in message
+    assert "only 4 layers" in message
+
+
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_too_little_memory_for_the_plan(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(node_cpus=(2,), node_memory=(200_000,)))
+    message = refused("generate", "--model", model, *local, "The")
+    assert "too little memory for stage 1/2 (layers 0-1)" in message
+    assert "may use 87.9 KiB" in message  # 0.9 of half of 200,000 bytes
+
+
+def test_a_cache_that_is_too_large_for_the_machine(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--kv-cache-memory", "1024TiB", "The")
+    assert "too little memory for stage 1/2" in message
+    assert "1,048,576 GiB of cache" in message
+
+
+def test_a_cache_that_is_too_small_for_one_sequence(refused: Refused, model: Path) -> None:
+    """A ring of three pages holds the window of 24: 48 positions of 128 bytes, in four layers."""
+    message = refused("generate", "--model", model, "--local", "--stages", "1", "--kv-cache-memory", "1", "The")
+    assert message == (
+        "--kv-cache-memory is 1B, but one sequence of 128 positions takes 24KiB on stage 1/1 (layers 0-3); "
+        "give --kv-cache-memory 24KiB or more, or lower --max-model-len"
+    )
+
+
+def test_a_context_past_the_checkpoints(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--max-model-len", "129", "The")
+    assert message == "--max-model-len is 129; the checkpoint's context is 128 positions"
+
+
+def test_more_threads_than_can_be_counted(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--local", "--threads-per-stage", str(10**13), "The")
+    assert "--threads-per-stage" in message
+
+
+@pytest.mark.parametrize("local", [["--local"], []])
+def test_more_threads_than_cores(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would believe any number of cores that it is told to have."""
+    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(node_cpus=(2,), node_memory=(2**30,)))
+    message = refused("generate", "--model", model, *local, "--threads-per-stage", "3", "The")
+    assert message == "--threads-per-stage is 3, but no machine here has more cores than 2; use at most 2, or leave it out"
+
+
+# ---- Ray
+
+
+@pytest.mark.parametrize("error", [ConnectionError, ValueError, RuntimeError])
+def test_a_cluster_that_cannot_be_joined_is_named(
+    refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    """Ray explains itself on many lines; ours is one."""
+
+    def fail(**_options: object) -> NoReturn:
+        raise error("not from here\nand many\nmore lines")
+
+    monkeypatch.setattr(ray_address, "check_cluster", lambda *_: None)
+    monkeypatch.setattr(ray, "init", fail)
+    assert refused("generate", "--model", model, "--address", "auto", "The") == (
+        "the Ray cluster at --address auto cannot be joined: not from here; "
+        "this machine must be one of its nodes, with the same Python and Ray"
+    )
+
+
+def test_a_port_where_nobody_listens_is_named(refused: Refused, model: Path) -> None:
+    message = refused("generate", "--model", model, "--address", "127.0.0.1:1", "The")
+    assert "127.0.0.1:1" in message
+    assert "refused" in message
+    assert message.endswith("or leave --address out to start Ray on this machine")
+
+
+def test_a_command_that_starts_no_ray_does_not_advise_to(refused: Refused) -> None:
+    assert refused("drain", "--address", "127.0.0.1:1").endswith("; give the host:port of a cluster's head node")
+
+
+def test_ray_serve_says_nothing_of_itself_while_a_server_drains(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_ray_serve = logging.getLogger("ray.serve")
+    monkeypatch.setattr(of_ray_serve, "level", logging.DEBUG)
+    refused("drain", "--address", "127.0.0.1:1")
+    assert of_ray_serve.level == logging.WARNING
+
+
+@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "nowhere", "127.0.0.1:port", ":1"])
+def test_an_address_that_is_none(refused: Refused, model: Path, address: str) -> None:
+    assert refused("generate", "--model", model, "--address", address, "The").endswith("it must be auto or host:port")
+
+
+def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
+    refused: Refused, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_options: object) -> NoReturn:
+        raise PipelineError("Ray could not\nbe started")
+
+    monkeypatch.setattr(launch, "own_ray", fail)
+    assert refused("generate", "--model", model, "The", code=1) == "Ray could not be started"
+
+
+# ---- as a user runs it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "expected"),
+    [
+        (["--max-tokens", "0", "The"], b"", "max_tokens is 0; it must be at least 1"),
+        (["--model", "nowhere", "The"], b"", "nowhere is neither a folder nor a published geometry"),
+        ([], b"", "there is no prompt"),
+    ],
+)
+def test_in_a_process_of_its_own(arguments: list[str], stdin: bytes, expected: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from tramontane.cluster.cli.main import main; main()", "generate", *arguments]
+    done = subprocess.run(command, input=stdin, cwd=tmp_path, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stdout == b""
+    assert done.stderr.decode().count("\n") == 1
+    assert done.stderr.decode().startswith(f"error: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--jobs-database", "mysql://host/jobs"], ["kind mysql"]),
+        (["--jobs-database", "sqlite:///{folder}/file/deep/jobs.sqlite"], ["--jobs-database", "file/deep cannot be made"]),
+        (["--jobs-database", "sqlite:///{folder}"], ["--jobs-database", "is a folder"]),
+        (["--jobs-storage", "nonsense://x"], ["the jobs' storage", "nonsense"]),
+        (["--jobs-storage", "{folder}/file/deep"], ["--jobs-storage", "cannot be made"]),
+        (["--jobs-url-prefixes", "/data"], ["no prefix of URLs"]),
+    ],
+)
+def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: list[str]
+) -> None:
+    def checked(_config: object) -> NoReturn:
+        raise AssertionError("the checkpoint is looked at")
+
+    monkeypatch.setattr(serving, "checked_model", checked)
+    (tmp_path / "file").touch()
+    complaint = refused("serve", *(flag.format(folder=tmp_path) for flag in flags))
+    assert all(word in complaint for word in named), complaint
+
+
+def _options(command: Any) -> list[Any]:  # noqa: ANN401 - a command or a group
+    below = [option for each in getattr(command, "commands", {}).values() for option in _options(each)]
+    return [*command.params, *below]
+
+
+def test_help_shows_no_value_where_there_is_none_to_give() -> None:
+    flags = [option for option in _options(typer.main.get_command(cli.app)) if getattr(option, "is_flag", False)]
+    assert {"json", "as_json", "any_order", "watch", "local", "move_experts", "calibrate"} <= {each.name for each in flags}
+    assert [each.name for each in flags if each.metavar != ""] == []

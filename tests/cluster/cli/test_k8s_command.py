@@ -1,0 +1,175 @@
+"""``tramontane k8s``: what it writes follows from the plan, and what it refuses it names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from ray.serve._private.application_state import override_deployment_info
+from ray.serve._private.deployment_info import DeploymentInfo
+from ray.serve.schema import ServeApplicationSchema
+from tiny_models import random_model, tiny_args, write_checkpoint
+from typer.main import get_command
+
+from tramontane.cluster.cli.main import app
+from tramontane.cluster.serving.app import UNBOUNDED, build, checked_config
+from tramontane.cluster.serving.autoscaling import WantedPipelines
+from tramontane.proto.errors import ConfigError, PlanError
+
+README = Path(__file__).parents[3] / "README.md"
+MIXTRAL = ("--model", "mixtral-8x7b", "--gpu-memory", "48GiB")
+
+
+def _written(folder: Path, *words: str) -> dict[str, Any]:
+    app(["k8s", *words, "--out", str(folder)], standalone_mode=False)
+    return {path.stem: yaml.safe_load(path.read_text(encoding="utf-8")) for path in folder.iterdir()}
+
+
+def _application(documents: dict[str, Any]) -> dict[str, Any]:
+    (application,) = yaml.safe_load(documents["rayservice"]["spec"]["serveConfigV2"])["applications"]
+    assert isinstance(application, dict)
+    return application
+
+
+def _groups(documents: dict[str, Any]) -> dict[str, Any]:
+    return {group["groupName"]: group for group in documents["rayservice"]["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+
+
+def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
+    documents = _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
+    stages = _groups(documents)["stages"]
+    assert (stages["replicas"], stages["minReplicas"], stages["maxReplicas"]) == (8, 8, 12)
+    assert stages["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert documents["disruption-budget"]["spec"]["minAvailable"] == 7
+    application = _application(documents)
+    assert checked_config(application["args"]).replicas == 1, "each is planned as if it were alone"
+    scaling = application["deployments"][0]["autoscaling_config"]
+    assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 48)
+    assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
+
+
+def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp_path: Path) -> None:
+    """Pipelines that come and go, and who is where; other options of the deployments stay."""
+    documents = _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", "2", "--max-replicas", "3")
+    given, made = ServeApplicationSchema.model_validate(_application(documents)), _deployments(build({}))
+    infos = {name: DeploymentInfo(each._deployment_config, each._replica_config, 0, "job") for name, each in made.items()}
+    merged = override_deployment_info(infos, given)
+    router = merged["Router"].deployment_config
+    assert router.autoscaling_config is not None
+    assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (2, 3)
+    assert router.max_ongoing_requests == UNBOUNDED
+    policy = router.autoscaling_config.policy
+    assert isinstance(policy.get_policy()(**policy.policy_kwargs), WantedPipelines)
+    assert merged["Ingress"].deployment_config.num_replicas == 2
+    wanted = {name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()}
+    assert wanted == {"Router": {"tramontane_router": 1}, "Batch": {"tramontane_router": 1}, "Ingress": {"tramontane_ingress": 1}}
+    assert {info.replica_config.ray_actor_options["num_cpus"] for info in merged.values()} == {0}
+
+
+def _deployments(application: Any) -> dict[str, Any]:  # noqa: ANN401
+    """Of an application and all that it is bound to."""
+    bound = application._bound_deployment
+    found = {bound.name: bound}
+    for argument in bound.init_args:
+        if hasattr(argument, "_bound_deployment"):
+            found |= _deployments(argument)
+    return found
+
+
+def test_flags_and_a_files_keys_become_the_applications(tmp_path: Path) -> None:
+    (tmp_path / "keys.yaml").write_text("max_num_seqs: 8\njobs_storage: s3://bucket/jobs\nstages: 2\n")
+    file = ("--config", str(tmp_path / "keys.yaml"))
+    documents = _written(tmp_path / "out", *MIXTRAL, *file, "--stages", "4", "--link", "direct", "--threads-per-stage", "6")
+    config = checked_config(_application(documents)["args"])
+    assert (config.stages, config.max_num_seqs, config.link, config.threads_per_stage) == (4, 8, "direct", 6)
+    assert str(config.model) == "/models/mixtral-8x7b"
+    assert config.jobs_storage is not None
+    assert config.jobs_storage.get_secret_value() == "s3://bucket/jobs"
+
+
+def test_a_folder_here_is_one_of_the_same_name_there(tmp_path: Path) -> None:
+    args = tiny_args(n_layers=4)
+    folder = write_checkpoint(tmp_path / "My-Model.v1", args, random_model(args))
+    documents = _written(tmp_path / "out", "--model", str(folder), "--stages", "2", "--gpu-memory", "1GiB", "--cpu")
+    assert _application(documents)["args"]["model"] == "/models/My-Model.v1"
+    assert documents["model"]["data"]["name"] == "My-Model.v1"
+    waits = documents["rayservice"]["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["initContainers"]
+    assert "/models/My-Model.v1" in waits[0]["command"][-1]
+    container = _groups(documents)["stages"]["template"]["spec"]["containers"][0]
+    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=r"too little memory for stage 1/4 .*; possible: 5 GPUs of 24 GiB"):
+        _written(tmp_path / "out", "--model", "mixtral-8x7b", "--stages", "4", "--gpu-memory", "24GiB")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--stages", "2", "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
+        ((*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2, and --replicas is 3"),
+        ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config"),
+        ((*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"), "shared.yaml): not for a file of this command"),
+        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "1GiB"), "the folder's name must be letters"),
+    ],
+)
+def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    (tmp_path / "api.yaml").write_text("api_key_file: keys\n")
+    (tmp_path / "secret.yaml").write_text("jobs_database: postgresql://me:secret@host/jobs\n")
+    (tmp_path / "port.yaml").write_text("port: 80\n")
+    (tmp_path / "shared.yaml").write_text("stages_per_gpu: 2\n")
+    args = tiny_args(n_layers=4)
+    write_checkpoint(tmp_path / "a b", args, random_model(args))
+    with pytest.raises(ConfigError) as refused:
+        _written(tmp_path / "out", *(word.replace("{}", str(tmp_path)) for word in words))
+    assert message in str(refused.value)
+    assert "secret@" not in str(refused.value)
+
+
+def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"that needs {tmp_path / 'mine/../../base'}, which is not there"
+    words, k8s = (*MIXTRAL, "--stages", "4"), README.parent / "k8s"
+    _written(tmp_path / "mine", *words)
+    assert missing in capsys.readouterr().out
+    for base in (str(k8s), "https://example.com/tramontane//k8s"):
+        _written(tmp_path / "mine", *words, "--base", base)
+        assert "not there" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_numbers_that_can_only_be_slips_are_named(number: str, tmp_path: Path) -> None:
+    with pytest.raises(typer.TyperException):
+        _written(tmp_path, *MIXTRAL, "--stages", "4", "--replicas", number)
+
+
+def test_the_number_of_pods_is_not_guessed(tmp_path: Path) -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        _written(tmp_path, *MIXTRAL)
+    assert "--stages" in refused.value.format_message()
+
+
+def test_the_readme_has_every_option() -> None:
+    table = README.read_text(encoding="utf-8").split("### On Kubernetes")[1].split("\n### ")[0]
+    options = [name for parameter in get_command(app).commands["k8s"].params for name in parameter.opts]  # type: ignore[attr-defined]
+    assert len(options) > 20
+    assert [name for name in options if f"`{name}`" not in table and name != "--help"] == []
+
+
+def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
+    (tmp_path / "kustomization.yaml").write_text("resources: []\n")
+    with pytest.raises(ConfigError, match=r"kustomization\.yaml was not written by this command"):
+        _written(tmp_path, *MIXTRAL, "--stages", "4")
+    assert [path.name for path in tmp_path.iterdir()] == ["kustomization.yaml"]
+
+
+def test_written_again_a_model_that_is_gone_is_gone(tmp_path: Path) -> None:
+    _written(tmp_path, *MIXTRAL, "--stages", "4")
+    assert set(_written(tmp_path, "--cpu", "--stages", "2", "--gpu-memory", "1GiB")) == {
+        *("kustomization", "rayservice", "disruption-budget")
+    }

@@ -1,0 +1,416 @@
+"""``tramontane plan``: its numbers are those of the plan, and its advice can be taken."""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from tiny_models import random_model, tiny_args, write_checkpoint
+from typer.testing import CliRunner
+
+from tramontane.cluster.cli.main import app
+from tramontane.cluster.cli.plan import plan
+from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, make_plan
+from tramontane.proto.byte_size import GIB
+from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import Layout
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.request import SamplingParams
+from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.sequence import Sequence
+from tramontane.workers.experts.expert_worker import ExpertWorker
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.quantize import NUMBER_DTYPES
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+
+def _planned(capsys: pytest.CaptureFixture[str], model: str, gpu_memory: str, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+    plan(model, gpu_memory, as_json=True, **options)
+    data: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return data
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_planned_from_its_configuration_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    data = _planned(capsys, name, "80GiB", gpus=8)
+    args, stages = PRESETS[name], data["stages"]
+    assert [stages[0]["first_layer"], stages[-1]["last_layer"]] == [0, args.n_layers - 1]
+    assert sum(s["weight_bytes"] for s in stages) == sum(t.num_elements for t in stage_tensors(args, range(args.n_layers))) * 2
+    assert all(s["weight_bytes"] + s["cache_bytes"] <= 80 * GIB * MEMORY_SHARE for s in stages)
+
+
+def test_what_a_window_saves_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of Mistral 7B keeps 4 KiB per position: of 32k positions all, or a ring of 257 pages of 16."""
+    data = _planned(capsys, "mistral-7b-v0.1", "16GiB", gpus=2)
+    stage = data["stages"][0]
+    free = int(16 * GIB * MEMORY_SHARE) - stage["weight_bytes"]
+    rows = {row["tokens"]: (row["num_seqs"], row["num_seqs_without_windows"]) for row in stage["sequences"]}
+    assert rows[32768] == (free // (16 * 257 * 16 * 4096), free // (16 * 32768 * 4096))
+    assert rows[1024] == (free // (16 * 1024 * 4096),) * 2
+
+
+@pytest.mark.parametrize(("model", "gpus"), [("mixtral-8x22b", 3), ("mixtral-8x7b", 1), ("mistral-nemo-12b", 1)])
+def test_each_way_out_is_one(model: str, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(model, "24GiB" if gpus == 1 else "80GiB", gpus=gpus)
+    message = str(refused.value)
+    ways = re.findall(r"(\d+) GPUs of ([\d.]+) GiB|--max-model-len (\d+)", message.split("possible: ")[1])
+    assert ways, message
+    for number, memory, length in ways:
+        if length:
+            _planned(capsys, model, "24GiB" if gpus == 1 else "80GiB", gpus=gpus, max_model_len=int(length))
+            continue
+        assert _planned(capsys, model, f"{memory}GiB", gpus=int(number))
+        fewer, less = (int(number) - 1, memory) if int(number) != gpus else (int(number), f"{int(memory) - 1}")
+        with pytest.raises(PlanError):
+            plan(model, f"{less}GiB", gpus=fewer)
+
+
+def test_mixed_gpus_get_what_they_can_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    data = _planned(capsys, "mixtral-8x7b", "24GiB,24GiB,80GiB")
+    sizes = [s["last_layer"] - s["first_layer"] + 1 for s in data["stages"]]
+    assert sizes[2] > 2 * max(sizes[:2])
+    assert all(s["weight_bytes"] + s["cache_bytes"] <= s["memory"] * MEMORY_SHARE for s in data["stages"])
+    slow = _planned(capsys, "ministral-8b", "80GiB", gpus=2)["stages"][0]["last_layer"]
+    fast = _planned(capsys, "ministral-8b", "80GiB", gpus=2, gpu_speed="3,1")["stages"][0]["last_layer"]
+    assert fast > slow
+
+
+def test_a_folder_is_read_for_its_configuration_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = tiny_args(n_layers=4)
+    folder = write_checkpoint(tmp_path / "model", args, random_model(args))
+    (folder / "model.safetensors").unlink()
+    assert len(_planned(capsys, str(folder), "1GiB", gpus=2, dtype="bfloat16")["stages"]) == 2
+    plan(str(folder), "1GiB", gpus=2)
+    table = capsys.readouterr().out
+    assert "1/2" in table
+    assert "in brackets" in table
+
+
+def test_stages_that_share_a_gpu_share_its_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = _planned(capsys, "mixtral-8x7b", "80GiB,40GiB", stages_per_gpu=4)["stages"]
+    assert [stage["memory"] // GIB for stage in stages] == [20] * 4 + [10] * 4
+    assert stages[-1]["last_layer"] == 31
+    with pytest.raises(PlanError, match="17 GPUs of 2 stages are too many: the model has 32 layers"):
+        plan("mixtral-8x7b", "80GiB", gpus=17, stages_per_gpu=2)
+
+
+@pytest.mark.parametrize("per_gpu", [1, 3])
+def test_ways_out_are_of_whole_gpus(per_gpu: int, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan("mixtral-8x7b", "48GiB", gpus=1, stages_per_gpu=per_gpu)
+    ways = dict(re.findall(r"(\d+) GPUs? of (\d+) GiB", str(refused.value)))
+    assert len(ways) == 2
+    for number, memory in ways.items():
+        assert _planned(capsys, "mixtral-8x7b", f"{memory}GiB", gpus=int(number), stages_per_gpu=per_gpu)
+    assert set(ways) > {"1"}
+    with pytest.raises(PlanError):
+        plan("mixtral-8x7b", f"{int(ways['1']) - 1}GiB", gpus=1, stages_per_gpu=per_gpu)
+
+
+def test_a_file_of_the_engines_keys_is_of_as_many_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "engine.yaml"
+    file.write_text("stages: 6\nstages_per_gpu: 3\ngpu_memory: 80GiB\n")
+    app(["plan", "--model", "mixtral-8x7b", "--config", str(file), "--json"], standalone_mode=False)
+    assert len(json.loads(capsys.readouterr().out)["stages"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gpu_memory": "much"}, "--gpu-memory has 'much'; it must be a size such as 24GiB"),
+        ({"gpu_memory": "24GiB,0"}, "--gpu-memory has '0'"),
+        ({"gpu_memory": "24GiB,24GiB", "gpus": 3}, "--gpus is for 3 GPUs, and --gpu-memory for 2"),
+        ({"gpu_memory": "24GiB", "gpus": 2, "gpu_speed": "1,2,3"}, "--gpu-speed is for 3 GPUs, and --gpu-memory for 2"),
+        ({"gpu_memory": "24GiB", "gpu_speed": "fast"}, "--gpu-speed has 'fast'; it must be whole numbers"),
+        ({"gpu_memory": "24GiB", "gpus": 0}, "--gpus is for 0 GPUs"),
+        ({"gpu_memory": "24GiB", "dtype": "int3"}, "--dtype is 'int3'; it must be auto"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan("mistral-7b-v0.3", **options)
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["--gpus", "--max-model-len", "--max-num-seqs", "--page-size"])
+@pytest.mark.parametrize("value", ["0", "-5", "1" + "0" * 12])
+def test_numbers_that_can_only_be_slips_are_named(option: str, value: str) -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", option, value], standalone_mode=False)
+    assert option in refused.value.format_message()
+
+
+def test_a_model_that_is_neither_a_folder_nor_a_preset_is_named() -> None:
+    with pytest.raises(CheckpointError, match="llama is neither a folder nor a published geometry; there are mistral-7b"):
+        plan("llama", "24GiB")
+
+
+@pytest.mark.parametrize("wanted", Quantization)
+def test_quantised_weights_are_planned_and_said(wanted: Quantization, capsys: pytest.CaptureFixture[str]) -> None:
+    half, byte = (_planned(capsys, "mistral-7b-v0.1", "24GiB", quantize=quantize) for quantize in (None, wanted))
+    assert (half["quantize"], byte["quantize"]) == (None, wanted)
+    assert 0.5 < byte["stages"][0]["weight_bytes"] / half["stages"][0]["weight_bytes"] < 0.51
+    assert byte["stages"][0]["sequences"][-1]["num_seqs"] > half["stages"][0]["sequences"][-1]["num_seqs"]
+    plan("mistral-7b-v0.1", "24GiB", quantize=wanted)
+    assert f"in bfloat16, weights in {wanted}, contexts of 32768" in " ".join(capsys.readouterr().out.split())
+
+
+def test_quantising_is_a_way_out_where_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PlanError, match=r"or --quantize int8$"):
+        plan("mixtral-8x7b", "24GiB", gpus=3)
+    assert len(_planned(capsys, "mixtral-8x7b", "24GiB", gpus=3, quantize=Quantization.INT8)["stages"]) == 3
+    for quantize in (None, Quantization.INT8):
+        with pytest.raises(PlanError) as refused:
+            plan("mixtral-8x7b", "24GiB", gpus=2, quantize=quantize)
+        assert "--quantize" not in str(refused.value)
+
+
+def test_a_quantisation_that_does_not_exist_is_named() -> None:
+    with pytest.raises(typer.TyperException) as refused:
+        app(["plan", "--model", "mixtral-8x7b", "--gpu-memory", "80GiB", "--quantize", "int4"], standalone_mode=False)
+    message = refused.value.format_message()
+    assert all(part in message for part in ("--quantize", "int4", "int8", "fp8"))
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [
+        ("float32", None),
+        ("bfloat16", None),
+        ("bfloat16", Quantization.INT8),
+        ("float16", Quantization.INT8),
+        ("bfloat16", Quantization.FP8),
+    ],
+)
+def test_a_loaded_stage_allocates_what_the_plan_says(
+    name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
+) -> None:
+    """Within 2 percent: tables of sequences and buffers are not counted."""
+    args = scaled_down(PRESETS[name])
+    write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    rooms = (StageRoom(GIB),) * 2
+    for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
+        worker = StageWorker.load(stage, tmp_path / "model")
+        held = [*worker.model.parameters(), *worker.model.buffers()]
+        if quantize:
+            assert {t.dtype for t in held} >= {NUMBER_DTYPES[quantize]}
+            assert sum(t.nbytes for t in held) == stage.weight_bytes
+        for layer in worker.cache.layers.values():
+            held += [layer.k_NGd, layer.v_NGd]
+        assert any(t.is_mkldnn for t in held) == (dtype == "float32" and quantize is None)
+        assert _allocated_as_plain(held) == pytest.approx(stage.weight_bytes + stage.cache_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", [None, *Quantization])
+def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
+    dtype: str, quantize: Quantization | None, tmp_path: Path
+) -> None:
+    """Within 2 percent; and none of the stages holds anything of an expert."""
+    args = scaled_down(PRESETS["mixtral-8x7b"])
+    write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
+    room = StageRoom(GIB)
+    request = PlanRequest((room, room), dtype, args.max_seq_len, 8, 16, quantize=quantize, experts_inside=False)
+    for stage in make_plan(args, request).stages:
+        state = StageWorker.load(stage, tmp_path / "model").model.state_dict()
+        assert not [name for name in state if "expert" in name]
+        assert _allocated_as_plain(list(state.values())) == pytest.approx(stage.weight_bytes, rel=0.02)
+    plan = plan_experts(args, ExpertRequest((room,) * 3, dtype, quantize, replicas=2))
+    for actor in plan.actors:
+        worker = ExpertWorker.load(plan, actor.actor_id, tmp_path / "model")
+        assert worker.held == set(actor.experts)
+        held = [tensor for expert in worker._held.values() for tensor in expert.state_dict().values()]
+        assert _allocated_as_plain(held) == pytest.approx(actor.weight_bytes, rel=0.02)
+
+
+def _allocated_as_plain(held: list[torch.Tensor]) -> int:
+    """Bytes that are taken for these tensors, less those with which oneDNN fills up packed ones."""
+    packed = [t for t in held if t.is_mkldnn]
+    plain = {t.data_ptr(): t.untyped_storage().nbytes() for t in held if not t.is_mkldnn}
+    sizes = [torch.ops.mkldnn._nbytes(t) for t in packed]
+    assert all(t.nbytes <= size <= _at_most(*t.shape) for t, size in zip(packed, sizes, strict=True))
+    return sum(plain.values()) + sum(t.nbytes for t in packed)
+
+
+def _at_most(rows: int, columns: int) -> int:
+    """Bytes of a packed matrix: oneDNN fills up blocks, of up to 64 rows and columns."""
+    return 4 * (-(-rows // 64) * 64) * (-(-columns // 64) * 64)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_packing_fills_up_nothing_of_a_published_geometry(name: str) -> None:
+    args = PRESETS[name]
+    for spec in stage_tensors(args, range(args.n_layers)):
+        if spec.quantizable:
+            assert _at_most(*spec.parameter_shape) == 4 * prod(spec.parameter_shape)
+
+
+def test_planning_needs_neither_ray_nor_torch() -> None:
+    """It would take longer to import either than to plan."""
+    options = {
+        "--model": "mixtral-8x22b",
+        "--gpus": "4",
+        "--gpu-memory": "80GiB",
+        "--expert-actors": "8",
+        "--expert-memory": "80GiB",
+    }
+    command = f"app({['plan', *chain(*options.items())]}, standalone_mode=False)"
+    loaded = "print(sorted({'ray', 'torch'} & sys.modules.keys()))"
+    code = f"import sys; from tramontane.cluster.cli.main import app; {command}; {loaded}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("model", ["mistral-7b-v0.1", "ministral-8b", "mixtral-8x7b"])
+def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Promised one after the other, as the router does it."""
+    plan(model, "40GiB", gpus=3, max_num_seqs=512, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in told["pages"]))
+    assert told["sequences"]
+    for each in told["sequences"]:
+        ledger = PageLedger(cache)
+        alike = [Sequence(i, (1,) * each["tokens"], SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
+        assert ledger.how_many_fit(alike) == each["num_seqs"]
+        alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
+        assert each["num_seqs"] <= min(alone)
+
+
+# ---- experts on actors of their own
+
+NUM_EXPERTS = 32 * 8  # pairs of a layer and one of its experts
+
+
+def _write_load(path: Path, tokens: list[list[int]]) -> Path:
+    path.write_text(json.dumps({"tokens_per_expert": tokens}))
+    return path
+
+
+def test_stages_without_experts_hold_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """Together with the expert actors, all of the model and no more."""
+    inside = _planned(capsys, "mixtral-8x7b", "80GiB", gpus=2)
+    apart = _planned(capsys, "mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="40GiB,24GiB,24GiB,40GiB")
+    assert inside["experts"] is None
+    experts = apart["experts"]
+    weights = [sum(each["weight_bytes"] for each in part) for part in (inside["stages"], apart["stages"], experts["actors"])]
+    assert weights[1] + weights[2] == weights[0]
+    assert 10 * weights[1] < weights[2]
+    assert [actor["memory"] // GIB for actor in experts["actors"]] == [40, 24, 24, 40]
+    assert all(actor["weight_bytes"] <= actor["usable"] < actor["memory"] for actor in experts["actors"])
+    held = sorted(tuple(each) for actor in experts["actors"] for each in actor["experts"])
+    assert held == [(layer, expert) for layer in range(32) for expert in range(8)]
+    assert (experts["load"], experts["busiest_if_even"], experts["num_replicated"]) == ("even", None, 0)
+    assert experts["busiest"] == 1.0
+    assert [actor["share"] for actor in experts["actors"]] == [1.0] * 4
+
+
+def test_a_measured_load_makes_fewer_hot_spots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nine of ten tokens go to the experts of one actor of the plan that assumes even load."""
+    options: dict[str, Any] = {"gpus": 2, "expert_actors": 4, "expert_memory": "40GiB"}
+    even = _planned(capsys, "mixtral-8x7b", "24GiB", **options)["experts"]
+    tokens = [[100] * 8 for _ in range(32)]
+    for layer, expert in even["actors"][2]["experts"]:
+        tokens[layer][expert] = 2700
+    options["expert_load"] = _write_load(tmp_path / "load.json", tokens)
+    for replicas in (None, "auto"):
+        experts = _planned(capsys, "mixtral-8x7b", "24GiB", **options, expert_replicas=replicas)["experts"]
+        assert experts["load"] == "measured"
+        assert experts["busiest_if_even"] == pytest.approx(3.6)
+        assert experts["busiest"] == max(actor["share"] for actor in experts["actors"]) < 1.05
+        assert sum(actor["share"] for actor in experts["actors"]) == pytest.approx(4)
+        held = Counter(tuple(each) for actor in experts["actors"] for each in actor["experts"])
+        assert experts["num_experts"] == len(held) == NUM_EXPERTS
+        assert experts["num_replicated"] == sum(copies > 1 for copies in held.values())
+        assert (experts["num_replicated"] > 0) == (replicas == "auto")
+
+
+def test_the_expert_actors_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the plan that assumes even load would do with the measured one as well."""
+    load = _write_load(tmp_path / "load.json", [[900, 100, 100, 100], [900, 100, 100, 100], [100] * 4, [100] * 4])
+    folder = write_checkpoint(tmp_path / "model", tiny_args(n_layers=4))
+    options: dict[str, Any] = {"gpus": 2, "expert_actors": 2, "expert_memory": "1GiB"}
+    plan(str(folder), "1GiB", **options)
+    even = capsys.readouterr().out
+    assert "expert actor" in even
+    assert "all experts assumed to be alike" in " ".join(even.split())
+    assert "the busiest expert actor does 1.00 times the mean\nnone of 16 experts has replicas\n" in even
+    options["expert_load"] = load
+    told = _planned(capsys, str(folder), "1GiB", **options)["experts"]
+    plan(str(folder), "1GiB", **options, expert_replicas="auto")
+    shown = capsys.readouterr().out
+    assert "by the measured load" in " ".join(shown.split())
+    assert f"spread as if all experts were alike it would be {told['busiest_if_even']:.2f} times" in shown
+    assert "2 of 16 experts are on 2 actors each, the others on one" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_memory": "40GiB"}, "--expert-memory: only for experts on actors of their own; give --expert-actors as well"),
+        ({"expert_replicas": "2", "expert_load": Path("x")}, "--expert-replicas, --expert-load: only for experts on actors"),
+        ({"expert_actors": 4}, "--expert-actors needs --expert-memory"),
+        ({"expert_actors": 4, "expert_memory": "much"}, "--expert-memory has 'much'; it must be a size"),
+        ({"expert_actors": 4, "expert_memory": "40GiB,24GiB"}, "--expert-memory is for 2 actors and --expert-actors is 4"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "few"}, "--expert-replicas is 'few'; it must be a"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "0"}, "--expert-replicas is '0'; it must be a whole"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_replicas": "5"}, "--expert-replicas is 5; it can be at most"),
+        ({"expert_actors": 4, "expert_memory": "40GiB", "expert_load": Path("/none")}, "--expert-load /none cannot be read"),
+    ],
+)
+def test_mistakes_about_expert_actors_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        plan("mixtral-8x7b", "24GiB", gpus=2, **options)
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_expert_actors_that_cannot_be_are_named() -> None:
+    with pytest.raises(PlanError, match=r"too little memory for 256 experts of 336 MiB on 4 expert actors"):
+        plan("mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")
+    with pytest.raises(ConfigError, match="--expert-actors is for models of several experts per layer; this one has none"):
+        plan("mistral-7b-v0.1", "24GiB", gpus=2, expert_actors=4, expert_memory="10GiB")
+
+
+@pytest.mark.parametrize(("n_layers", "num_experts"), [(31, 8), (32, 7), (1, 1)])
+def test_the_load_of_another_model_is_refused(n_layers: int, num_experts: int, tmp_path: Path) -> None:
+    load = _write_load(tmp_path / "load.json", [[1] * num_experts] * n_layers)
+    with pytest.raises(ConfigError) as refused:
+        plan("mixtral-8x7b", "24GiB", gpus=2, expert_actors=4, expert_memory="40GiB", expert_load=load)
+    assert str(refused.value) == (
+        f"--expert-load is of {n_layers} layers with {num_experts} experts each, and the model has 32 layers with "
+        "8 experts each; it must be of the same model"
+    )
+
+
+def test_a_file_gives_what_no_flag_does(tmp_path: Path) -> None:
+    """As it is written for ``serve``: what a plan has no use for is not read."""
+
+    def planned(*flags: str) -> dict[str, Any]:
+        outcome = CliRunner().invoke(app, ["plan", *flags, "--json"])
+        assert outcome.exit_code == 0, outcome.output
+        data: dict[str, Any] = json.loads(outcome.stdout)
+        return data
+
+    lines = "model: mixtral-8x7b", "stages: 4", "gpu-memory: [24GiB, 24GiB, 80GiB, 80GiB]", "quantize: int8", "port: 9000"
+    (file := tmp_path / "tramontane.yaml").write_text("\n".join(lines))
+    flags = "--model", "mixtral-8x7b", "--gpus", "4", "--gpu-memory", "24GiB,24GiB,80GiB,80GiB", "--quantize", "int8"
+    assert planned("--config", str(file)) == planned(*flags)
+    assert planned("--config", str(file), "--max-num-seqs", "8") == planned(*flags, "--max-num-seqs", "8")
+    file.write_text("modle: mixtral-8x7b")
+    with pytest.raises(ConfigError, match=r"modle .*no such key"):
+        CliRunner().invoke(app, ["plan", "--config", str(file)], catch_exceptions=False)

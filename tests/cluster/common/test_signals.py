@@ -1,0 +1,78 @@
+"""Ctrl-C while Ray is being started: it is finished and then shut down, since a half started one ends Python in a crash."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from tramontane.cluster.common.signals import held_back
+from tramontane.cluster.pipeline.lifecycle import own_ray
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """As the command sets them for ``serve``."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    happened = []
+
+    def init(**_: Any) -> None:  # noqa: ANN401
+        ray._private.utils.set_sigterm_handler(lambda *_: happened.append("Ray's own handler"))  # as ray.init does
+        os.kill(os.getpid(), number)
+        happened.append("started")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: happened.append("shut down"))
+    with pytest.raises(KeyboardInterrupt), own_ray(num_cpus=1):
+        happened.append("used")
+    assert happened == ["started", "shut down"]
+    assert [signal.getsignal(each) for each in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
+
+
+def test_a_second_signal_breaks_off() -> None:
+    after = []
+
+    def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        after.append(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        after.append(2)
+
+    with pytest.raises(KeyboardInterrupt), held_back():
+        work()
+    assert after == [1]
+
+
+def test_what_has_a_handler_of_its_own_keeps_it() -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+    with held_back():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+
+
+def test_nothing_is_held_outside_the_main_thread() -> None:
+    ended = []
+
+    def run() -> None:
+        with held_back():
+            ended.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert ended == [True]

@@ -1,0 +1,346 @@
+"""Keys: who gets in, that nobody else does anything, and that nothing shows them."""
+
+import asyncio
+import json
+import logging
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_fuzz import check_error
+from pydantic import SecretStr
+from scripted_token_source import ScriptedSource, client_of, door_of
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tramontane.cluster.config.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
+from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
+from tramontane.cluster.config.job_urls import has_password
+from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.console.client_key import key_headers
+from tramontane.cluster.console.secrets import without_keys
+from tramontane.cluster.console.server_url import check_allowed
+from tramontane.cluster.observability.logging import log_beside_ray_serve
+from tramontane.cluster.serving.app import build
+from tramontane.cluster.serving.batch_replica import job_settings
+from tramontane.proto.errors import ConfigError
+from tramontane.router.batch.storage import JobStorage, UrlReader
+
+KEY, OTHER = "sk-first-kept-secret", "sk-second-kept-secret"
+BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
+
+
+def _keys(*keys: str, file: Path | None = None) -> ApiKeys:
+    return ApiKeys(map(SecretStr, keys), file)
+
+
+# Which header is one
+
+
+def test_without_keys_everybody_may_ask() -> None:
+    keys = ApiKeys()
+    assert not keys.are_needed
+    assert keys.allows(None)
+    assert keys.allows("Bearer whatever")
+
+
+@pytest.mark.parametrize("given", [f"Bearer {KEY}", f"Bearer {OTHER}", f"bearer {KEY}", f"BEARER  {KEY} "])
+def test_each_of_several_keys_is_good(given: str) -> None:
+    assert _keys(KEY, OTHER).allows(given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(None, "", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY} {OTHER}"),
+        *(f"Bearer {KEY},{OTHER}", f"Bearer{KEY}", "Bearer \udcff", "Bearer \xe9", f"Bearer {KEY.upper()}"),
+    ],
+)
+def test_nothing_else_is_good(given: str | None) -> None:
+    assert not _keys(KEY, OTHER).allows(given)
+
+
+def test_every_key_is_looked_at_however_early_one_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(_given: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return True
+
+    keys = _keys(KEY, OTHER, "third")
+    monkeypatch.setattr("tramontane.cluster.config.api_keys.hmac.compare_digest", compare)
+    keys.allows(f"Bearer {KEY}")
+    assert len(set(compared)) == 3
+    assert all(KEY.encode() not in known for known in compared), "digests, of one length"
+
+
+@pytest.mark.parametrize("bad", ["", " ", "a b", "a\n", "\xe9", "x" * 1025])
+def test_what_no_header_can_carry_is_refused(bad: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key must be printable") as refused:
+        _keys(KEY, bad)
+    assert KEY not in str(refused.value)
+
+
+# The file
+
+
+def test_a_file_has_a_key_per_line(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"# of the team\n\n" + KEY.encode() + b"\r\n  " + OTHER.encode() + b"  ")
+    keys = _keys("given", file=file)
+    assert all(keys.allows(f"Bearer {key}") for key in (KEY, OTHER, "given"))
+    assert not keys.allows("Bearer # of the team")
+    assert not keys.allows("Bearer ")
+
+
+def test_a_file_that_changes_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    keys = _keys(file=file)
+    (tmp_path / "new").write_text(OTHER)
+    (tmp_path / "new").rename(file)  # whole at once, as those do who do not want it read half
+    assert keys.allows(f"Bearer {OTHER}")
+    assert not keys.allows(f"Bearer {KEY}")
+    file.write_text(f"{KEY}\n{OTHER}")
+    assert keys.allows(f"Bearer {KEY}")
+
+
+def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    keys = _keys(file=file)
+    monkeypatch.setattr("tramontane.cluster.config.api_keys.keys_in", lambda _file: pytest.fail("it was read"))
+    assert keys.allows(f"Bearer {KEY}")
+
+
+SPOILED: dict[str, bytes | None] = {
+    "gone": None,
+    "empty": b"",
+    "comments": b"# nobody\n",
+    "no text": b"\xff\xfe" + KEY.encode(),
+    "spaces": f"{OTHER}\nmy {KEY}".encode(),
+    "large": b"x\n" * (MAX_FILE // 2 + 1),
+    "many": b"".join(b"%d\n" % number for number in range(MAX_KEYS + 1)),
+}
+
+
+@pytest.mark.usefixtures("_own_logging")
+def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = logging.FileHandler(tmp_path / "replica.log")
+    monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])
+    log_beside_ray_serve(LogSettings(), "door")
+    (file := tmp_path / "keys").write_text(KEY)
+    keys = _keys(file=file)
+    file.write_text("")
+    keys.allows(None)
+    written.close()
+    assert (tmp_path / "replica.log").read_text().count("holds no key; the keys that it had before are still good") == 1
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_file_that_is_spoiled_changes_nothing_and_is_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    file, content = tmp_path / "keys", SPOILED[how]
+    file.write_text(f"{KEY}\n")
+    keys = _keys(file=file)
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert keys.allows(f"Bearer {KEY}")
+            assert not keys.allows(f"Bearer {OTHER}")
+            assert not keys.allows(None)
+    [record] = caplog.records
+    assert "the keys that it had before are still good" in record.getMessage()
+    assert not any(key in caplog.text for key in (KEY, OTHER))
+    file.write_text(OTHER)
+    assert keys.allows(f"Bearer {OTHER}")
+    assert not keys.allows(f"Bearer {KEY}")
+
+
+@pytest.mark.parametrize("how", SPOILED)
+def test_a_server_does_not_start_with_a_file_that_is_spoiled(tmp_path: Path, how: str) -> None:
+    file, content = tmp_path / "keys", SPOILED[how]
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match="--api-key-file") as refused:
+        _keys(file=file)
+    assert not any(key in str(refused.value) for key in (KEY, OTHER))
+
+
+# The door
+
+
+async def _also_here(_request: Request) -> JSONResponse:
+    return JSONResponse({})
+
+
+REQUESTS = [
+    *[("GET", path) for path in ("/v1/models", "/v1/models/tiny", "/experts", "/also", "/nothing", "//health", "/health/")],
+    *[("GET", path) for path in ("/docs", "/openapi.json", "/%68ealth/../v1/models")],
+    *[("POST", path) for path in ("/v1/completions", "/tokenize", "/detokenize", "/also", "/v1/models")],
+]
+
+
+@pytest.mark.parametrize("authorization", [[], ["Bearer wrong"], [KEY], [f"Bearer {KEY}"] * 2])
+def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[str]) -> None:
+    async def body() -> Any:  # noqa: ANN401
+        pytest.fail("the body was read")
+        yield b""
+
+    async def scenario() -> None:
+        source = ScriptedSource()
+        app = door_of(source, keys=_keys(KEY), more_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
+        async with client_of(app) as client:
+            headers = [("authorization", value) for value in authorization]
+            for method, path in REQUESTS:
+                content = body() if method == "POST" else None
+                response = await client.request(method, path, content=content, headers=[*headers, ("x-request-id", "mine")])
+                assert response.status_code == 401
+                assert response.headers["www-authenticate"] == "Bearer"
+                assert response.headers["x-request-id"] == "mine"
+                error = check_error(response.content, code="invalid_api_key")
+                assert error["type"] == "invalid_request_error"
+            assert (await client.get("/health", headers=headers)).status_code == 200
+        assert source.asked == []
+
+    asyncio.run(scenario())
+
+
+def test_with_a_key_everything_answers() -> None:
+    async def scenario() -> None:
+        source = ScriptedSource()
+        app = door_of(source, keys=_keys(KEY), more_routes=[Route("/also", _also_here)]).app()
+        async with client_of(app) as client:
+            client.headers["authorization"] = f"Bearer {KEY}"
+            for path in ("/v1/models", "/experts", "/health", "/also"):
+                assert (await client.get(path)).status_code == 200
+            assert (await client.get("/nothing")).status_code == 404
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+        assert len(source.asked) == 1
+
+    asyncio.run(scenario())
+
+
+# What shows them
+
+
+def test_no_configuration_shows_its_keys(tmp_path: Path) -> None:
+    config = EngineConfig.build(None, {"api_key": [KEY, OTHER]})
+    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(_keys(KEY).__dict__)]
+    assert not any(KEY in text or OTHER in text for text in shown)
+    assert pickle.loads(pickle.dumps(config)) == config, "as replicas get it"
+    assert ApiKeys(pickle.loads(pickle.dumps(config)).api_key).allows(f"Bearer {OTHER}")
+    without = config.without_keys()
+    assert (without.api_key, without.api_key_file) == ((), None)
+    file = tmp_path / "file.yaml"
+    file.write_text(f"api_key: {KEY}\n")
+    assert EngineConfig.build(ConfigFile.read(file), {}).api_key == (SecretStr(KEY),)
+    assert EngineConfig.build(ConfigFile.read(file), {"api_key": ()}).api_key == (SecretStr(KEY),), "a flag that nobody gave"
+
+
+@pytest.mark.parametrize("text", [f"api_key: [{KEY}", f"api_key: *{KEY}", f"api_key: {{{KEY}: 1}}", f"api_key:\n  a: {KEY}\n"])
+def test_no_complaint_about_a_file_repeats_a_key(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file.yaml").write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        EngineConfig.build(ConfigFile.read(tmp_path / "file.yaml"), {})
+    assert KEY not in str(refused.value)
+
+
+def test_a_key_that_is_a_number_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text("api_key: 123456\n")
+    with pytest.raises(ConfigError, match="--api-key must be a text") as refused:
+        EngineConfig.build(ConfigFile.read(tmp_path / "file.yaml"), {})
+    assert "123456" not in str(refused.value)
+
+
+def test_a_serve_config_may_name_a_file_of_keys_but_no_key() -> None:
+    with pytest.raises(ConfigError, match="give an api_key_file") as refused:
+        build({"api_key": KEY})
+    assert KEY not in str(refused.value)
+
+
+DATABASE = f"postgresql://jobs:{KEY}@host/jobs"
+
+
+def test_no_configuration_shows_the_password_of_its_store() -> None:
+    config = EngineConfig.build(None, {"jobs_database": DATABASE, "jobs_storage": f"s3://me:{OTHER}@bucket"})
+    settings = job_settings(config)
+    assert (settings.database, settings.storage) == (DATABASE, f"s3://me:{OTHER}@bucket")
+    shown = [repr(config), str(config), repr(config.model_dump()), config.model_dump_json(), repr(settings)]
+    for wrong in ({"jobs_database": {KEY: OTHER}}, {"jobs_storage": [KEY, OTHER]}):
+        with pytest.raises(ConfigError, match="must be a text") as refused:
+            EngineConfig.build(None, wrong)
+        shown.append(str(refused.value))
+    for prefixes in (f"file:///in,s3://me:{KEY}@bucket/in", [f"https://host/in?token={KEY}"]):
+        with pytest.raises(ConfigError, match="--jobs-url-prefixes has a password") as refused:
+            EngineConfig.build(None, {"jobs_url_prefixes": prefixes})
+        shown.append(str(refused.value))
+    for refuse in (lambda: JobStorage(f"nosuch://me:{KEY}@bucket"), lambda: UrlReader([f"://me:{KEY}@x"])):
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        shown.append(str(refused.value))
+    assert not any(KEY in text or OTHER in text for text in shown)
+
+
+@pytest.mark.parametrize("query", ["password=", "user=me&password=", "sslpassword="])
+def test_a_serve_config_has_no_password_of_a_store(query: str) -> None:
+    for settings in ({"jobs_database": DATABASE}, {"jobs_database": f"postgresql://host/jobs?{query}{KEY}"}):
+        with pytest.raises(ConfigError, match="jobs_database: a password is not for a Serve config") as refused:
+            build(settings)
+        assert KEY not in str(refused.value)
+    assert not any(
+        map(has_password, ("postgresql://me@host:5432/jobs?sslmode=require", "sqlite:////a/b.sqlite", "s3://bucket/a"))
+    )
+
+
+def test_ray_is_told_a_command_line_without_keys() -> None:
+    """Ray shows how a process was started on its dashboard, as ps does."""
+    arguments = ["serve", "--api-key", KEY, f"--api-key={OTHER}", "--api-key-file", "keys", "--port", "80"]
+    arguments += ["--jobs-database", DATABASE, f"--jobs-storage=s3://me:{OTHER}@bucket"]
+    hidden = ["serve", "--api-key", "***", "--api-key=***", "--api-key-file", "keys", "--port", "80"]
+    hidden += ["--jobs-database", "***", "--jobs-storage=***"]
+    assert without_keys(arguments) == hidden
+    program = (
+        "import json, sys; from tramontane.cluster.console.secrets import hide_keys; hide_keys(sys.argv)\n"
+        "from ray._private.utils import get_entrypoint_name\n"
+        "print(json.dumps([get_entrypoint_name(), open('/proc/self/cmdline').read()]))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    for told in json.loads(done.stdout):
+        assert "--api-key=***" in told
+        assert KEY not in told
+        assert OTHER not in told
+
+
+# The other side
+
+
+def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text(f"# ours\n{KEY}\n{OTHER}\n")
+    assert key_headers(None, None) == {}
+    assert key_headers(KEY, None) == key_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
+    with pytest.raises(ConfigError, match="give one of them"):
+        key_headers(KEY, tmp_path / "keys")
+    with pytest.raises(ConfigError, match="printable") as refused:
+        key_headers(f"{KEY}\n", None)
+    assert KEY not in str(refused.value)
+
+
+def test_a_server_that_wants_another_key_is_named_without_it() -> None:
+    async def scenario() -> None:
+        async with client_of(door_of(ScriptedSource(), keys=_keys(KEY)).app()) as client:
+            client.headers.update(key_headers(OTHER, None))
+            with pytest.raises(ConfigError, match="http://door wants another API key") as refused:
+                check_allowed(client, await client.get("/v1/models"))
+            assert OTHER not in str(refused.value)
+            client.headers.update(key_headers(KEY, None))
+            check_allowed(client, await client.get("/v1/models"))
+
+    asyncio.run(scenario())

@@ -1,0 +1,317 @@
+"""Batch jobs over HTTP with the official client, and with whatever else may come; the server is in this process."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
+from http_fuzz import check_error
+from postgres import new_database, postgres
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+
+from tramontane.cluster.config.api_keys import ApiKeys
+from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.errors import ERROR_HANDLERS, error_response
+from tramontane.cluster.http.request_middleware import DoorGuard
+from tramontane.proto.errors import ConfigError, RequestError, TramontaneError, UnfollowableError
+from tramontane.router.batch import service as batch_service
+from tramontane.router.batch.jobs import JobOptions
+from tramontane.router.batch.service import BatchService
+from tramontane.router.openai.completion_request import ParameterError
+from tramontane.router.openai.served_model import UnknownModelError
+
+NUL_IN_NAME = b"\r\n".join(
+    [
+        b"--b",
+        b'Content-Disposition: form-data; name="purpose"',
+        b"",
+        b"batch",
+        b"--b",
+        b'Content-Disposition: form-data; name="file"; filename="a\0b"',
+        b"",
+        b"q",
+        b"--b--",
+        b"",
+    ]
+)
+
+
+@dataclass
+class House:
+    place: Place
+    service: BatchService
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path)
+    if request.param == "postgresql":
+        place.database = new_database(request.getfixturevalue("postgres_url"))
+    yield place
+    place.close()
+
+
+@asynccontextmanager
+async def _house(place: Place, keep_s: float | None) -> AsyncIterator[House]:
+    service = place.service(keep_s=keep_s)
+    guard = Middleware(DoorGuard, keys=ApiKeys(), sends_id=True)
+    app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
+    async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
+        yield House(place, service, http, client)
+
+
+def _in_house(place: Place, scenario: Callable[[House], Awaitable[None]], keep_s: float | None = None) -> None:
+    async def run() -> None:
+        async with _house(place, keep_s) as house:
+            await scenario(house)
+
+    asyncio.run(run())
+
+
+async def _ended(house: House, batch_id: str) -> Any:  # noqa: ANN401
+    async with house.place.running(house.place.runner()):
+        async for _ in house.service.watch(batch_id):
+            pass
+    return await house.client.batches.retrieve(batch_id)
+
+
+def test_a_batch_from_upload_to_results(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        client = house.client
+        file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
+        assert (file.filename, file.purpose, file.bytes) == ("in.jsonl", "batch", len(requests(3)) + 9)
+        assert (await client.files.content(file.id)).content == requests(3) + b"nonsense\n"
+        assert await client.files.retrieve(file.id) == file
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h", metadata={"who": "me"}
+        )
+        assert (batch.status, batch.input_file_id, batch.metadata) == ("validating", file.id, {"who": "me"})
+        ended = await _ended(house, batch.id)
+        assert ended.status == "completed"
+        assert ended.completed_at is not None
+        assert ended.request_counts.model_dump() == {"total": 4, "completed": 3, "failed": 1}
+        lines = [json.loads(line) for line in (await client.files.content(ended.output_file_id)).text.splitlines()]
+        assert [line["custom_id"] for line in lines] == ["r0", "r1", "r2"]
+        assert lines[2]["response"]["status_code"] == 200
+        assert lines[2]["response"]["body"] == {"said": 2}
+        assert lines[2]["error"] is None
+        (error,) = [json.loads(line) for line in (await client.files.content(ended.error_file_id)).text.splitlines()]
+        assert error["response"] is None
+        assert (error["error"]["line"], error["error"]["code"]) == (4, "invalid_line")
+        results = await house.http.get(f"/v1/batches/{batch.id}/results", params={"offset": 2})
+        assert [json.loads(line) for line in results.text.splitlines()] == [lines[2], error]
+        assert [each.id async for each in client.files.list(purpose="batch_output")] == [
+            ended.error_file_id,
+            ended.output_file_id,
+        ]
+        assert (await client.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError):
+            await client.files.retrieve(file.id)
+
+    _in_house(place, scenario)
+
+
+def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
+        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+        assert batch.failed_at == int(house.place.clock.now)
+        assert batch.errors is not None
+        assert batch.errors.data is not None
+        told = [(error.line, error.code) for error in batch.errors.data]
+        assert told == [(line, "invalid_line") for line in [1, 3, *range(5, 23)]], "the first twenty, one by one"
+        assert (batch.errors.data[1].message or "").startswith("line 3: it is not JSON")
+        assert (await house.client.batches.list()).data == [batch]
+        assert await house.client.batches.retrieve(batch.id) == batch
+
+    _in_house(place, scenario)
+
+
+REFUSALS: tuple[TramontaneError, ...] = (
+    UnknownModelError("there is no such model"),
+    ParameterError("temprature is not a parameter", "temprature"),
+    UnfollowableError("cannot be followed"),
+    RequestError("too long"),
+    ConfigError("impossible"),
+)
+
+
+def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> None:
+    async def refuse(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        raise REFUSALS[body["prompt"]]
+
+    place = place_in(tmp_path)
+
+    async def scenario(house: House) -> None:
+        job = await house.service.submit(pieces(requests(len(REFUSALS))), JobOptions())
+        async with place.running(place.runner(answer=refuse)):
+            results = await house.http.get(f"/v1/batches/{job.job_id}/results")
+        for line, error in zip(results.text.splitlines(), REFUSALS, strict=True):
+            answer, response = error_response(error), json.loads(line)["response"]
+            assert (response["status_code"], response["body"]) == (answer.status_code, json.loads(answer.body))
+        first = json.loads(results.text.splitlines()[0])["response"]
+        assert (first["status_code"], first["body"]["error"]["param"]) == (404, "model")
+        assert first["body"]["error"]["code"] == "model_not_found"
+
+    _in_house(place, scenario)
+    place.close()
+
+
+def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        now = int(house.place.clock.now)
+        file = await house.client.files.create(file=("in.jsonl", requests(1)), purpose="batch")
+        assert file.expires_at == now + 500
+        batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        assert batch.expires_at is None, "it is not removed before it has ended"
+        house.place.clock.now += 100
+        assert (await _ended(house, batch.id)).expires_at == now + 600
+        assert [each.expires_at async for each in house.client.files.list()] == [now + 600, now + 500]
+
+    _in_house(place_in(tmp_path), scenario, keep_s=500.0)
+
+
+def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        client = house.client
+        file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        made = [
+            (await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")).id
+            for _ in range(5)
+        ]
+        first = await client.batches.list(limit=2)
+        assert [each.id for each in first.data] == made[:2:-1]
+        assert first.has_more
+        assert [each.id async for each in client.batches.list(limit=2)] == made[::-1]
+        assert [each.id async for each in client.files.list(limit=1)] == [file.id]
+        assert (await client.batches.cancel(made[0])).status == "cancelling"
+        ended = await _ended(house, made[0])
+        assert (ended.status, ended.request_counts.failed) == ("cancelled", 2)
+        assert ended.output_file_id is None
+        assert b"batch_cancelled" in (await client.files.content(ended.error_file_id)).content
+
+    _in_house(place, scenario)
+
+
+def test_a_request_that_comes_again_is_the_same_batch(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
+        answers = [await house.http.post("/v1/batches", json=body, headers={"idempotency-key": key}) for key in "aab"]
+        ids = [answer.json()["id"] for answer in answers]
+        assert ids[0] == ids[1] != ids[2]
+
+    _in_house(place, scenario)
+
+
+def test_what_is_wrong_is_refused_in_openais_shape(place: Place) -> None:
+    async def scenario(house: House) -> None:
+        good = (await house.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
+        empty = (await house.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
+        batch = {"input_file_id": good, "endpoint": "/v1/completions", "completion_window": "24h"}
+        post = house.http.post
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("f", b"x")}}
+        boundary = {"content-type": "multipart/form-data; boundary=b"}
+        for status, answer in [
+            (400, post("/v1/files", content=b"x")),
+            (400, post("/v1/files", content=b"x", headers={"content-type": "multipart/form-data"})),
+            (400, post("/v1/files", content=b"--b\r\nnonsense", headers=boundary)),
+            (400, post("/v1/files", files={"file": ("f", b"x")})),
+            (400, post("/v1/files", **form | {"data": {"purpose": "fine-tune"}})),
+            (400, post("/v1/files", **form | {"data": {"purpose": "batch", "more": "1"}})),
+            (400, post("/v1/files", data={"purpose": "batch"}, files={"other": ("f", b"x")})),
+            (413, post("/v1/files", **form | {"files": {"file": ("f", b"x" * (LIMITS.max_bytes + 1))}})),
+            (404, house.http.get("/v1/files/none")),
+            (404, house.http.get("/v1/files/none/content")),
+            (404, house.http.delete("/v1/files/none")),
+            (404, house.http.get("/v1/files?after=none")),
+            (400, house.http.get("/v1/files?limit=0")),
+            (400, house.http.get("/v1/files?order=up")),
+            (400, post("/v1/batches", content=b"\xff")),
+            (400, post("/v1/batches", content=b"[" * 5000)),
+            (413, post("/v1/batches", content=b" " * 2**17)),
+            (400, post("/v1/batches", json=batch | {"endpoint": "/v1/embeddings"})),
+            (400, post("/v1/batches", json=batch | {"endpoint": "/v1/chat/completions"})),
+            (400, post("/v1/batches", json=batch | {"completion_window": "1h"})),
+            (400, post("/v1/batches", json=batch | {"metadata": {"a": 1}})),
+            (400, post("/v1/batches", json=batch | {"metadata": {"a": "x" * 513}})),
+            (400, post("/v1/batches", json=batch | {"unknown": 1})),
+            (400, post("/v1/batches", json=batch | {"input_file_id": empty})),
+            (404, post("/v1/batches", json=batch | {"input_file_id": "none"})),
+            (404, house.http.get("/v1/batches/none")),
+            (404, post("/v1/batches/none/cancel")),
+            (404, house.http.get("/v1/batches/none/results")),
+            (400, house.http.get("/v1/batches?limit=101")),
+            (404, house.http.get("/v1/batches?after=none")),
+            (400, house.http.get("/v1/batches?more=1")),
+            (404, house.http.get("/v1/files/%00")),
+            (404, house.http.get("/v1/files?after=%00")),
+            (400, house.http.get("/v1/files?purpose=%00")),
+            (400, post("/v1/files", content=NUL_IN_NAME, headers=boundary)),
+            (404, house.http.get("/v1/batches/%00")),
+            (404, house.http.get("/v1/batches?after=%00")),
+            (404, post("/v1/batches/%00/cancel")),
+            (404, post("/v1/batches", json=batch | {"input_file_id": "\0"})),
+        ]:
+            response = await answer
+            assert response.status_code == status, (response.request.url, response.text)
+            assert check_error(response.content)["param"] != "prompt"
+        assert (await house.http.get("/v1/batches")).json()["data"] == []
+        assert len([each async for each in house.client.files.list()]) == 2
+
+    _in_house(place, scenario)
+
+
+def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    async def scenario(house: House) -> None:
+        (tmp_path / "deep").write_text("no folder")
+        response = await house.http.get("/v1/batches/batch_x", headers={"x-request-id": "mine"})
+        assert response.status_code == 404
+        response = await house.http.post(
+            "/v1/files", data={"purpose": "batch"}, files={"file": ("f", b"x")}, headers={"x-request-id": "mine"}
+        )
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+
+    with caplog.at_level(logging.WARNING):
+        _in_house(place_in(tmp_path), scenario)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("request mine failed: the jobs' database cannot be made")
+
+
+def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_service, "MAX_STREAMS", 1)
+
+    async def scenario(house: House) -> None:
+        file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
+        order = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        job_id = (await house.http.post("/v1/batches", json=order)).json()["id"]
+        watch = house.service.watch(job_id)
+        await anext(watch)
+        refused = await house.http.get(f"/v1/batches/{job_id}/results")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "30")
+        check_error(refused.content, code="rate_limit_exceeded")
+        await watch.aclose()
+        async with house.place.running(house.place.runner()):
+            assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2
+        assert len((await house.http.get(f"/v1/batches/{job_id}/results")).text.splitlines()) == 2, "the first gave its room back"
+
+    _in_house(place, scenario)

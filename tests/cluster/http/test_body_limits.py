@@ -1,0 +1,163 @@
+"""Bodies that are many, large or slow: a door reads them within bounds, and none that it would refuse anyway."""
+
+import asyncio
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import place_in
+from scripted_token_source import MAX_BODY, MODEL, ScriptedSource, door_of
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message
+
+from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.body_limits import STEP, BodyBudget, BodyTooSlowError
+from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.proto.errors import DrainingError, FullError, TramontaneError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+ASKED = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
+FORM = (b"content-type", b"multipart/form-data; boundary=b")
+
+
+class Sender:
+    """Of one request, by hand. Where its body is not whole it waits after the last part, and then leaves."""
+
+    def __init__(self, parts: Iterable[bytes], is_whole: bool = True, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self._parts, self._is_whole, self._headers = list(parts), is_whole, list(headers)
+        self.num_received, self.sent = 0, list[Message]()
+        self.waits, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def ask(self, app: ASGIApp, path: str = COMPLETIONS) -> "Sender":
+        scope: dict[str, Any] = {"type": "http", "method": "POST", "path": path, "headers": self._headers}
+        await app(scope | {"query_string": b"", "root_path": ""}, self.receive, self._send)
+        return self
+
+    async def receive(self) -> Message:
+        if self.num_received == len(self._parts):
+            self.waits.set()
+            await self.goes_on.wait()
+            return {"type": "http.disconnect"}
+        self.num_received += 1
+        is_last = self._is_whole and self.num_received == len(self._parts)
+        return {"type": "http.request", "body": self._parts[self.num_received - 1], "more_body": not is_last}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def status(self) -> int:
+        return int(self.sent[0]["status"])
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(b"".join(message.get("body", b"") for message in self.sent))["error"]
+        return error
+
+
+class Refusing(ScriptedSource):
+    def __init__(self, refusal: TramontaneError) -> None:
+        super().__init__()
+        self._refusal = refusal
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        raise self._refusal
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (FullError("full", 3), 429)])
+def test_what_would_be_refused_anyway_is_not_even_read(path: str, refusal: TramontaneError, status: int) -> None:
+    async def scenario() -> None:
+        sender = await Sender([b"x" * MAX_BODY]).ask(door_of(Refusing(refusal)).app(), path)
+        assert (sender.status, sender.num_received) == (status, 0)
+        assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
+
+    asyncio.run(scenario())
+
+
+def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
+    """100 bytes of one that stands still leave 100 of 200."""
+
+    async def scenario() -> None:
+        bodies, num_refused = BodyBudget(max_held=200), MODEL.counts.refused["overloaded"]
+        app = door_of(ScriptedSource(), bodies=bodies).app()
+        waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
+        asking = asyncio.create_task(waiting.ask(app))
+        await waiting.waits.wait()
+        assert bodies.num_held == 100
+        assert (await Sender([ASKED.ljust(100)]).ask(app)).status == 200
+        refused = await Sender([ASKED.ljust(60), b" " * 41, b" "]).ask(app)
+        assert (refused.status, refused.error["type"], refused.num_received) == (429, "rate_limit_error", 2)
+        assert (b"retry-after", b"5") in refused.sent[0]["headers"]
+        assert MODEL.counts.refused["overloaded"] == num_refused + 1
+        assert bodies.num_held == 100, "what was refused is not held"
+        waiting.goes_on.set()
+        assert (await asking).status == 499
+        assert bodies.num_held == 0
+        assert (await Sender([ASKED.ljust(200)]).ask(app)).status == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_a_body_that_stands_still_is_given_up(path: str) -> None:
+    async def scenario() -> None:
+        bodies = BodyBudget(step_within_s=0.01)
+        sender = await Sender([ASKED[:9]], is_whole=False).ask(door_of(ScriptedSource(), bodies=bodies).app(), path)
+        assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
+        assert "within 0.01 s" in sender.error["message"]
+
+    asyncio.run(scenario())
+
+
+def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
+    place = place_in(tmp_path)
+
+    async def scenario() -> None:
+        door = BatchDoor(place.service(), BodyBudget(step_within_s=0.01))
+        app = Starlette(routes=door.routes(), exception_handlers=ERROR_HANDLERS)
+        assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).ask(app, "/v1/files")).status == 408
+        assert (await Sender([b"{"], is_whole=False).ask(app, "/v1/batches")).status == 408
+
+    asyncio.run(scenario())
+    place.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "every_s", "is_read"),
+    [
+        ([STEP * 5 // 8] * 6, 10.0, True),  # 40 KiB each: a minute in all, and never 30 s without 64 KiB
+        ([STEP, 1, 1], 10.0, True),
+        ([STEP, 1, 1, 1], 10.0, False),
+        ([1] * 3, 10.0, False),
+        ([1, 1], 29.0, False),
+    ],
+)
+def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
+    sizes: list[int], every_s: float, is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        now = 1000.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+        sender = Sender(b" " * size for size in sizes)
+
+        async def receive() -> Message:
+            nonlocal now
+            now += every_s
+            for _ in range(3):  # what waits for this time has its turn
+                await asyncio.sleep(0)
+            return await sender.receive()
+
+        bodies = BodyBudget(step_within_s=30.0)
+        reading = bodies.whole(Request({"type": "http", "headers": []}, receive), 2**20)
+        if is_read:
+            assert len(await reading) == sum(sizes)
+        else:
+            with pytest.raises(BodyTooSlowError):
+                await reading
+        assert bodies.num_held == 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,367 @@
+"""OpenAI's own client, sync and async, plain, streaming and raw, over everything that the door has of OpenAI's."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
+from pydantic import BaseModel, SecretStr
+from scripted_token_source import SAID, ScriptedSource, door_of
+from tokenizer_files import SENTENCEPIECE
+
+from tramontane.cluster.config.api_keys import ApiKeys
+from tramontane.proto.errors import OverloadedError, PipelineError
+from tramontane.router.openai.served_model import ServedModel
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+from tramontane.router.tokenization.chat import ChatMessage
+from tramontane.router.tokenization.mistral_chat import MistralChat
+
+KEY = "sk-contract"
+CONTEXT = 512
+TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
+CALLS = 5  # [TOOL_CALLS]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+WEATHER: ChatCompletionToolParam = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a town",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CALLED = '[{"name": "weather", "arguments": {"town": "Arles"}}]'
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    return TOKENIZER.encode(text)[1:]
+
+
+@dataclass
+class Server:
+    url: str
+    source: ScriptedSource
+    client: OpenAI
+
+    def says(self, *token_ids: int) -> None:
+        self.source.token_ids = token_ids
+
+    def run(self, scenario: Callable[[AsyncOpenAI], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with AsyncOpenAI(api_key=KEY, base_url=self.url, max_retries=0) as client:
+                await scenario(client)
+
+        asyncio.run(main())
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[Server]:
+    source = ScriptedSource()
+    model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
+    chat = MistralChat.of_sentencepiece(SENTENCEPIECE["v3"])
+    app = door_of(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+        with OpenAI(api_key=KEY, base_url=url, max_retries=0) as client:
+            yield Server(url, source, client)
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture
+def server(listening: Server) -> Server:
+    """Answers what it always answers."""
+    listening.says(*_ids(SAID))
+    listening.source.failure, listening.source.fails_at = None, 0
+    listening.source.asked.clear()
+    return listening
+
+
+# Completions and models
+
+
+def test_completions(server: Server) -> None:
+    plain = server.client.completions.create(model="tiny", prompt=["What", "news?"], n=2, max_tokens=100, logprobs=2, seed=1)
+    assert [choice.index for choice in plain.choices] == [0, 1, 2, 3]
+    assert {choice.text.strip() for choice in plain.choices} == {SAID}
+    assert plain.choices[0].finish_reason == "stop"
+    assert plain.choices[0].logprobs is not None
+    assert plain.choices[0].logprobs.token_logprobs == [-0.5] * len(server.source.token_ids)
+    stream = server.client.completions.create(
+        model="tiny", prompt="What news?", max_tokens=3, stream=True, stream_options={"include_usage": True}
+    )
+    *chunks, last = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == TOKENIZER.decoder().push(_ids(SAID)[0]) + TOKENIZER.decode(
+        tuple(_ids(SAID)[1:3])
+    )
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 3
+
+
+def test_models(server: Server) -> None:
+    assert [model.id for model in server.client.models.list()] == ["tiny"]
+    assert server.client.models.retrieve("tiny").owned_by == "tramontane"
+    with pytest.raises(openai.NotFoundError):
+        server.client.models.retrieve("gpt")
+
+
+def test_async_and_raw(server: Server) -> None:
+    async def scenario(client: AsyncOpenAI) -> None:
+        raw = await client.completions.with_raw_response.create(
+            model="tiny", prompt="a", max_tokens=2, extra_headers={"x-request-id": "mine"}
+        )
+        assert raw.headers["x-request-id"] == "mine"
+        assert raw.parse().choices[0].finish_reason == "length"
+        chat = await client.chat.completions.create(model="tiny", messages=HELLO)
+        assert chat._request_id
+        assert chat.choices[0].message.content == SAID
+        async with client.chat.completions.with_streaming_response.create(model="tiny", messages=HELLO, stream=True) as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            lines = [line async for line in response.iter_lines() if line]
+        assert json.loads(lines[0].removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
+        assert lines[-1] == "data: [DONE]"
+        together = await asyncio.gather(*(client.chat.completions.create(model="tiny", messages=HELLO) for _ in range(4)))
+        assert {answer.choices[0].message.content for answer in together} == {SAID}
+        assert len({answer.id for answer in together}) == 4
+
+    server.run(scenario)
+
+
+# Chat
+
+
+def test_chat(server: Server) -> None:
+    answer = server.client.chat.completions.create(model="tiny", messages=HELLO, n=2, temperature=0, user="somebody")
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
+        assert (choice.message.tool_calls, choice.message.refusal, choice.logprobs) == (None, None, None)
+    [specs] = server.source.asked
+    prompt = MistralChat.of_sentencepiece(SENTENCEPIECE["v3"]).encode
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(specs[0].prompt_ids)
+    assert answer.usage.completion_tokens == 2 * len(server.source.token_ids)
+    assert [spec.sampling.choice for spec in specs] == [0, 1]
+    assert specs[0].sampling.max_tokens == CONTEXT - len(specs[0].prompt_ids), "as much as there is room for"
+    assert specs[0].prompt_ids == prompt([ChatMessage("system", "Be brief."), ChatMessage("user", "Hello!")])
+
+
+def test_a_chat_streams_the_role_first(server: Server) -> None:
+    stream = server.client.chat.completions.create(
+        model="tiny", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    first, *chunks, last = list(stream)
+    assert [(c.index, c.delta.role, c.delta.content, c.finish_reason) for c in first.choices] == [
+        (0, "assistant", "", None),
+        (1, "assistant", "", None),
+    ]
+    for index in (0, 1):
+        own = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+        assert "".join(choice.delta.content or "" for choice in own) == SAID
+        assert all(choice.delta.role is None for choice in own)
+        assert [choice.finish_reason for choice in own] == [None] * (len(own) - 1) + ["stop"]
+    assert {chunk.object for chunk in (first, *chunks, last)} == {"chat.completion.chunk"}
+    assert len({chunk.id for chunk in (first, *chunks, last)}) == 1
+    assert last.choices == []
+    assert last.usage is not None
+
+
+def test_a_chat_of_one_token_streams_too(server: Server) -> None:
+    chunks = list(server.client.chat.completions.create(model="tiny", messages=HELLO, max_completion_tokens=1, stream=True))
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, "length"]
+
+
+def test_stop_and_length(server: Server) -> None:
+    stopped = server.client.chat.completions.create(model="tiny", messages=HELLO, stop=["my"])
+    assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("Good morrow, ", "stop")
+    cut = server.client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2)
+    assert cut.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chats(server: Server, stream: bool) -> None:
+    asked: Any = {"model": "tiny", "messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 3}
+    if stream:
+        choices = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    else:
+        choices = server.client.chat.completions.create(**asked).choices
+    told = [token for choice in choices if choice.logprobs for token in choice.logprobs.content]
+    assert [bytes(token.bytes).decode() for token in told] == [TOKENIZER.bytes_of(i).decode() for i in _ids(SAID)[:3]]
+    assert {token.logprob for token in told} == {-0.5}
+    assert [[top.logprob for top in token.top_logprobs] for token in told] == [[-0.5, -1.5]] * 3
+
+
+def test_what_was_said_before_may_be_of_any_kind(server: Server) -> None:
+    messages: list[ChatCompletionMessageParam] = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "How is"}, {"type": "text", "text": "the weather?"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"town": "Arles"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "windy"},
+    ]
+    answer = server.client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
+    assert answer.choices[0].message.content == SAID
+    prompt = TOKENIZER.decode(server.source.asked[0][0].prompt_ids)
+    for part in ("Be brief.", "How is\nthe weather?", "Arles", "windy", "of a town"):
+        assert part in prompt
+
+
+def test_tools_are_called(server: Server) -> None:
+    server.says(CALLS, *_ids(CALLED))
+    answer = server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="required")
+    assert server.source.asked[0][0].sampling.grammar
+    [choice] = answer.choices
+    assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"town": "Arles"})
+    with server.client.chat.completions.stream(model="tiny", messages=HELLO[1:], tools=[WEATHER]) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert final.message.tool_calls is not None
+    assert final.message.tool_calls[0].function.name == "weather"
+    assert json.loads(final.message.tool_calls[0].function.arguments) == {"town": "Arles"}
+    assert final.message.tool_calls[0].id
+    server.client.chat.completions.create(model="tiny", messages=HELLO[1:], tools=[WEATHER], tool_choice="none")
+    assert not server.source.asked[-1][0].sampling.grammar
+
+
+class Town(BaseModel):
+    name: str
+
+
+def test_answers_in_json(server: Server) -> None:
+    server.says(*_ids('{"name": "Arles"}'))
+    parsed = server.client.chat.completions.parse(model="tiny", messages=HELLO, response_format=Town)
+    assert parsed.choices[0].message.parsed == Town(name="Arles")
+    assert server.source.asked[0][0].sampling.grammar
+    server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "json_object"})
+    assert server.source.asked[1][0].sampling.grammar
+    server.client.chat.completions.create(model="tiny", messages=HELLO, response_format={"type": "text"})
+    assert not server.source.asked[2][0].sampling.grammar
+
+
+# Errors
+
+
+def test_a_wrong_key(server: Server) -> None:
+    with (
+        OpenAI(api_key="wrong", base_url=server.url, max_retries=0) as stranger,
+        pytest.raises(openai.AuthenticationError) as refused,
+    ):
+        stranger.chat.completions.create(model="tiny", messages=HELLO)
+    assert refused.value.code == "invalid_api_key"
+    assert server.source.asked == []
+
+
+def test_a_model_that_is_not_there(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError) as refused:
+        server.client.chat.completions.create(model="gpt", messages=HELLO)
+    assert (refused.value.code, refused.value.param) == ("model_not_found", "model")
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "a" * 60_000}]}, "messages"),
+    ({"messages": [{"role": "user", "content": "la " * CONTEXT}]}, "messages"),
+    ({"messages": [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "a"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.user.content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages.0.user.content"),
+    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, "messages.0.user.name"),
+    ({"messages": [{"role": "stranger", "content": "a"}]}, "messages.0"),
+    ({"messages": [{"role": "user"}]}, "messages.0.user.content"),
+    ({"messages": [{"role": "user", "content": "a"}] * 2049}, "messages"),
+    ({"n": 0}, "n"),
+    ({"n": 17}, "n"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"prompt": "a"}, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("changes", "param"), BAD)
+def test_what_cannot_be_asked(server: Server, changes: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        server.client.post("/chat/completions", cast_to=object, body={"model": "tiny", "messages": HELLO} | changes)
+    assert refused.value.param == param
+    assert server.source.asked == []
+
+
+def test_a_body_that_is_too_large(server: Server) -> None:
+    with pytest.raises(openai.APIStatusError) as refused:
+        server.client.completions.create(model="tiny", prompt="a" * 70_000)
+    assert refused.value.status_code == 413
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_server_that_is_full(server: Server, stream: bool) -> None:
+    server.source.failure = OverloadedError("too much waits", 7)
+    with pytest.raises(openai.RateLimitError) as refused:
+        server.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+    assert refused.value.response.headers["retry-after"] == "7"
+    assert refused.value.code == "rate_limit_exceeded"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pipeline_that_is_gone(server: Server, stream: bool) -> None:
+    server.source.failure = PipelineError("stage 1 died")
+    with pytest.raises(openai.InternalServerError, match="stage 1 died") as refused:
+        server.client.chat.completions.create(model="tiny", messages=HELLO, stream=stream)
+    assert refused.value.status_code == 503
+    assert refused.value.request_id
+
+
+def test_a_pipeline_that_dies_in_the_middle(server: Server) -> None:
+    server.source.failure, server.source.fails_at = PipelineError("stage 1 died"), 2
+    stream = server.client.chat.completions.create(model="tiny", messages=HELLO, stream=True)
+    with pytest.raises(openai.APIError, match="stage 1 died"):
+        list(stream)
+
+
+def test_a_client_that_tries_again_gets_its_answer(server: Server) -> None:
+    """What OpenAI's client does by itself when it is told to come back."""
+    server.source.failure = OverloadedError("too much waits", 0)
+    told: list[int] = []
+
+    class Recovering(list[Any]):
+        def append(self, specs: Any) -> None:  # noqa: ANN401
+            super().append(specs)
+            told.append(len(self))
+            server.source.failure = OverloadedError("too much waits", 0) if len(self) < 2 else None
+
+    server.source.asked = Recovering()
+    try:
+        client = server.client.with_options(max_retries=2)
+        assert client.chat.completions.create(model="tiny", messages=HELLO).choices[0].message.content == SAID
+        assert told == [1, 2]
+    finally:
+        server.source.asked = []

@@ -1,0 +1,196 @@
+"""Of clients: ``x-request-timeout``, whose key a request came with, and refusals before anything is tokenized."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+from scripted_chain import Gate, ScriptedChain, no_gate
+from scripted_token_source import CONTEXT, MODEL, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_of, door_of
+
+from tramontane.cluster.config.api_keys import ApiKeys
+from tramontane.proto.errors import FullError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+BODY: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 8, "ignore_eos": True}
+CHAT_BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "What news?"}], "max_tokens": 8}
+TIMEOUT = "x-request-timeout"
+
+
+class Chain(ScriptedChain):
+    """Remembers who has begun."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(gate)
+        self.begun: set[int] = set()
+
+    async def _run(self, batch: MicroBatch) -> Any:  # noqa: ANN401
+        self.begun |= {chunk.seq_id for chunk in batch.chunks}
+        return await super()._run(batch)
+
+
+@asynccontextmanager
+async def _house(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
+    cache = CachePlan(16, (WindowClass(None, CONTEXT // 16, 40),))
+    chain = Chain(gate)
+    router = Router(Scheduler(cache, Limits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4), EvenPolicy(1, 64)), chain)
+    running = asyncio.create_task(router.run())
+    source: Any = router
+    async with client_of(door_of(source).app()) as client:
+        yield client, router, chain
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def _stuck(_batch: MicroBatch) -> None:
+    await asyncio.Event().wait()
+
+
+def _after(num_steps: int) -> Gate:
+    """From this step on nothing comes back."""
+
+    async def gate(batch: MicroBatch) -> None:
+        if batch.step_id >= num_steps:
+            await asyncio.Event().wait()
+
+    return gate
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
+def test_work_ends_with_the_time_that_was_given(path: str, body: dict[str, Any], stream: bool) -> None:
+    async def scenario() -> None:
+        async with _house(_stuck) as (client, router, _):
+            response = await client.post(path, json=body | {"stream": stream}, headers={TIMEOUT: "0.05"})
+            assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+            assert router.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_has_begun_ends_with_an_error_in_it() -> None:
+    async def scenario() -> None:
+        async with _house(_after(3)) as (client, router, _):
+            response = await client.post("/v1/completions", json=BODY | {"stream": True}, headers={TIMEOUT: "0.5"})
+            assert response.status_code == 200
+            *told, last = [json.loads(part.removeprefix("data: ")) for part in response.text.split("\n\n") if part]
+            assert told
+            assert last["error"]["code"] == "deadline_exceeded"
+            assert router.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_time_is_over_while_it_waits_is_never_begun() -> None:
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def gate(_batch: MicroBatch) -> None:
+            await release.wait()
+
+        async with _house(gate) as (client, router, chain):
+            first = asyncio.create_task(client.post("/v1/completions", json=BODY))
+            while not chain.begun:
+                await asyncio.sleep(0)
+            late = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "0.05"})
+            assert late.status_code == 504
+            assert router.scheduler.num_waiting == 0
+            release.set()
+            assert (await first).status_code == 200
+            assert chain.begun == {0}
+
+    asyncio.run(scenario())
+
+
+def test_whoever_is_in_time_is_answered() -> None:
+    async def scenario() -> None:
+        async with _house(no_gate) as (client, _, _):
+            response = await client.post("/v1/completions", json=BODY, headers={TIMEOUT: "3600"})
+            assert response.json()["usage"]["completion_tokens"] == BODY["max_tokens"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("value", ["", "0", "-1", "nan", "inf", "1e9", "soon", "1 s", "1,2"])
+def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
+    async def scenario() -> None:
+        source = ScriptedSource()
+        async with client_of(door_of(source).app()) as client:
+            for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
+                response = await client.post(path, json=body, headers={TIMEOUT: value})
+                assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
+            twice = await client.post("/v1/completions", json=BODY, headers=[(TIMEOUT, "5"), (TIMEOUT, "5")])
+            assert twice.status_code == 400
+        assert not source.asked
+
+    asyncio.run(scenario())
+
+
+def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
+    async def scenario(*keys: str) -> list[int]:
+        source = ScriptedSource()
+        async with client_of(door_of(source, keys=ApiKeys(map(SecretStr, keys))).app()) as client:
+            for key in keys:
+                for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
+                    await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+        owners = [{spec.owner for spec in specs} for specs in source.asked]
+        assert owners[::2] == owners[1::2], "of either endpoint"
+        return [owner for (owner,) in owners[::2]]
+
+    assert sorted(asyncio.run(scenario("a", "b", "c"))) == [1, 2, 3]
+    assert asyncio.run(scenario("a")) == [0], "a single key has nobody to share with"
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
+def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dict[str, Any]) -> None:
+    class NeverAsked(type(TOKENIZER)):  # type: ignore[misc]
+        def encode(self, _text: str) -> tuple[int, ...]:
+            raise AssertionError("tokenized")
+
+    class NoChatAsked:
+        tool_format = None
+
+        def encode(self, _messages: Sequence[Any], _tools: Sequence[Any] = ()) -> tuple[int, ...]:
+            raise AssertionError("tokenized")
+
+    async def scenario() -> None:
+        source = ScriptedSource(failure=FullError("too much waits", 3))
+        source.is_known_full = True
+        tokenizer = NeverAsked.__new__(NeverAsked)
+        door = door_of(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatAsked())
+        async with client_of(door.app()) as client:
+            response = await client.post(path, json=body)
+            assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+        assert not source.asked
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)])
+def test_a_requests_id_travels_with_the_first_piece_of_its_prompt(path: str, body: dict[str, Any]) -> None:
+    """And no further: stages remember it."""
+    seen: list[str] = []
+
+    async def look(batch: MicroBatch) -> None:
+        seen.extend(chunk.request_id for chunk in batch.chunks)
+
+    async def scenario() -> None:
+        async with _house(look) as (client, _, _):
+            answer = await client.post(path, json=body | {"n": 2}, headers={"x-request-id": "mine"})
+            assert answer.status_code == 200
+            await client.post(path, json={**body, "max_tokens": 1})
+
+    asyncio.run(scenario())
+    assert seen[:2] == ["mine", "mine"], "of either choice"
+    assert len(seen[-1]) == 32, "who brings none gets one"

@@ -1,0 +1,266 @@
+"""A client that does not read its answer: it stands still, is dropped after a while with a reason, and gives its place back."""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import ray.serve._private.replica
+from scripted_token_source import TOKENIZER, ScriptedSource, client_of, door_of
+from starlette.types import Message, Receive, Scope, Send
+
+from tramontane.cluster.http import slow_clients as slow_readers
+from tramontane.cluster.http.slow_clients import LIMIT, MOST_UNREAD, PIECE, DropSlowReaders, SlowReaderError, num_unread, patient
+
+NUM_TOKENS = 100
+
+
+class OpenSource(ScriptedSource):
+    """Knows how far it has been asked, and whether it is still open."""
+
+    num_told, num_open = 0, 0
+
+    async def generate(self, specs: Any) -> Any:  # noqa: ANN401
+        self.num_open += 1
+        try:
+            async for batch in super().generate(specs):
+                self.num_told += 1
+                yield batch
+        finally:
+            self.num_open -= 1
+
+
+def _source() -> OpenSource:
+    return OpenSource(TOKENIZER.encode("x")[1:2] * NUM_TOKENS)
+
+
+async def _request(app: Any, send: Send, stays: asyncio.Event, *, stream: bool = True) -> None:  # noqa: ANN401
+    body = json.dumps({"prompt": "ROMEO:", "max_tokens": NUM_TOKENS, "stream": stream, "ignore_eos": True}).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Message:
+        try:
+            return next(messages)
+        except StopIteration:
+            await stays.wait()
+            return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b"", "root_path": ""}
+    await app(scope | {"asgi": {"version": "3.0", "spec_version": "2.3"}}, receive, send)
+
+
+async def _settled(source: OpenSource) -> int:
+    """How much it has told, once it tells no more."""
+    before = -1
+    while before != source.num_told:
+        before = source.num_told
+        for _ in range(50):
+            await asyncio.sleep(0)
+    return before
+
+
+def test_a_stream_that_nobody_reads_stands_still_and_goes_on_when_somebody_does() -> None:
+    async def scenario() -> None:
+        source, reads, written = _source(), asyncio.Event(), 0
+
+        async def send(message: Message) -> None:
+            nonlocal written
+            written += 1
+            if written > 5:
+                await reads.wait()
+
+        asking = asyncio.create_task(_request(door_of(source, slow_reader_s=3600.0).app(), send, asyncio.Event()))
+        assert await _settled(source) < 10
+        reads.set()
+        await asking
+        assert (source.num_told, source.num_open) == (NUM_TOKENS, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("through_ray_serve", [False, True])
+def test_whoever_does_not_read_for_too_long_is_dropped(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, through_ray_serve: bool
+) -> None:
+    """Where Ray Serve is between, writing does not wait; its queue grows instead."""
+    monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
+    slow_readers.note_queues_of_answers()
+
+    async def scenario() -> int:
+        source, num_sent = _source(), 0
+        queue: Any = ray.serve._private.replica.MessageQueue() if through_ray_serve else None  # type: ignore[attr-defined]
+
+        async def send(message: Message) -> None:
+            nonlocal num_sent
+            num_sent += 1
+            if queue is not None:
+                queue.put_nowait(message)
+            elif num_sent > 5:
+                await asyncio.Event().wait()
+
+        await _request(door_of(source, slow_reader_s=0.2).app(), send, asyncio.Event())
+        assert source.num_open == 0
+        return num_sent
+
+    with caplog.at_level(logging.WARNING):
+        num_sent = asyncio.run(scenario())
+    assert num_sent == (MOST_UNREAD + 1 if through_ray_serve else 6)
+    (record,) = caplog.records
+    assert "was dropped: its client did not read for 0.2 s" in record.getMessage()
+
+
+@pytest.mark.parametrize("asked", [{"stream": False}, {"stream": True}])
+def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked: dict[str, Any]) -> None:
+    async def send(_message: Message) -> None:
+        await asyncio.Event().wait()
+
+    source = _source()
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(_request(door_of(source, slow_reader_s=0.05).app(), send, asyncio.Event(), **asked))
+    assert source.num_open == 0
+    (record,) = caplog.records
+    assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
+
+
+def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
+    slow_readers.note_queues_of_answers()
+
+    async def scenario() -> None:
+        queue: Any = ray.serve._private.replica.MessageQueue()  # type: ignore[attr-defined]
+
+        async def read() -> bytes:
+            got = b""
+            while not got.endswith(b"[DONE]\n\n"):
+                await queue.wait_for_message()
+                assert num_unread() <= MOST_UNREAD + 1
+                got += b"".join(message.get("body", b"") for message in queue.get_messages_nowait())
+            return got
+
+        async def send(message: Message) -> None:
+            queue.put_nowait(message)
+
+        reading = asyncio.create_task(read())
+        await _request(door_of(_source(), slow_reader_s=3600.0).app(), send, asyncio.Event())
+        assert (await reading).count(b"data: {") == NUM_TOKENS
+
+    asyncio.run(scenario())
+
+
+class Connection:
+    """As uvicorn's: ``send`` waits until somebody reads, or the transport is gone."""
+
+    def __init__(self) -> None:
+        self.transport = self
+        self.gone, self.started = asyncio.Event(), asyncio.Event()
+        self.headers: dict[bytes, bytes] = {}
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def abort(self) -> None:
+        self.gone.set()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.headers = dict(message["headers"])
+            return
+        await self.gone.wait()
+
+
+async def _told(limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send) -> None:
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [(b"a", b"b")] + ([(LIMIT.encode(), limit)] if limit is not None else [])
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await during(send)
+
+    async def nothing() -> Message:
+        raise AssertionError
+
+    await DropSlowReaders(app)({"type": "http"}, nothing, send)
+
+
+async def _one_write(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+
+def test_the_proxy_cuts_a_connection_that_takes_nothing_as_long_as_its_door_says() -> None:
+    async def scenario() -> None:
+        connection = Connection()
+        await _told(b"0.05", _one_write, connection.send)
+        assert connection.gone.is_set()
+        assert connection.headers == {b"a": b"b"}, "what the door says is not for clients"
+
+    asyncio.run(scenario())
+
+
+class Buffering(Connection):
+    """As uvicorn's, too: it takes the first write however large it is, and the next one waits."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.written: list[Message] = []
+        self._reads = reads
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.body":
+            if self.written and not self._reads:
+                await self.gone.wait()
+            self.written.append(message)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE - 1])
+def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(size: int) -> None:
+    body = bytes(number % 251 for number in range(size))
+
+    async def whole(send: Send) -> None:
+        await send({"type": "http.response.body", "body": body})
+
+    async def scenario() -> None:
+        reading, waiting = Buffering(reads=True), Buffering(reads=False)
+        await _told(b"60", whole, reading.send)
+        *others, last = reading.written
+        assert b"".join(message["body"] for message in reading.written) == body
+        assert [message["more_body"] for message in others] == [True] * len(others)
+        assert not last.get("more_body", False)
+        assert not reading.gone.is_set()
+        await _told(b"0.05", whole, waiting.send)
+        assert waiting.gone.is_set() == (size > PIECE)
+
+    asyncio.run(scenario())
+
+
+def test_doors_say_of_every_answer_how_long_it_may_go_unread() -> None:
+    async def scenario() -> None:
+        async with client_of(door_of(_source(), slow_reader_s=30.0).app()) as client:
+            asked = {"prompt": "ROMEO:", "max_tokens": 2}
+            answers = [await client.post("/v1/completions", json=asked | {"stream": stream}) for stream in (True, False)]
+            answers += [await client.get("/v1/models"), await client.get("/nowhere")]
+            assert [answer.headers.get(LIMIT) for answer in answers] == ["30"] * 4
+
+    asyncio.run(scenario())
+
+
+def test_the_proxy_waits_for_ever_where_no_door_says_otherwise() -> None:
+    async def scenario() -> None:
+        connection = Connection()
+        telling = asyncio.create_task(_told(None, _one_write, connection.send))
+        await asyncio.wait([telling], timeout=0.2)
+        assert not telling.done()
+        connection.abort()
+        await telling
+
+    asyncio.run(scenario())
+
+
+def test_a_proxy_that_cannot_cut_says_so() -> None:
+    async def stuck(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    with pytest.raises(SlowReaderError):
+        asyncio.run(_told(b"0.05", _one_write, stuck))
+    with pytest.raises(SlowReaderError):
+        asyncio.run(_one_write(patient(stuck, 0.05)))

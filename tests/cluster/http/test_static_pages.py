@@ -1,0 +1,74 @@
+"""What /ui is made of, as the door gives it away."""
+
+import asyncio
+import re
+
+import httpx
+import pytest
+from http_fuzz import check_error
+from pydantic import SecretStr
+from scripted_token_source import ScriptedSource, client_of, door_of
+
+from tramontane.cluster.config.api_keys import ApiKeys
+from tramontane.cluster.http.ui_page import ASSETS, FOLDER
+
+LONGEST = 200  # lines of a script
+
+
+def _get(path: str, **headers: str) -> httpx.Response:
+    """Without a key, of a door that wants one."""
+
+    async def scenario() -> httpx.Response:
+        async with client_of(door_of(ScriptedSource(), keys=ApiKeys([SecretStr("secret")])).app()) as client:
+            return await client.get(path, headers=headers)
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/ui", *ASSETS])
+def test_every_file_is_open_typed_and_asked_about_again(path: str) -> None:
+    answer = _get(path)
+    assert answer.status_code == 200
+    name = "index.html" if path == "/ui" else path.rpartition("/")[2]
+    assert answer.content == (FOLDER / name).read_bytes()
+    types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+    assert answer.headers["content-type"].partition(";")[0] == types[name.rpartition(".")[2]]
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+    assert "unsafe" not in policy
+    for known in (answer.headers["etag"], f'"x", W/{answer.headers["etag"]}'):
+        again = _get(path, **{"if-none-match": known})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", answer.headers["etag"])
+    assert _get(path, **{"if-none-match": '"x"'}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/ui/other.js", "/ui/index.html", "/ui/../ui_page.py", "/ui//app.js", "/ui/%2e%2e/ui_page.py", "/uix"]
+)
+def test_nothing_else_is_open(path: str) -> None:
+    answer = _get(path)
+    assert answer.status_code == 401
+    check_error(answer.content, code="invalid_api_key")
+
+
+def test_a_slash_leads_to_the_page() -> None:
+    slash = _get("/ui/")
+    assert (slash.status_code, str(slash.url.join(slash.headers["location"]))) == (307, "http://door/ui")
+
+
+def test_all_that_a_file_names_is_there_and_small() -> None:
+    named = set(re.findall(r'(?:src|href)="(ui/[^"]*)"', (FOLDER / "index.html").read_text()))
+    scripts = {path: path.read_text() for path in FOLDER.glob("*.js")}
+    for text in scripts.values():
+        named |= {f"ui/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
+    assert {f"/{name}" for name in named} == set(ASSETS)
+    assert all(len(text.splitlines()) <= LONGEST for text in scripts.values())
+
+
+def test_no_file_has_what_the_policy_forbids_or_is_elsewhere() -> None:
+    for path in FOLDER.iterdir():
+        text = path.read_text().replace("http://www.w3.org/2000/svg", "")
+        assert "//" not in re.sub(r"(?m)(^|\s)// .*$", "", text), path.name
+        assert not re.search(r"\bstyle=|\bon[a-z]+=\"|innerHTML|\beval\(|new Function", text), path.name

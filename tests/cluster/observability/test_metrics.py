@@ -1,0 +1,215 @@
+"""Counters for Prometheus, with a stand-in for Ray's: what they are given, and under which tags."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import random_model, split_model, tiny_args, tiny_plan
+
+from tramontane.cluster.observability.exporters import PipelineMetrics
+from tramontane.cluster.observability.metric_table import KINDS, METRICS, OF_PIPELINES, OF_REQUESTS, Metric
+from tramontane.cluster.observability.metrics import ExpertTokens, ExpertWork, Follower
+from tramontane.cluster.observability.request_metrics import RequestMetrics
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.proto.errors import PipelineError
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
+from tramontane.router.engine.router import Router
+from tramontane.router.openai.request_stats import REFUSALS, RequestCounts
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+
+class StandIn:
+    """As Ray's counter, which refuses what is not positive."""
+
+    def __init__(self, metric: Metric | None = None) -> None:
+        self.metric = metric
+        self.totals: Counter[tuple[tuple[str, str], ...]] = Counter()
+        self.num_calls = 0
+
+    def inc(self, value: float, tags: Mapping[str, str]) -> None:
+        assert value > 0
+        assert self.metric is None or set(tags) == set(self.metric.labels)
+        assert all(isinstance(tag, str) for tag in tags.values())
+        self.num_calls += 1
+        self.totals[tuple(sorted(tags.items()))] += value  # type: ignore[assignment]
+
+
+@given(st.lists(st.integers(0, 5)))
+def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
+    """However often it is told, and without a call where nothing was added."""
+    counter, total = StandIn(), 0
+    follower = Follower(counter)
+    for number in added:
+        total += number
+        follower.tell(total, {"of": "a"})
+        follower.tell(2 * total, {"of": "b"})
+        assert counter.totals[("of", "a"),] == total
+        assert counter.totals[("of", "b"),] == 2 * total
+    assert counter.num_calls == 2 * sum(number > 0 for number in added)
+
+
+def test_every_expert_of_a_stage_has_a_series() -> None:
+    counter = StandIn()
+    tokens = ExpertTokens(counter, "app-0", 1)
+    tokens.tell({4: (1, 0), 5: (2, 3)})
+    tokens.tell({4: (1, 7), 5: (2, 4)})
+    tags = {"pipeline": "app-0", "stage": "1"}
+    expected = {("4", "0"): 1, ("4", "1"): 7, ("5", "0"): 2, ("5", "1"): 4}
+    assert counter.totals == {
+        tuple(sorted((tags | {"layer": layer, "expert": expert}).items())): n for (layer, expert), n in expected.items()
+    }
+    assert counter.num_calls == 5
+
+
+def test_an_expert_actors_work_has_two_counters() -> None:
+    busy_s, rows = StandIn(), StandIn()
+    work = ExpertWork(busy_s, rows, "app-0", 3)
+    for seconds, number in ((0.0, 0), (0.5, 10), (0.5, 10), (2.0, 30)):
+        work.tell(seconds, number)
+    series = (("actor", "3"), ("pipeline", "app-0"))
+    assert (busy_s.totals, rows.totals) == ({series: 2.0}, {series: 30})
+    assert busy_s.num_calls == rows.num_calls == 2
+
+
+class StandIns:
+    """As ``RayMetrics``; it keeps what is told of every metric, by its name."""
+
+    def __init__(self) -> None:
+        self.counters: dict[str, StandIn] = {}
+        self.gauges: dict[str, Gauges] = {}
+        self.histograms: dict[str, Histograms] = {}
+
+    def counter(self, metric: Metric) -> StandIn:
+        return self.counters.setdefault(metric.name, StandIn(metric))
+
+    def gauge(self, metric: Metric) -> "Gauges":
+        return self.gauges.setdefault(metric.name, Gauges(metric))
+
+    def histogram(self, metric: Metric) -> "Histograms":
+        return self.histograms.setdefault(metric.name, Histograms(metric))
+
+    def counted(self, name: str) -> dict[str, float]:
+        """By the values of its labels but the pipeline and the kind."""
+        of = self.counters[name]
+        return {" ".join(v for k, v in tags if k not in ("pipeline", "kind")): number for tags, number in of.totals.items()}
+
+
+class Gauges:
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.values: dict[str, float] = {}
+
+    def set(self, value: float, tags: Mapping[str, str]) -> None:
+        assert set(tags) == set(self.metric.labels)
+        self.values[tags.get("window", "")] = value
+
+
+class Histograms:
+    def __init__(self, metric: Metric) -> None:
+        self.metric = metric
+        self.values: list[float] = []
+
+    def observe(self, value: float, tags: Mapping[str, str]) -> None:
+        assert set(tags) == set(self.metric.labels)
+        self.values.append(value)
+
+
+ARGS = tiny_args(n_layers=2, window=16, max_seq_len=64)
+PLAN = tiny_plan(ARGS, num_stages=2, max_num_seqs=8)
+
+
+@pytest.fixture(scope="module")
+def chain() -> Iterator[LocalStageChain]:
+    stages = LocalStageChain(split_model(random_model(ARGS), PLAN))
+    yield stages
+    stages.close()
+
+
+@asynccontextmanager
+async def _running(chain: LocalStageChain) -> AsyncIterator[Router]:
+    limits = Limits(8, 32, 64, ARGS.vocab_size)
+    router = Router(Scheduler(PLAN.cache, limits, EvenPolicy(2, 32)), chain)
+    running = asyncio.create_task(router.run())
+    while not router.is_running:
+        await asyncio.sleep(0)
+    yield router
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:
+    spec = SequenceSpec(tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    async with aclosing(router.generate([spec])) as batches:
+        async for _ in batches:
+            pass
+
+
+def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: LocalStageChain) -> None:
+    stand_ins = StandIns()
+    metrics = PipelineMetrics(stand_ins, "app-0")
+
+    async def drive() -> None:
+        async with _running(chain) as first:
+            await _generate(first, 20, 4)
+            metrics.tell(first)
+            assert stand_ins.gauges["pipeline_running"].values == {"": 1.0}
+            await _generate(first, 20, 4)  # of this the last is told with the next router
+        async with _running(chain) as second:
+            metrics.tell(second)
+            await _generate(second, 20, 4)
+            second.recover(PipelineError("a stage has lost its sequences"))
+            await _generate(second, 3, 2)
+            metrics.tell(second)
+            metrics.tell(second)
+
+    asyncio.run(drive())
+    told = stand_ins.counted
+    assert told("scheduled_tokens") == {"prefill": 63.0, "decode": 10.0}
+    assert told("stage_tokens") == {"0": 73.0, "1": 73.0}
+    assert told("micro_batches") == {"": len(stand_ins.histograms["micro_batch_tokens"].values)}
+    assert sum(stand_ins.histograms["micro_batch_tokens"].values) == 73
+    assert told("micro_batches") == {"": len(stand_ins.histograms["hop_seconds"].values)}, "one hop between two stages"
+    assert told("recoveries") == {"": 1.0}
+    assert told("recovery_pause_seconds")[""] > 0
+    for stage in ("0", "1"):
+        both = told("stage_busy_seconds")[stage] + told("stage_waiting_seconds")[stage]
+        assert both == pytest.approx(told("pipeline_active_seconds")[""], rel=0.05)
+    (window,) = stand_ins.gauges["kv_cache_pages"].values
+    assert stand_ins.gauges["kv_cache_pages"].values == {window: PLAN.cache.classes[0].num_pages}
+    assert stand_ins.gauges["kv_cache_pages_in_use"].values == {window: 0.0}
+    assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in OF_PIPELINES}
+
+
+def test_what_a_door_counts_is_told_once() -> None:
+    stand_ins, counts = StandIns(), RequestCounts(lambda: 3.0)
+    metrics = RequestMetrics(stand_ins, counts, "batch")
+    counts.first_token_s.add(0.5)
+    counts.refused["full"] += 2
+    counts.finished[FinishReason.STOP] += 3
+    counts.prompt_tokens += 40
+    metrics.tell()
+    metrics.tell()
+    counts.finished[FinishReason.ABORT] += 1
+    metrics.tell()
+    assert stand_ins.histograms["time_to_first_token_seconds"].values == [0.5]
+    assert stand_ins.counted("requests_refused") == {"full": 2}
+    assert stand_ins.counted("request_success") == {"stop": 3, "abort": 1}
+    assert stand_ins.counted("prompt_tokens") == {"": 40}
+    assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in OF_REQUESTS}
+
+
+def test_the_table_of_the_readme_is_the_codes() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split("### Metrics")[1].split("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if line.startswith("| `ray_")]
+    told = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
+    assert [row[:4] for row in rows] == told
+    values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(KINDS)
+    assert all(f"`{value}`" in readme for value in values), "what labels may say"

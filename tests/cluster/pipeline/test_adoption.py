@@ -1,0 +1,51 @@
+"""A router that looks for a pipeline: what the log has of those that it cannot have."""
+
+import asyncio
+import logging
+from typing import NoReturn
+
+import pytest
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from tiny_models import tiny_args, tiny_plan
+
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.pipeline import adoption as looking
+from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.proto.errors import LeaseError, PlanError
+from tramontane.proto.model_folder import RandomWeights
+
+SPEC = PipelineSpec("app-0", tiny_plan(tiny_args(n_layers=2)), RandomWeights(), threads_per_stage=1, use_gpus=False)
+DRIVEN = RayTaskError("claim", "a traceback", LeaseError("the pipeline is driven by another")).as_instanceof_cause()
+GONE = ActorUnavailableError("the supervisor is away", None)
+
+
+@pytest.mark.parametrize(("error", "level"), [(DRIVEN, logging.INFO), (GONE, logging.WARNING)])
+def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
+    error: RayError, level: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is so whenever one more is wanted; a supervisor that does not answer is another matter."""
+
+    async def specification(_name: str) -> PipelineSpec:
+        return SPEC
+
+    async def claim(*_: object) -> NoReturn:
+        raise error
+
+    def new_spec() -> NoReturn:
+        raise PlanError("a new one is wanted")
+
+    async def look() -> None:
+        async with looking.any_pipeline("app", new_spec):
+            raise AssertionError("there is none")
+
+    monkeypatch.setattr(looking, "actor_as_holder", lambda _: "actor@0/me")
+    monkeypatch.setattr(looking, "_pipelines", lambda _: [SPEC.name])
+    monkeypatch.setattr(looking, "_specification", specification)
+    monkeypatch.setattr(pipeline, "create_supervisor", lambda _: None)
+    monkeypatch.setattr(pipeline, "answered_soon", claim)
+    caplog.set_level(logging.INFO, looking.__name__)
+    with pytest.raises(PlanError, match="a new one is wanted"):
+        asyncio.run(look())
+    (record,) = caplog.records
+    assert record.levelno == level
+    assert record.getMessage().startswith("the pipeline is not to be had: ")

@@ -1,0 +1,187 @@
+"""Where weights come from, and what a person sees while they come; without Ray."""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from tiny_models import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.display import Display
+from tramontane.cluster.pipeline.adoption import pipeline_prefix
+from tramontane.cluster.pipeline.engine import checked_model, fingerprint_for, open_engine, pipeline_spec
+from tramontane.cluster.pipeline.load_progress import Loading, loading_of
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.cluster.planning.hardware import Hardware
+from tramontane.cluster.serving import served_model
+from tramontane.cluster.serving.app import application
+from tramontane.proto.errors import CheckpointError, ConfigError
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.presets import PRESETS
+
+ARGS = tiny_args(n_layers=4)
+PLAN = tiny_plan(ARGS, 2)
+GIB = 2**30
+
+
+def _config(model: Path | str, load_format: str = "dummy", **more: object) -> EngineConfig:
+    return EngineConfig.build(None, {"model": model, "load_format": load_format} | more)
+
+
+@pytest.fixture
+def without_weights(tmp_path: Path) -> Path:
+    folder = write_tokenizer(write_checkpoint(tmp_path / "model", ARGS))
+    (folder / "model.safetensors").unlink()
+    return folder
+
+
+# ---- random weights
+
+
+def test_of_a_folder_only_what_is_beside_the_weights_is_read(without_weights: Path) -> None:
+    config = _config(without_weights)
+    assert checked_model(config) == ARGS
+    assert [name for name, _digest in fingerprint_for(config)] == ["config.json", "tokenizer.model"]
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        checked_model(_config(without_weights, "auto"))
+    shutil.rmtree(without_weights)
+    with pytest.raises(CheckpointError, match="does not exist"):
+        fingerprint_for(config)
+
+
+def test_of_a_published_geometry_nothing_is_read() -> None:
+    config = _config("ministral-8b")
+    assert checked_model(config) == PRESETS["ministral-8b"]
+    assert fingerprint_for(config) == ()
+    spec = pipeline_spec(config, checked_model(config), Hardware((8,), (200 * GIB,)), "name", ())
+    assert spec.weights == RandomWeights()
+    assert sum(stage.weight_bytes for stage in spec.plan.stages) > 16e9, "two bytes for each of eight billion"
+
+
+def test_a_published_geometry_is_served_without_a_tokenizer() -> None:
+    """Its name stays what it is, also for replicas in other directories."""
+    config = _config("ministral-8b", replicas=2)
+    model = served_model(config.for_other_directories())
+    assert (model.name, model.tokenizer, model.max_model_len) == ("ministral-8b", None, 131_072)
+    application(config)  # as ``serve build`` would
+
+
+def test_a_published_geometry_has_no_weights_to_read() -> None:
+    with pytest.raises(ConfigError, match="--model is ministral-8b, a published geometry without weights"):
+        _config("ministral-8b", "auto")
+
+
+def test_a_folder_comes_before_a_geometry_of_its_name(
+    without_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_weights.rename(tmp_path / "ministral-8b")
+    monkeypatch.chdir(tmp_path)
+    config = _config("ministral-8b")
+    assert checked_model(config) == ARGS
+    config = config.for_other_directories()
+    monkeypatch.chdir("/")
+    assert checked_model(config) == ARGS
+
+
+def test_a_pipeline_with_random_weights_is_another_one(without_weights: Path) -> None:
+    prefixes = {pipeline_prefix("app", _config(without_weights, load_format), ()) for load_format in ("auto", "dummy")}
+    assert len(prefixes) == 2
+
+
+# ---- how far they are
+
+
+def test_stages_that_have_not_answered_have_loaded_nothing() -> None:
+    first, second = PLAN.stages
+    assert loading_of(PLAN, {}) == [Loading(stage.label, 0, stage.weight_bytes) for stage in PLAN.stages]
+    assert loading_of(PLAN, {"a-0-stage-1": 7}) == [
+        Loading("Stage 1/2 layers 0-1", 0, first.weight_bytes),
+        Loading("Stage 2/2 layers 2-3", 7, second.weight_bytes),
+    ]
+
+
+def test_stages_of_several_pipelines_are_told_apart() -> None:
+    loaded = {"a-1-stage-0": 5, "a-0-stage-1": 7, "a-1-stage-1": 6}
+    assert [(stage.label, stage.num_bytes) for stage in loading_of(PLAN, loaded, num_pipelines=3)] == [
+        ("pipeline 1: Stage 1/2 layers 0-1", 0),
+        ("pipeline 1: Stage 2/2 layers 2-3", 7),
+        ("pipeline 2: Stage 1/2 layers 0-1", 5),
+        ("pipeline 2: Stage 2/2 layers 2-3", 6),
+        ("pipeline 3: Stage 1/2 layers 0-1", 0),
+        ("pipeline 3: Stage 2/2 layers 2-3", 0),
+    ]
+    assert len(loading_of(PLAN, loaded, num_pipelines=1)) == 2, "one of an earlier command that is being removed is not shown"
+
+
+def test_stages_in_this_process_tell_every_tensor() -> None:
+    shown: list[list[Loading]] = []
+    LocalStageChain.load(PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])).close()
+    sums = [sum(stage.num_bytes for stage in stages) for stages in shown]
+    assert sums == sorted(set(sums))
+    assert len(sums) > 20
+    assert [stage.num_bytes for stage in shown[-1]] == [stage.weight_bytes for stage in PLAN.stages]
+
+
+def _stages(*num_gib: float) -> list[Loading]:
+    return [Loading(f"Stage {number}", int(n * GIB), 2 * GIB) for number, n in enumerate(num_gib, start=1)]
+
+
+def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(live=False)
+    display.report("loading 2 stages")
+    for num_gib in ((0, 0), (0.5, 0), (0.6, 0.4), (0.9, 0.5), (2, 1.1), (2, 1.2), (2, 2), (2, 2)):
+        display.loading(_stages(*num_gib))
+    display.stop()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["loading 2 stages ...", "loaded 25% of 4 GiB ...", "loaded 75% of 4 GiB ..."]
+
+
+@pytest.fixture
+def display() -> Display:
+    display = Display(live=False)
+    display.stderr = Console(stderr=True, force_terminal=True, width=100, height=20, highlight=False)
+    return display
+
+
+def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: pytest.CaptureFixture[str]) -> None:
+    display.report("loading 2 stages")
+    display.loading(_stages(0, 0))
+    display.loading(_stages(1.5, 0.5))
+    assert display._bars is not None
+    display._bars.refresh()
+    display.report("removing the stages")
+    display.stop()
+    err = capsys.readouterr().err
+    for part in ("Stage 1", "1.5/2.0 GiB", "Stage 2", "0.5/2.0 GiB"):
+        assert part in err
+    assert err.index("removing the stages") > err.index("1.5/2.0 GiB")
+
+
+def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
+    """Between two tensors, and beside the event loop, which would not hear Ctrl-C otherwise."""
+    write_checkpoint(tmp_path / "model", ARGS)
+    config = _config(tmp_path / "model", "dummy", local=True)
+    seen: list[int] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        loop = asyncio.get_running_loop()
+        assert task is not None
+
+        def interrupt(_loading: object) -> None:
+            seen.append(1)
+            asyncio.run_coroutine_threadsafe(_cancel(task), loop).result()
+
+        async with open_engine(config, show_loading=interrupt):
+            raise AssertionError("it was loaded all the same")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(run())
+    assert len(seen) == 1
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.wait({task})

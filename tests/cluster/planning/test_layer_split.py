@@ -1,0 +1,115 @@
+"""Splits over stages that are not alike, against every split there is."""
+
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny_models import tiny_args
+
+from tramontane.cluster.planning.layer_split import can_be_split, split_layers
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, layer_costs, make_plan
+from tramontane.proto.errors import PlanError
+
+repeatable = settings(derandomize=True, deadline=None)
+Case = tuple[list[int], list[int], list[int]]
+
+
+def _every_split(num_layers: int, num_stages: int) -> Iterator[list[range]]:
+    for cuts in itertools.combinations(range(1, num_layers), num_stages - 1):
+        ends = (*cuts, num_layers)
+        yield [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+@repeatable
+@given(st.data())
+def test_it_is_known_without_the_best_split_whether_there_is_any(data: st.DataObject) -> None:
+    """Room for weights of layers, with more on the first and on the last, as embedding and head are."""
+    weights = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=7))
+    ends = data.draw(st.tuples(st.integers(0, 9), st.integers(0, 9)))
+    rooms = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=len(weights)))
+
+    def fits(stage: int, span: range) -> bool:
+        own = sum(weights[i] for i in span) + ends[0] * (span.start == 0) + ends[1] * (span.stop == len(weights))
+        return own <= rooms[stage]
+
+    any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(rooms)))
+    assert can_be_split(len(weights), len(rooms), fits) == any_split
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> Case:
+    """Costs of layers, speeds of stages, and how many layers each stage has room for."""
+    costs = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    speeds = draw(st.lists(st.integers(1, 6), min_size=1, max_size=len(costs)))
+    rooms = [draw(st.integers(0, 5)) for _ in speeds]
+    return costs, speeds, rooms
+
+
+@repeatable
+@given(_cases())
+@example(([5, 5, 5, 5], [1, 3], [3, 1]))  # the fast stage has no room
+def test_no_split_that_fits_has_a_faster_slowest_stage_or_is_more_even(case: Case) -> None:
+    costs, speeds, rooms = case
+
+    def times(spans: list[range]) -> list[Fraction]:
+        return [Fraction(sum(costs[i] for i in span), speed) for span, speed in zip(spans, speeds, strict=True)]
+
+    def rank(spans: list[range]) -> tuple[Fraction, Fraction]:
+        return max(times(spans)), sum((t**2 for t in times(spans)), Fraction(0))
+
+    fitting = [
+        spans
+        for spans in _every_split(len(costs), len(speeds))
+        if all(len(span) <= room for span, room in zip(spans, rooms, strict=True))
+    ]
+    found = split_layers(costs, speeds, lambda stage, span: len(span) <= rooms[stage])
+    if not fitting:
+        assert found is None
+    else:
+        assert found in fitting
+        assert rank(found) == min(map(rank, fitting))
+
+
+def test_the_documented_splits() -> None:
+    assert split_layers([2, 1, 1, 1, 3], [1, 1]) == [range(0, 3), range(3, 5)]
+    assert split_layers([2, 1, 1, 1, 3], [3, 1]) == [range(0, 4), range(4, 5)]
+
+
+ARGS = tiny_args(n_layers=6, windows=[None, 24, 24] * 2, max_seq_len=300)
+
+
+@repeatable
+@given(st.lists(st.tuples(st.integers(50_000, 600_000), st.integers(1, 4)), min_size=1, max_size=4))
+@example([(90_000, 1), (600_000, 1)])  # an even split does not fit, another one does
+def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(given_rooms: list[tuple[int, int]]) -> None:
+    rooms = tuple(StageRoom(memory, speed) for memory, speed in given_rooms)
+    request = PlanRequest(rooms, "float32", max_model_len=300, max_num_seqs=8, page_size=16)
+    roomy = PlanRequest((StageRoom(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16)
+
+    def least(span: range) -> int:
+        """Weights and one sequence, layer by layer, from plans of the span alone."""
+        whole = make_plan(ARGS, roomy).stages[0]
+        parts = make_plan(ARGS, PlanRequest(roomy.rooms * 6, "float32", 300, 1, 16)).stages
+        assert sum(part.weight_bytes for part in parts) == whole.weight_bytes
+        return sum(parts[layer].weight_bytes + parts[layer].cache_bytes for layer in span)
+
+    fitting = [
+        spans
+        for spans in _every_split(6, len(rooms))
+        if all(least(span) <= room.usable for span, room in zip(spans, rooms, strict=True))
+    ]
+    try:
+        plan = make_plan(ARGS, request)
+    except PlanError:
+        assert not fitting
+        return
+    costs = layer_costs(ARGS)
+    for stage, room in zip(plan.stages, rooms, strict=True):
+        assert stage.weight_bytes + stage.cache_bytes <= room.usable
+    slowest = max(sum(costs[i] for i in s.layers) / room.speed for s, room in zip(plan.stages, rooms, strict=True))
+    best = min(
+        max(sum(costs[i] for i in span) / room.speed for span, room in zip(spans, rooms, strict=True)) for spans in fitting
+    )
+    assert slowest == best

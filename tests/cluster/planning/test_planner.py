@@ -1,0 +1,607 @@
+"""Plans: layers split by cost, pages counted by memory, and the configuration that asks for them."""
+
+import itertools
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+import typer
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tiny_models import GIB, tiny_args, tiny_plan
+
+from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.pipeline.engine import scheduler_for
+from tramontane.cluster.planning.hardware import Gpu, Hardware
+from tramontane.cluster.planning.layer_split import split_layers
+from tramontane.cluster.planning.plan_search import plan_for
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
+from tramontane.proto.byte_size import readable_size
+from tramontane.proto.errors import ConfigError, PlanError, RequestError
+from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
+from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.presets import PRESETS
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.weights.quantize import quantize_linears
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+repeatable = settings(derandomize=True, deadline=None)
+
+
+# ---- layers
+
+
+@st.composite
+def _costs_and_stages(draw: st.DrawFn) -> tuple[list[int], int]:
+    costs = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    return costs, draw(st.integers(1, len(costs)))
+
+
+def _groups(costs: Sequence[int], ends: Sequence[int]) -> list[int]:
+    return [sum(costs[start:end]) for start, end in zip((0, *ends), ends, strict=False)]
+
+
+def _all_groups(costs: Sequence[int], num_stages: int) -> list[list[int]]:
+    """The group costs of every partition into consecutive, non-empty groups."""
+    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    return [_groups(costs, (*cut, len(costs))) for cut in cuts]
+
+
+def _squares(groups: Sequence[int]) -> int:
+    return sum(cost**2 for cost in groups)
+
+
+@repeatable
+@given(_costs_and_stages())
+def test_no_partition_has_a_cheaper_worst_stage(case: tuple[list[int], int]) -> None:
+    costs, num_stages = case
+    spans = split_layers(costs, [1] * num_stages)
+    assert [layer for span in spans for layer in span] == list(range(len(costs))), "all layers, in order"
+    assert len(spans) == num_stages
+    assert all(len(span) > 0 for span in spans)
+    worst = max(_groups(costs, [span.stop for span in spans]))
+    assert worst == min(max(groups) for groups in _all_groups(costs, num_stages))
+
+
+@repeatable
+@given(_costs_and_stages())
+@example(([1, 8, 3, 4, 9], 4))  # [1, 8], [3], [4], [9] is more even than [1], [8], [3, 4], [9]
+def test_no_partition_with_that_worst_stage_is_more_even(case: tuple[list[int], int]) -> None:
+    costs, num_stages = case
+    groups = _groups(costs, [span.stop for span in split_layers(costs, [1] * num_stages)])
+    as_good = [other for other in _all_groups(costs, num_stages) if max(other) == max(groups)]
+    assert _squares(groups) == min(map(_squares, as_good))
+
+
+def test_the_documented_split() -> None:
+    assert split_layers([2, 1, 1, 1, 3], [1] * 2) == [range(0, 3), range(3, 5)]
+
+
+def test_equal_layers_are_spread_evenly() -> None:
+    for num_stages in range(1, 33):
+        sizes = [len(span) for span in split_layers([7] * 32, [1] * num_stages)]
+        assert max(sizes) - min(sizes) <= 1
+
+
+def test_the_head_weighs_on_the_last_layer_and_the_embedding_on_none() -> None:
+    """A token uses all of the head, and one row of the embedding."""
+    small = tiny_args(n_layers=6, moe=False)
+    costs = layer_costs(small)
+    assert costs[:-1] == [costs[0]] * 5
+    assert costs[-1] - costs[0] == small.vocab_size * small.dim
+    large = ModelArgs(**{name: getattr(small, name) for name in small.__slots__} | {"vocab_size": 4 * costs[1] // small.dim})
+    assert [len(span) for span in split_layers(layer_costs(large), [1] * 3)] == [2, 3, 1]
+
+
+def test_only_the_experts_that_a_token_uses_weigh() -> None:
+    dense, mixture = tiny_args(moe=False), tiny_args(moe=True)
+    assert mixture.moe is not None
+    expert, gate = 3 * dense.dim * dense.hidden_dim, mixture.moe.num_experts * dense.dim
+    gap = (mixture.moe.num_experts_per_tok - 1) * expert + gate
+    assert [m - d for m, d in zip(layer_costs(mixture), layer_costs(dense), strict=True)] == [gap] * 8
+
+
+@pytest.mark.parametrize("quantize", [None, *Quantization])
+@pytest.mark.parametrize("dtype", DTYPE_BYTES)
+@pytest.mark.parametrize(("moe", "tied"), [(False, False), (True, False), (False, True), (True, True)])
+def test_weight_bytes_are_those_of_the_real_stages(moe: bool, tied: bool, dtype: str, quantize: Quantization | None) -> None:
+    args = tiny_args(n_layers=5, moe=moe, tied=tied)
+    for num_stages in (1, 2, 3, 5):
+        plan = make_plan(args, _request(args, num_stages, dtype=dtype, quantize=quantize))
+        for stage in plan.stages:
+            with torch.device("meta"):
+                model = StageModel(args, stage.layers).to(getattr(torch, dtype))
+                if quantize:
+                    quantize_linears(model, stage_tensors(args, stage.layers), dtype, quantize)
+            assert stage.weight_bytes == sum(tensor.nbytes for tensor in model.state_dict().values())
+
+
+def test_a_quantised_plan_has_the_bytes_that_its_weights_leave() -> None:
+    """Mistral 7B, by hand: 7,241,732,096 parameters, the embedding's and 65 norms' in bfloat16; the rest have a scale per row,
+    in bfloat16 for int8 and in float32 for fp8."""
+    args, wanted = PRESETS["mistral-7b-v0.1"], (None, Quantization.INT8, Quantization.FP8)
+    half, int8, fp8 = (make_plan(args, _request(args, stage_memory=80 * GIB, dtype="bfloat16", quantize=q)) for q in wanted)
+    rows = 32 * (4096 + 1024 + 1024 + 4096 + 14336 + 4096 + 14336) + 32_000
+    kept = 32_000 * 4096 + 65 * 4096
+    assert half.stages[0].weight_bytes == 2 * 7_241_732_096
+    assert int8.stages[0].weight_bytes == 7_241_732_096 + kept + 2 * rows
+    assert fp8.stages[0].weight_bytes == 7_241_732_096 + kept + 4 * rows
+
+
+def test_a_plan_says_who_holds_what() -> None:
+    plan = tiny_plan(tiny_args(n_layers=8), 4)
+    assert [stage.label for stage in plan.stages] == [
+        "Stage 1/4 layers 0-1",
+        "Stage 2/4 layers 2-3",
+        "Stage 3/4 layers 4-5",
+        "Stage 4/4 layers 6-7",
+    ]
+    assert [(s.is_first, s.is_last) for s in plan.stages] == [(True, False), (False, False), (False, False), (False, True)]
+    assert {s.cache for s in plan.stages} == {plan.cache}
+
+
+# ---- pages
+
+
+def _request(args: ModelArgs, num_stages: int = 1, stage_memory: int = GIB, **changes: Any) -> PlanRequest:  # noqa: ANN401
+    fields: dict[str, Any] = {
+        "rooms": (StageRoom(stage_memory),) * num_stages,
+        "dtype": "float32",
+        "max_model_len": args.max_seq_len,
+        "max_num_seqs": 64,
+        "page_size": 16,
+    }
+    return PlanRequest(**fields | changes)
+
+
+def _rings(args: ModelArgs, request: PlanRequest) -> list[int]:
+    return [ring_pages(window, request.page_size, request.max_model_len) for window in args.window_classes]
+
+
+def _sequence_bytes(args: ModelArgs, request: PlanRequest, layers: range) -> int:
+    """Cache of one sequence of full length on a stage, counted layer by layer."""
+    per_page = kv_bytes_per_position(args, request.dtype) * request.page_size
+    return sum(ring_pages(args.windows[i], request.page_size, request.max_model_len) * per_page for i in layers)
+
+
+WINDOWS = st.one_of(st.none(), st.integers(1, 200))
+
+
+@st.composite
+def _geometry(draw: st.DrawFn) -> tuple[ModelArgs, int]:
+    windows = draw(st.lists(WINDOWS, min_size=1, max_size=5))
+    kv_heads = draw(st.sampled_from([1, 2, 4]))
+    args = tiny_args(n_layers=len(windows), windows=windows, n_kv_heads=kv_heads, moe=draw(st.booleans()), max_seq_len=300)
+    return args, draw(st.integers(1, len(windows)))
+
+
+@repeatable
+@given(
+    geometry=_geometry(),
+    page_size=st.sampled_from([1, 2, 3, 16, 64, 512]),
+    max_num_seqs=st.integers(1, 100),
+    stage_memory=st.integers(0, 4 * 2**20),
+    kv_cache_memory=st.one_of(st.none(), st.integers(0, 2 * 2**20)),
+)
+def test_a_plan_keeps_to_the_memory_or_is_refused(
+    geometry: tuple[ModelArgs, int], page_size: int, max_num_seqs: int, stage_memory: int, kv_cache_memory: int | None
+) -> None:
+    args, num_stages = geometry
+    request = _request(
+        args,
+        num_stages,
+        stage_memory=stage_memory,
+        kv_cache_memory=kv_cache_memory,
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_model_len=250,
+    )
+    usable = int(stage_memory * MEMORY_SHARE)
+    roomy = make_plan(args, _request(args, num_stages))
+    needed = [_sequence_bytes(args, request, stage.layers) for stage in roomy.stages]
+    cache_room = [usable - s.weight_bytes if kv_cache_memory is None else kv_cache_memory for s in roomy.stages]
+    fits = all(
+        room >= need and stage.weight_bytes + max(need, kv_cache_memory or 0) <= usable
+        for stage, need, room in zip(roomy.stages, needed, cache_room, strict=True)
+    )
+    if not fits:
+        with pytest.raises(PlanError):
+            make_plan(args, request)
+        return
+    plan = make_plan(args, request)
+    num_seqs = min(Fraction(max_num_seqs), *(Fraction(r, n) for r, n in zip(cache_room, needed, strict=True)))
+    assert [stage.layers for stage in plan.stages] == [stage.layers for stage in roomy.stages]
+    for stage, room in zip(plan.stages, cache_room, strict=True):
+        assert stage.cache_bytes <= room
+        assert stage.weight_bytes + stage.cache_bytes <= usable
+    for window_class, ring in zip(plan.cache.classes, _rings(args, request), strict=True):
+        assert window_class.ring_pages == ring
+        assert ring <= window_class.num_pages <= ring * max_num_seqs, "at least one whole sequence, at most all"
+        assert window_class.num_pages == int(ring * num_seqs), "as the poorest stage allows"
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(24, 2), (200, 1), (None, 1), (None, 16)])
+def test_no_page_that_fits_is_lost(window: int | None, page_size: int) -> None:
+    args = tiny_args(n_layers=2, window=window, max_seq_len=300)
+    page_bytes = 2 * kv_bytes_per_position(args, "float32") * page_size
+    ring = ring_pages(window, page_size, 300)
+    asked = range(ring, 12 * ring)
+    plans = [make_plan(args, _request(args, kv_cache_memory=n * page_bytes, page_size=page_size)) for n in asked]
+    assert [plan.cache.classes[0].num_pages for plan in plans] == list(asked)
+
+
+def test_pages_are_for_max_num_seqs_where_memory_is_plenty() -> None:
+    args = tiny_args(windows=(24, None) * 4, max_seq_len=1000)
+    plan = make_plan(args, _request(args, 2, max_num_seqs=7))
+    assert [(c.window, c.ring_pages, c.num_pages) for c in plan.cache.classes] == [(24, 3, 21), (None, 63, 441)]
+
+
+def test_the_poorest_stage_counts_the_pages() -> None:
+    """Three layers in two stages: the stage with two of them can hold half as many pages, and all stages have its number."""
+    args = tiny_args(n_layers=3, window=24, moe=False)
+    page_bytes = kv_bytes_per_position(args, "float32") * 16
+    plan = make_plan(args, _request(args, 2, kv_cache_memory=60 * page_bytes))
+    assert sorted(len(stage.layers) for stage in plan.stages) == [1, 2]
+    assert plan.cache.classes[0].num_pages == 30
+    assert sorted(stage.cache_bytes for stage in plan.stages) == [30 * page_bytes, 60 * page_bytes]
+
+
+def test_a_stage_with_heavy_weights_is_the_poorest() -> None:
+    """Without --kv-cache-memory the cache takes what the weights leave, on the stage where that is least."""
+    args = tiny_args(n_layers=2, window=None, max_seq_len=320)
+    roomy = make_plan(args, _request(args, 2))
+    heaviest = max(stage.weight_bytes for stage in roomy.stages)
+    one_sequence = _sequence_bytes(args, _request(args), range(1))
+    memory = -(-(heaviest + 5 * one_sequence) * 10 // 9)
+    plan = make_plan(args, _request(args, 2, stage_memory=memory))
+    assert plan.cache.classes[0].num_pages == 5 * 20
+    assert heaviest + max(stage.cache_bytes for stage in plan.stages) <= memory * MEMORY_SHARE
+
+
+def test_a_window_holds_eight_times_less_than_full_attention() -> None:
+    """The headline of design.md: 32k tokens, a window of 4,096."""
+    windowed, full = (tiny_args(window=window, max_seq_len=32768) for window in (4096, None))
+    pages = [make_plan(a, _request(a, max_num_seqs=1)).cache.classes[0].num_pages for a in (windowed, full)]
+    assert pages == [257, 2048]
+
+
+# ---- refusals
+
+
+def test_too_little_memory_is_refused_with_the_numbers() -> None:
+    """The message names the first stage that does not fit and all that it is made of."""
+    args = tiny_args(n_layers=4, window=None, max_seq_len=1024)
+    plan = make_plan(args, _request(args, 2))
+    weights, sequence = plan.stages[0].weight_bytes, _sequence_bytes(args, _request(args), plan.stages[0].layers)
+    memory = weights + sequence // 2
+    with pytest.raises(PlanError) as refusal:
+        make_plan(args, _request(args, 2, stage_memory=memory))
+    assert str(refusal.value) == (
+        f"too little memory for stage 1/2 (layers 0-1): it needs {readable_size(weights)} for weights and "
+        f"{readable_size(sequence)} of cache (one sequence of 1024 positions takes {readable_size(sequence)}) and may use "
+        f"{readable_size(int(memory * MEMORY_SHARE))}"
+    )
+    hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
+    with pytest.raises(PlanError) as refusal:
+        plan_for(EngineConfig(stages=2), args, hardware)
+    words = str(refusal.value).split("possible: ")[1].split()
+    assert words[0] == "--max-model-len", "not more stages, which would share the same memory"
+    plan_for(EngineConfig(stages=2, max_model_len=int(words[1].strip(","))), args, hardware)
+    on_gpus = Hardware((8,), (GIB,), gpus=(Gpu("H200", memory),) * 2)
+    with pytest.raises(PlanError, match=r"; possible: 4 GPUs of"):
+        plan_for(EngineConfig(stages=2), args, on_gpus)
+
+
+def test_the_last_stage_may_be_the_one_that_does_not_fit() -> None:
+    """One window class only on the last layers: their stage is the one that is named."""
+    args = tiny_args(n_layers=4, windows=(1, 1, None, None), max_seq_len=1024)
+    with pytest.raises(PlanError, match=r"stage 2/2 \(layers 2-3\)"):
+        make_plan(args, _request(args, 2, kv_cache_memory=2**16))
+
+
+@pytest.mark.parametrize("max_model_len", [1, 50, 1000, 30_000])
+def test_the_least_cache_that_is_named_is_enough(max_model_len: int) -> None:
+    """The second stage needs more than the first; sizes are rounded up."""
+    args = tiny_args(n_layers=3, windows=(24, None, None), max_seq_len=30_000)
+    fields = {"stage_memory": 64 * GIB, "max_model_len": max_model_len, "page_size": 1}
+    with pytest.raises(PlanError, match=r"--kv-cache-memory is 0B, .* give --kv-cache-memory .* or more") as refusal:
+        make_plan(args, _request(args, 3, kv_cache_memory=0, **fields))
+    named = str(refusal.value).split("give --kv-cache-memory ")[1].split(" ")[0]
+    least = EngineConfig.build(None, {"kv_cache_memory": named}).kv_cache_memory
+    assert least is not None
+    plan = make_plan(args, _request(args, 3, kv_cache_memory=least, **fields))
+    assert all(c.num_pages >= c.ring_pages for c in plan.cache.classes)
+    with pytest.raises(PlanError):
+        make_plan(args, _request(args, 3, kv_cache_memory=least * 9 // 10 - 1, **fields))
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(PlanError, match="--stages is 9, but the model has only 8 layers"):
+        tiny_plan(tiny_args(n_layers=8), 9)
+    assert len(tiny_plan(tiny_args(n_layers=8), 8).stages) == 8
+
+
+def test_a_context_past_the_checkpoints_is_refused() -> None:
+    args = tiny_args(max_seq_len=100)
+    assert make_plan(args, _request(args, max_model_len=99)).max_model_len == 99
+    with pytest.raises(ConfigError, match="--max-model-len is 101; the checkpoint's context is 100 positions"):
+        make_plan(args, _request(args, max_model_len=101))
+
+
+# ---- machines
+
+
+def test_stages_follow_the_hardware_unless_told() -> None:
+    args, config = tiny_args(n_layers=4), EngineConfig()
+    cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
+    gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 3)
+    many = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 16)
+    assert [len(plan_for(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
+    assert len(plan_for(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
+    with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):
+        plan_for(EngineConfig(stages=4), args, gpus)
+    assert len(plan_for(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
+    assert plan_for(config, args, cpu).stages[0].quantize is None
+    assert plan_for(EngineConfig.build(None, {"quantize": "int8"}), args, cpu).stages[0].quantize == "int8"
+
+
+def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
+    nodes = Hardware(node_cpus=(7, 9), node_memory=(1200, 900))
+    assert [nodes.stage_memory(n) for n in (1, 2, 3, 4, 5)] == [900, 900, 450, 450, 300]
+    assert [nodes.threads_per_stage(n) for n in (1, 2, 3, 5, 40)] == [7, 7, 3, 2, 1]
+    assert [nodes.stages_at_once(4, threads) for threads in (1, 2, 4, 5, 9, 12)] == [4, 4, 3, 2, 1, 1]
+    assert nodes.stages_at_once(4, threads=4, num_pipelines=2) == 1
+    assert replace(nodes, gpus=(Gpu("H200", 141),)).stages_at_once(4, threads=9) == 4
+    roomy = replace(nodes, node_memory=(GIB, GIB))
+    assert plan_for(EngineConfig(stages=4), tiny_args(), roomy).stages_at_once == 4
+    assert plan_for(EngineConfig(stages=4, threads_per_stage=4), tiny_args(), roomy).stages_at_once == 3
+
+
+def test_stages_that_share_cores_get_one_micro_batch() -> None:
+    node, config = Hardware((2,), (GIB,)), EngineConfig(stages=2, threads_per_stage=2)
+    plan = plan_for(config, tiny_args(), node)
+    assert plan.takes_turns
+    policy = scheduler_for(config, plan).policy
+    assert isinstance(policy, BalancedPolicy)
+    assert policy.max_in_flight == 1
+    apart = plan_for(EngineConfig(stages=2), tiny_args(), node)
+    assert not apart.takes_turns
+    assert scheduler_for(config, apart).policy.max_in_flight == 3
+    gpus = (Gpu("A100", 77), Gpu("A100", 99))
+    assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
+
+
+def test_stages_that_share_a_gpu_get_equal_parts_of_it() -> None:
+    args, gpus = tiny_args(n_layers=8), (Gpu("A100", 77 * GIB, "a"), Gpu("A100", 99 * GIB, "b", 0))
+    two_nodes = Hardware(node_cpus=(8, 8), node_memory=(GIB, GIB), gpus=gpus)
+    plan = plan_for(EngineConfig(stages_per_gpu=3), args, two_nodes)
+    assert (len(plan.stages), plan.stages_at_once) == (6, 2)
+    assert scheduler_for(EngineConfig(), plan).policy.max_in_flight == 2
+    assert plan_for(EngineConfig(stages_per_gpu=3, stages=4), args, two_nodes).stages_at_once == 2
+    assert len(plan_for(EngineConfig(stages_per_gpu=5), args, two_nodes).stages) == 8, "no stage may be empty"
+    assert plan_for(EngineConfig(stages_per_gpu=8), args, two_nodes).stages_at_once == 1
+    assert [two_nodes.threads_per_stage(n, 4) for n in (1, 4, 6, 8, 9)] == [8, 2, 2, 2, 1], "those of a GPU are on one node"
+    on_cpu = replace(two_nodes, gpus=())
+    assert plan_for(EngineConfig(stages_per_gpu=3), args, on_cpu) == plan_for(EngineConfig(), args, on_cpu)
+
+
+def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
+    nodes = Hardware(node_cpus=(7, 9), node_memory=(GIB, GIB))
+    assert len(plan_for(EngineConfig(threads_per_stage=9, stages=4), tiny_args(), nodes).stages) == 4
+    with pytest.raises(PlanError, match="--threads-per-stage is 10, but no machine here has more cores than 9; use at most 9"):
+        plan_for(EngineConfig(threads_per_stage=10), tiny_args(), nodes)
+
+
+# ---- the configuration
+
+# As in section 13 of the design, for what exists so far. None: chosen from the model and the machines.
+DEFAULTS = {
+    "model": DEMO_MODEL,
+    "load_format": "auto",
+    "stages": None,
+    "local": False,
+    "json": False,
+    "address": None,
+    "dtype": "auto",
+    "quantize": None,
+    "max_model_len": None,
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "itl_target_ms": None,
+    "page_size": 16,
+    "kv_cache_memory": None,
+    "threads_per_stage": None,
+    "stages_per_gpu": 1,
+    "gpu_memory": None,
+    "gpu_speed": None,
+    "link": "object-store",
+    "step_timeout": 30.0,
+    "expert_actors": 0,
+    "expert_replicas": 1,
+    "expert_memory": None,
+    "expert_load": None,
+    "ping_pong": 2,
+    "seed": 0,
+    "served_model_name": None,
+    "host": "127.0.0.1",
+    "port": 8000,
+    "grpc_port": 9000,
+    "replicas": 1,
+    "max_replicas": None,
+    "target_load": 0.75,
+    "target_tokens": None,
+    "upscale_delay": 30.0,
+    "downscale_delay": 600.0,
+    "max_queued_requests": 256,
+    "max_queued_tokens": 2**17,
+    "drain_timeout": None,
+    "slow_reader_timeout": 60.0,
+    "move_experts": False,
+    "log_format": "text",
+    "log_level": "warning",
+    "tracing_exporter": None,
+    "tracing_sampling_ratio": 0.01,
+    "api_key": (),
+    "api_key_file": None,
+    "jobs_database": None,
+    "jobs_storage": None,
+    "jobs_concurrency": None,
+    "jobs_retention": 30,
+    "jobs_url_prefixes": (),
+}
+SWITCHES = {"local": "local", "json": "json_output"}  # flag and key: attribute
+# For a file only: rarely needed, or (max_in_flight) measured later and set by hand until then.
+KEYS_WITHOUT_FLAG = {"placement_timeout", "max_in_flight", "ingress_replicas", "max_body_bytes", "stream_writes_per_s"}
+FLAGS_OF_ONE_RUN = {"prompts", "max_tokens", "temperature", "top_p", "top_k", "config", "show_experts"}
+OF_GENERATE = {"local", "seed"}  # serve has no use for them: every request brings its seed
+OF_SERVE = {
+    "served_model_name",
+    "host",
+    "port",
+    "grpc_port",
+    "replicas",
+    "max_replicas",
+    "target_load",
+    "target_tokens",
+    "upscale_delay",
+    "downscale_delay",
+    "max_queued_requests",
+    "max_queued_tokens",
+    "drain_timeout",
+    "slow_reader_timeout",
+    "move_experts",
+    "log_format",
+    "log_level",
+    "tracing_exporter",
+    "tracing_sampling_ratio",
+}
+OF_SERVE |= {"api_key", "api_key_file"}
+OF_SERVE |= {"jobs_database", "jobs_storage", "jobs_concurrency", "jobs_retention", "jobs_url_prefixes"}
+
+
+def test_defaults_are_the_designs() -> None:
+    config = EngineConfig()
+    assert {name: getattr(config, SWITCHES.get(name, name)) for name in DEFAULTS} == DEFAULTS
+
+
+def test_the_demo_keeps_its_name_by_whatever_path(tmp_path: Path) -> None:
+    """Replicas see the folder with its links resolved; the command that names the model may not."""
+    link = tmp_path / "link"
+    link.symlink_to(DEMO_MODEL)
+    assert EngineConfig(model=link).model_name == EngineConfig().model_name == "demo"
+    assert EngineConfig(model=tmp_path).model_name == tmp_path.name
+
+
+@pytest.mark.parametrize(("name", "others"), [("generate", OF_SERVE), ("serve", OF_GENERATE)])
+def test_every_key_is_a_flag_and_every_flag_a_key(name: str, others: set[str]) -> None:
+    command = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    flags = {p.name: p.opts for p in command.params if p.name not in FLAGS_OF_ONE_RUN}
+    assert EngineConfig.key_names() - KEYS_WITHOUT_FLAG == DEFAULTS.keys()
+    assert flags.keys() == DEFAULTS.keys() - others
+    assert all(opts == [f"--{name.replace('_', '-')}"] for name, opts in flags.items())
+    assert all(p.default is None for p in command.params if p.name in flags), "or a flag that was not given would hide a key"
+
+
+LOAD_FILE = Path(__file__).parents[2] / "support" / "expert_load.json"
+# flag, its text, and what the configuration holds then
+SETTINGS: list[tuple[str, str, object]] = [
+    ("model", "some/folder", Path("some/folder")),
+    ("load-format", "dummy", "dummy"),
+    ("stages", "3", 3),
+    ("stages-per-gpu", "4", 4),
+    ("address", "10.0.0.1:6379", "10.0.0.1:6379"),
+    ("dtype", "float16", "float16"),
+    ("quantize", "int8", "int8"),
+    ("max-model-len", "77", 77),
+    ("max-num-seqs", "5", 5),
+    ("max-num-batched-tokens", "33", 33),
+    ("itl-target-ms", "40", 40.0),
+    ("page-size", "8", 8),
+    ("kv-cache-memory", "512MiB", 512 * 2**20),
+    ("threads-per-stage", "2", 2),
+    ("gpu-memory", "24GiB,80GiB", (24 * GIB, 80 * GIB)),
+    ("gpu-speed", "1,3", (1, 3)),
+    ("step-timeout", "7.5", 7.5),
+    ("link", "direct", "direct"),
+    ("expert-actors", "4", 4),
+    ("expert-replicas", "auto", "auto"),
+    ("expert-replicas", "2", 2),
+    ("expert-memory", "4GiB,8GiB", (4 * GIB, 8 * GIB)),
+    ("expert-load", str(LOAD_FILE), ((1, 2), (3, 4))),
+    ("ping-pong", "3", 3),
+    ("seed", "-7", -7),
+]
+
+
+@pytest.fixture
+def configured(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
+    """Runs ``tramontane generate`` up to the point where its configuration is complete; returns that and the sampling."""
+
+    def run(*arguments: str) -> tuple[EngineConfig, Any]:
+        seen: list[tuple[EngineConfig, Any]] = []
+
+        async def stop(config: EngineConfig, _prompts: object, sampling: object, _display: object, _show: object) -> NoReturn:
+            seen.append((config, sampling))
+            raise RequestError("seen enough")
+
+        monkeypatch.setattr("tramontane.cluster.cli.generate.generate", stop)
+        monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *arguments, "The"])
+        with pytest.raises(SystemExit):
+            cli.main()
+        return seen[0]
+
+    return run
+
+
+@pytest.mark.parametrize(("flag", "text", "value"), SETTINGS)
+def test_a_flag_and_a_key_say_the_same(configured: Any, tmp_path: Path, flag: str, text: str, value: object) -> None:  # noqa: ANN401
+    key = flag.replace("-", "_")
+    by_flag, _ = configured(f"--{flag}={text}")
+    assert getattr(by_flag, key) == value
+    for spelling in (flag, key):
+        (tmp_path / "file.yaml").write_text(f"{spelling}: {text}\n")
+        by_key, _ = configured("--config", str(tmp_path / "file.yaml"))
+        assert by_key == by_flag
+
+
+def test_all_settings_are_tried() -> None:
+    assert {flag.replace("-", "_") for flag, _, _ in SETTINGS} | SWITCHES.keys() == DEFAULTS.keys() - OF_SERVE
+
+
+@pytest.mark.parametrize("flag", list(SWITCHES))
+def test_switches(configured: Any, tmp_path: Path, flag: str) -> None:  # noqa: ANN401
+    (tmp_path / "file.yaml").write_text(f"{flag}: true\n")
+    assert getattr(configured(f"--{flag}")[0], SWITCHES[flag]) is True
+    assert getattr(configured("--config", str(tmp_path / "file.yaml"))[0], SWITCHES[flag]) is True
+
+
+def test_a_flag_wins_over_the_file(configured: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    (tmp_path / "file.yaml").write_text("stages: 3\nseed: 5\n")
+    config, sampling = configured("--config", str(tmp_path / "file.yaml"), "--stages", "1")
+    assert (config.stages, config.seed) == (1, 5)
+    assert sampling.seed == 5
+
+
+def test_an_empty_file_changes_nothing(configured: Any, tmp_path: Path) -> None:  # noqa: ANN401
+    (tmp_path / "file.yaml").write_text("# nothing yet\n")
+    assert configured("--config", str(tmp_path / "file.yaml"))[0] == EngineConfig()
+
+
+def test_sampling_flags_and_their_defaults(configured: Any) -> None:  # noqa: ANN401
+    _, sampling = configured()
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (128, 0.8, 1.0, 0, 0)
+    _, sampling = configured("--max-tokens=3", "--temperature=0", "--top-p=0.5", "--top-k=9", "--seed=4")
+    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (3, 0.0, 0.5, 9, 4)
+
+
+def test_a_plan_is_frozen() -> None:
+    plan: ClusterPlan = tiny_plan(tiny_args())
+    with pytest.raises(AttributeError):
+        plan.max_model_len = 1  # type: ignore[misc]

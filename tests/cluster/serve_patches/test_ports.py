@@ -1,0 +1,64 @@
+"""Which gRPC peers are on this machine, and what ports there are to have."""
+
+import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.serve_patches.ports import is_from_here
+from tramontane.cluster.serving import serve_checks
+from tramontane.cluster.serving.serve_checks import check_ports
+from tramontane.proto.errors import ConfigError
+
+HERE = [
+    *("ipv4:127.0.0.1:50123", "ipv4:127.9.9.9:1", "unix:/x"),
+    *("ipv6:%5B::1%5D:50123", "ipv6:[::1]:5", "ipv6:%5B::ffff:127.0.0.1%5D:5"),
+]
+ELSEWHERE = [
+    *("ipv4:10.0.0.7:5", "ipv4:localhost:5", "ipv4:", "127.0.0.1", "vsock:1:2"),
+    *("ipv6:%5B2001:db8::1%5D:5", "ipv6:%5B::ffff:10.0.0.7%5D:5"),
+]
+
+
+@pytest.mark.parametrize("peer", HERE)
+def test_loopback_is_here(peer: str) -> None:
+    assert is_from_here(peer)
+
+
+@pytest.mark.parametrize("peer", ELSEWHERE)
+def test_everything_else_is_not(peer: str) -> None:
+    assert not is_from_here(peer)
+
+
+def test_the_two_ports_are_two() -> None:
+    with pytest.raises(ConfigError, match="both 31999; choose another --grpc-port"):
+        check_ports(EngineConfig(port=31999, grpc_port=31999), print)
+
+
+@pytest.mark.parametrize("is_given_back", [True, False])
+def test_a_port_in_use_is_waited_for(monkeypatch: pytest.MonkeyPatch, is_given_back: bool) -> None:
+    """The cluster of a server that was killed keeps it for some seconds."""
+    now, reports = 0.0, list[str]()
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+
+        def sleep(seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            if is_given_back and now > serve_checks.PORT_TIMEOUT_S / 2:
+                held.close()
+
+        monkeypatch.setattr(serve_checks, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+        with nullcontext() if is_given_back else pytest.raises(ConfigError, match=f"--port {port} cannot be had: .* in use"):
+            check_ports(EngineConfig(port=port, grpc_port=0), reports.append)
+    assert reports == [f"waiting for --port {port}, which another process still has"]
+
+
+def test_an_address_that_is_not_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve_checks, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    with pytest.raises(ConfigError, match="cannot be had"):
+        check_ports(EngineConfig(host="192.0.2.1"), pytest.fail)

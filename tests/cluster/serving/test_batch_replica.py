@@ -1,0 +1,113 @@
+"""One store for doors and runner, wherever they are: by the same paths, and not on the disk of one machine among others."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from batch_jobs import pieces, requests
+from http_fuzz import check_error
+from starlette.applications import Starlette
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.errors import ERROR_HANDLERS
+from tramontane.cluster.serving.batch_nodes import LOOK_EVERY_S, OneMachineService
+from tramontane.cluster.serving.batch_replica import batch_service, job_settings
+from tramontane.proto.errors import PipelineError
+from tramontane.router.batch.jobs import JobOptions
+
+POSTGRES = "postgresql://somewhere/jobs"
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_one"),
+    [
+        ({}, True),
+        ({"jobs_database": "sqlite:////shared/jobs.sqlite", "jobs_storage": "/shared/jobs"}, True),
+        ({"jobs_database": POSTGRES}, True),
+        ({"jobs_database": POSTGRES, "jobs_storage": "/shared/jobs"}, False),
+        ({"jobs_database": POSTGRES, "jobs_storage": "memory://jobs"}, False),
+    ],
+)
+def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[str, str], on_one: bool) -> None:
+    service = batch_service(EngineConfig.build(None, settings))
+    service.close()
+    assert isinstance(service, OneMachineService) is on_one
+
+
+@pytest.mark.parametrize(("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 1}, 86_400), ({"jobs_retention": 0}, None)])
+def test_how_long_jobs_are_kept_is_in_days(given: dict[str, int], keep_s: int | None) -> None:
+    assert job_settings(EngineConfig.build(None, given)).limits.keep_s == keep_s
+
+
+def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp_path: Path) -> None:
+    num_machines, asked, now = 1, [], 0.0
+
+    def machines() -> int:
+        asked.append(now)
+        return num_machines
+
+    async def scenario() -> None:
+        nonlocal num_machines, now
+        config = EngineConfig.build(None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)})
+        service = OneMachineService(job_settings(config), machines, lambda: now)
+        app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS)
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
+            form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
+            file = (await client.post("/v1/files", **form)).json()["id"]  # type: ignore[arg-type]
+            order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            batch = (await client.post("/v1/batches", json=order)).json()["id"]
+            assert asked == [0.0], "once for both"
+            num_machines, now = 2, LOOK_EVERY_S
+            for refused in (await client.post("/v1/batches", json=order), await client.post("/v1/files", **form)):  # type: ignore[arg-type]
+                assert refused.status_code == 503
+                assert "--jobs-database postgresql://HOST/NAME" in check_error(refused.content)["message"]
+            options = JobOptions(endpoint="/v1/completions")
+            for over_grpc in (service.submit(pieces(requests(2)), options), service.submit_url("file:///in", options)):
+                with pytest.raises(PipelineError, match="this cluster has 2 machines"):
+                    await over_grpc
+            assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
+            assert (await client.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
+            num_machines, now = 1, 2 * LOOK_EVERY_S
+            assert (await client.post("/v1/batches", json=order)).status_code == 200
+        service.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("database", "absolute"),
+    [
+        ("sqlite:///jobs.sqlite", "sqlite:///{here}/jobs.sqlite"),
+        ("sqlite+pysqlite:///a/b?timeout=1", "sqlite+pysqlite:///{here}/a/b?timeout=1"),
+        *[
+            (url, url)
+            for url in ("sqlite:////a/b", "sqlite:///:memory:", "sqlite://", POSTGRES, "postgresql:///jobs", "nonsense")
+        ],
+    ],
+)
+def test_a_database_is_the_same_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str, absolute: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig.build(None, {"jobs_database": database}).for_other_directories()
+    assert job_settings(config).database == absolute.format(here=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("storage", "absolute"),
+    [
+        *[(url, "{here}/jobs") for url in ("jobs", "file:jobs", "file://jobs")],
+        *[(url, "/a/jobs") for url in ("/a/jobs", "file:///a/jobs")],
+        *[(url, url) for url in ("s3://bucket/jobs", "memory://jobs", "simplecache::s3://bucket")],
+        ("~/jobs", f"{Path.home()}/jobs"),
+    ],
+)
+def test_a_storage_is_the_same_from_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, absolute: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig.build(None, {"jobs_storage": storage}).for_other_directories()
+    assert job_settings(config).storage == absolute.format(here=tmp_path)

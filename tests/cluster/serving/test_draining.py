@@ -1,0 +1,167 @@
+"""A server that is to stop: what runs ends well, what is new is refused, and a second signal waits for nobody."""
+
+import asyncio
+import os
+import signal
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray import serve
+from scripted_chain import no_gate
+from scripted_token_source import MODEL, ScriptedSource, client_of, door_of
+from test_remote_routers import Handle, Replica, _ask, _house, _stuck
+
+from tramontane.cluster.cli.main import app
+from tramontane.cluster.common import deployments
+from tramontane.cluster.common.signals import ENDING, CountedSignals
+from tramontane.cluster.http.app import HttpDoor
+from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.cluster.serving import draining
+from tramontane.cluster.serving.app import APPLICATION
+from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.proto.errors import DrainingError, PipelineError
+
+
+def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def gate(_batch: object) -> None:
+            await release.wait()
+
+        replica = Replica("a", gate)
+        async with _house([replica], running="a") as routers:
+            running = asyncio.create_task(_ask(routers))
+            while not replica.router.num_requests:
+                await asyncio.sleep(0)
+            assert routers.drain() == 1
+            with pytest.raises(DrainingError):
+                routers.check_room(1)
+            with pytest.raises(DrainingError):
+                await _ask(routers)
+            release.set()
+            assert await running == 5
+            assert routers.drain() == 0
+            assert replica.asked["generate"] == 2, "the one that runs: without a stream, and with it"
+
+    asyncio.run(scenario())
+
+
+def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back() -> None:
+    async def scenario() -> None:
+        replica = Replica("a", _stuck)
+        async with _house([replica], running="a") as routers:
+            running = asyncio.create_task(_ask(routers))
+            while not replica.router.num_requests:
+                await asyncio.sleep(0)
+            routers.drain()
+            routers.end_all()
+            with pytest.raises(DrainingError, match="has stopped before this request ended"):
+                await running
+            while replica.router.num_requests:
+                await asyncio.sleep(0)
+            assert routers.drain() == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
+def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "joined_ray", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
+    monkeypatch.setattr(draining, "drain", lambda *_: left)
+    with pytest.raises(PipelineError, match=words):
+        app(["drain", "--address", "auto", "--drain-timeout", "4"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/health"])
+def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        handle: Any = Handle([Replica("a", no_gate)])
+        routers = RemoteRouters(handle, max_unaccepted=10)
+        routers.drain()
+        door = HttpDoor(MODEL, routers, routers.is_ready, routers.expert_load, 2**16, 10**9, chat=None)
+        async with client_of(door.app()) as client:
+            body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+            response = await (client.get(path) if path == "/health" else client.post(path, json=body))
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
+            assert int(response.headers["retry-after"]) > 0
+        routers.close()
+
+    asyncio.run(scenario())
+    assert not caplog.records, "whoever asks again and again does not fill the log"
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_a_stream_that_is_ended_hears_why(fails_at: int) -> None:
+    async def scenario() -> None:
+        source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
+        async with client_of(door_of(source).app()) as client:
+            response = await client.post("/v1/completions", json={"prompt": "ROMEO:", "stream": True})
+            assert response.status_code == (200 if fails_at else 503)
+            assert "the server has stopped" in response.text
+            assert '"code":"draining"' in response.text.replace(" ", "")
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ingress replicas are asked; they have three requests, then two, then none."""
+    asked: list[str] = []
+    left = iter([[3], [2], [RuntimeError("it is just being started"), 2], [RuntimeError("it does not answer"), 0], [0, 0]])
+
+    def each(method: str) -> list[Any]:
+        asked.append(method)
+        return next(left) if method == "drain" else []
+
+    monkeypatch.setattr(draining, "_each", each)
+    monkeypatch.setattr(draining, "note_drained", lambda application: asked.append(f"noted {application}"))
+    return asked
+
+
+def test_draining_ends_with_the_last_request(ingress: list[str]) -> None:
+    said: list[str] = []
+    draining.stop(3600, said.append, lambda _: False)
+    assert ingress == ["noted tramontane", *["drain"] * 5], "one that does not answer may have a request"
+    assert said == [f"finishing {left}, for 3600 s at most" for left in ("3 requests", "2 requests", "1 request")]
+
+
+def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:
+    draining.stop(0, lambda _: None, lambda _: False)
+    assert ingress == ["noted tramontane", "drain", "end_all"]
+    draining.stop(3600, lambda _: None, lambda _: True)
+    assert ingress == ["noted tramontane", "drain", "end_all"] * 2
+
+
+@pytest.mark.parametrize("number", ENDING)
+def test_signals_are_counted(number: signal.Signals) -> None:
+    before = [signal.getsignal(each) for each in ENDING]
+    with CountedSignals() as signals:
+        os.kill(os.getpid(), number)
+        assert signals.another()
+        assert not signals.another(0.0)
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
+        assert signals.another(3600)
+    assert [signal.getsignal(each) for each in ENDING] == before
+
+
+def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for a door that is born again when nobody drains any more."""
+    kept: dict[str, bytes] = {}
+    monkeypatch.setattr(deployments, "_internal_kv_put", kept.__setitem__)
+    monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
+    monkeypatch.setattr(deployments, "_internal_kv_del", kept.pop)
+    assert not deployments.is_drained("app", 7)
+    deployments.note_drained("app")
+    assert not deployments.is_drained("app", 7), "of no deployment that is known"
+    deployments.note_deployment("app", 7)
+    deployments.note_drained("app")
+    deployments.note_deployment("app", 8)
+    assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
+    assert not deployments.is_drained("another", 7)
+    deployments.forget_drained("app")
+    assert not deployments.is_drained("app", 7)

@@ -1,0 +1,90 @@
+"""Who is missed, and who is not, while the head node is away. Without Ray."""
+
+import queue
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+from ray.exceptions import GetTimeoutError
+
+from tramontane.cluster.actors import applications
+from tramontane.cluster.actors import supervisor as supervisor_module
+from tramontane.cluster.actors.pipeline_spec import Application
+from tramontane.cluster.serving import launcher_heartbeat as signs_of_life
+
+
+def test_supervisors_hear_of_the_command_also_while_nobody_can_tell_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    heard_first: set[str] = set()
+    is_away, is_back = threading.Event(), threading.Event()
+
+    def names() -> list[str]:
+        if len(heard_first) < 2:
+            return ["one", "gone", "other"]
+        is_away.set()
+        is_back.wait()
+        raise GetTimeoutError("the head node is away")
+
+    def get_actor(name: str, _namespace: str) -> Any:  # noqa: ANN401
+        if name == "gone":
+            raise ValueError(name)
+
+        def hear() -> None:
+            heard_first.add(name)
+            heard.put(name)
+
+        keep = SimpleNamespace(remote=hear)
+        return SimpleNamespace(keep=SimpleNamespace(options=lambda concurrency_group: keep))
+
+    monkeypatch.setattr(ray, "get_actor", get_actor)
+    monkeypatch.setattr(signs_of_life, "RENEW_EVERY_S", 0.001)
+    with signs_of_life.signs_of_life(names):
+        is_away.wait()
+        for _ in range(heard.qsize()):
+            heard.get()
+        assert {heard.get() for _ in range(4)} == {"one", "other"}
+        is_back.set()
+
+
+def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers = [True, False, False]
+
+    def head_answers() -> bool:
+        answer = answers.pop() if answers else True
+        told.put("there" if answer else "away")
+        return answer
+
+    def remove(_name: str) -> None:
+        told.put("removed")
+        threading.Event().wait()  # the thread that watches has nothing more to do
+
+    monkeypatch.setattr(supervisor_module, "lease_in_stages", lambda _spec: None)
+    for name, value in {"WATCH_EVERY_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
+        monkeypatch.setattr(supervisor_module, name, value)
+    monkeypatch.setattr(supervisor_module, "is_claimable", lambda _application: True)
+    monkeypatch.setattr(supervisor_module, "end_application", lambda _application: told.put("ended"))
+    monkeypatch.setattr(supervisor_module, "head_answers", head_answers)
+    monkeypatch.setattr(supervisor_module, "remove_pipeline", remove)
+    spec: Any = SimpleNamespace(name="a", application=Application("b", launched=True))
+    supervisor_module.Supervisor(spec)
+    for expected in ("away", "away", "there", "ended", "removed"):
+        assert told.get() == expected
+
+
+@pytest.mark.parametrize(("seconds", "is_there"), [(0.0, True), (60.0, False)])
+def test_a_head_node_that_let_us_wait_was_away(monkeypatch: pytest.MonkeyPatch, seconds: float, *, is_there: bool) -> None:
+    times = iter([100.0, 100.0 + seconds])
+    monkeypatch.setattr(applications, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(ray.util, "list_named_actors", lambda: [])
+    assert applications.head_answers() is is_there
+
+
+def test_a_head_node_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away() -> None:
+        raise GetTimeoutError("the head node is away")
+
+    monkeypatch.setattr(ray.util, "list_named_actors", away)
+    assert not applications.head_answers()

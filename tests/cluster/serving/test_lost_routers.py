@@ -1,0 +1,441 @@
+"""Routers are lost while they work, and their requests go on with others: every token once and the right one. Without Ray."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_chain import TellingChain, answer
+
+from tramontane.cluster.serving import retry_policy as patience
+from tramontane.cluster.serving import router_queries as router_questions
+from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.cluster.serving.retry_policy import Patience, refusal_to_go_by
+from tramontane.cluster.serving.room import Waiting
+from tramontane.cluster.serving.token_channel import TokenChannels
+from tramontane.proto.errors import (
+    DeadlineError,
+    DrainingError,
+    FullError,
+    HandedOverError,
+    NotRunningError,
+    OtherModelError,
+    OverloadedError,
+    PipelineError,
+    RouterLostError,
+    TramontaneError,
+)
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.ports import TokenSource
+from tramontane.proto.request import (
+    FinishReason,
+    RequestTimes,
+    SamplingParams,
+    SequenceSpec,
+    TokenBatch,
+    TokenEvent,
+)
+from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.resumable_request import AnswersSoFar
+from tramontane.router.engine.router import Router
+from tramontane.router.openai.request_context import Asked
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+
+
+class Replica:
+    """A Router replica in this process; once killed it answers nobody, and its streams break."""
+
+    def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
+        self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
+        self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
+        self.router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(self._gate))
+        self.channels = TokenChannels(name)
+        self._running = asyncio.create_task(self.router.run())
+
+    async def _gate(self, _batch: MicroBatch) -> None:
+        self.num_steps += 1
+        if self.is_stuck:
+            await self.is_killed.wait()
+        for _ in range(self._rng.randrange(4)):
+            await asyncio.sleep(0)
+
+    async def kill(self) -> None:
+        self.is_killed.set()
+        self._running.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._running
+
+
+class Routing:
+    """Ray Serve's handle: to any replica, or to the one that is wished for if that is there."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self.replicas: list[Replica] = []
+
+    def options(self, **wish: Any) -> Any:  # noqa: ANN401
+        return SimpleNamespace(remote=lambda *args: self._call(wish, *args))
+
+    def _call(self, wish: dict[str, Any], *args: Any) -> Any:  # noqa: ANN401
+        wished = [each for each in self.replicas if each.name == wish["session_id"].removeprefix("=")]
+        replica = self._rng.choice(wished or self.replicas)
+        if wish["method_name"] == "is_ready":
+            return ReadyResponse(replica)
+        return _until_killed(replica, *args) if wish["stream"] else Response(replica, args)
+
+
+async def _until_killed(replica: Replica, *args: str) -> AsyncIterator[bytes]:
+    async with aclosing(replica.channels.subscribe(*args)) as messages:  # type: ignore[type-var]
+        while True:
+            message = await _or_death(replica, lambda: anext(messages, None))
+            if message is None:
+                return
+            yield message
+
+
+async def _or_death(replica: Replica, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401
+    task, death = asyncio.ensure_future(work()), asyncio.ensure_future(replica.is_killed.wait())
+    try:
+        await asyncio.wait([task, death], return_when=asyncio.FIRST_COMPLETED)
+        if replica.is_killed.is_set():
+            raise ConnectionError("the actor died")
+        return task.result()
+    finally:
+        task.cancel()
+        death.cancel()
+        await asyncio.gather(task, death, return_exceptions=True)
+
+
+class ReadyResponse:
+    def __init__(self, replica: Replica) -> None:
+        self._name = replica.name
+
+    def cancel(self) -> None:
+        pass
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        yield from asyncio.sleep(0).__await__()
+        return True, self._name
+
+
+class Response:
+    def __init__(self, replica: Replica, args: Any) -> None:  # noqa: ANN401
+        self._task = asyncio.ensure_future(_or_death(replica, lambda: self._answer(replica, args)))
+        self.cancel = self._task.cancel
+
+    async def _answer(self, replica: Replica, args: Any) -> bytes:  # noqa: ANN401
+        if replica.is_superseded:
+            return replica.channels.refusal(HandedOverError("a newer version has the pipeline"))
+        return await replica.channels.generate(replica.router, *args)
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        return self._task.__await__()
+
+
+@asynccontextmanager
+async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
+    routing: Any = Routing(rng)
+    routing.replicas += [Replica(f"r{n}", rng) for n in range(num_replicas)]
+    routers = RemoteRouters(routing, max_unaccepted=1000)
+    yield routing, routers
+    routers.close()
+    await asyncio.gather(*(replica.kill() for replica in routing.replicas))
+
+
+async def _told(routers: TokenSource, specs: list[SequenceSpec]) -> list[TokenBatch]:
+    return [batch async for batch in routers.generate(specs)]
+
+
+def _check(specs: list[SequenceSpec], batches: list[TokenBatch]) -> None:
+    """Tokens, and what was told beside them, for each position once and in order."""
+    merged = TokenBatch.merged(batches)
+    for number, spec in enumerate(specs):
+        end = len(spec.prompt_ids) + spec.sampling.max_tokens
+        tokens = [event.token_id for event in merged.events if event.seq_id == number]
+        assert tokens == answer(spec.prompt_ids, spec.sampling.max_tokens)
+        logprobs = [value for told in merged.logprobs if told.seq_id == number for value in told.logprobs]
+        assert logprobs == [-float(position) for position in range(1, end)]
+        experts = [ids for told in merged.experts if told.seq_id == number for ids in told.expert_ids]
+        assert experts == [(position,) for position in range(end - 1)]
+
+
+def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceSpec]]:
+    """Of up to three sequences each, which end at different times."""
+
+    def sequence() -> SequenceSpec:
+        prompt = tuple(rng.randrange(900) for _ in range(rng.randint(1, 100)))
+        sampling = SamplingParams(max_tokens=rng.randint(1, 60), return_experts=(3,), logprobs=0, prompt_logprobs=0)
+        return SequenceSpec(prompt, sampling)
+
+    return [[sequence() for _ in range(rng.randint(1, 3))] for _ in range(num_requests)]
+
+
+def _batch(*events: tuple[int, int, bool]) -> TokenBatch:
+    told = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
+    return TokenBatch(told, RequestTimes(0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    rng = random.Random(seed)
+    requests = _requests(rng, 12)
+
+    async def scenario() -> None:
+        async with _house(2, rng) as (routing, routers):
+            asked = [asyncio.create_task(_told(routers, specs)) for specs in requests]
+            num_killed = 0
+            while num_killed < 6 and not all(task.done() for task in asked):
+                victim = routing.replicas[rng.randrange(2)]
+                while victim.num_steps < 12 and not all(task.done() for task in asked):
+                    await asyncio.sleep(0)
+                await victim.kill()
+                num_killed += 1
+                routing.replicas = [each for each in routing.replicas if each is not victim]
+                routing.replicas.append(Replica(f"r{num_killed + 1}", rng))
+            assert num_killed >= 3
+            for specs, task in zip(requests, asked, strict=True):
+                _check(specs, await task)
+            assert routers.num_requests == 0
+            assert not routers._streams_of
+            assert not routers._room.unaccepted
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        async with _house(0, random.Random(0)) as (routing, routers):
+            routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
+            asked = asyncio.create_task(_told(routers, [SequenceSpec((1,), SamplingParams(max_tokens=1))]))
+            num_killed = 0
+            while not asked.done():
+                if routing.replicas[0].name in dict(routers._streams_of.values()).values():  # which is known to work on it
+                    await routing.replicas[0].kill()
+                    num_killed += 1
+                    routing.replicas = [Replica(f"r{num_killed}", random.Random(0), is_stuck=True)]
+                await asyncio.sleep(0)
+            with pytest.raises(PipelineError, match="10 routers were lost with this request"):
+                await asked
+            assert num_killed == patience.MAX_LOSSES
+
+    asyncio.run(scenario())
+
+
+def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    new = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+    tokens = answer(new.prompt_ids, 5)
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, others):
+            routing.replicas[0]._running.cancel()
+            with pytest.raises(NotRunningError):
+                await _told(others, [new])
+            routers = RemoteRouters(routing, max_unaccepted=1)
+            routers._room.unaccepted[-1] = Waiting(1, 0.0)  # somebody else's sequence is on its way
+            with pytest.raises(OverloadedError):
+                await _told(routers, [new])
+            told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
+            asked = [asyncio.create_task(_told(routers, [spec])) for spec in (told, untold)]
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not any(each.done() for each in asked)
+            routing.replicas.append(Replica("r1", random.Random(0)))
+            for each, expected in zip(asked, (tokens[2:], tokens), strict=True):
+                assert [event.token_id for batch in await each for event in batch.events] == expected
+            routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each loss comes after a time with a router that is longer than all patience, and one request survives them."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 0.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        lasting = Patience()
+        for _ in range(patience.MAX_LOSSES - 1):
+            lasting.bear(RouterLostError("lost"))
+            assert lasting.since == now
+            now += patience.LOADING_S - 1
+            lasting.bear(NotRunningError("is being started"))
+            now += patience.LOADING_S
+        with pytest.raises(PipelineError, match="no router could go on"):
+            lasting.bear(NotRunningError("is being started"))
+
+    asyncio.run(scenario())
+
+
+OTHER_MODEL = OtherModelError("another model or version")
+SILENT = PipelineError("no router has answered in time")
+
+
+@pytest.mark.parametrize(
+    ("was_accepted", "error", "limit_s"),
+    [
+        (True, SILENT, patience.LOADING_S),
+        (True, NotRunningError("is being started"), patience.LOADING_S),
+        (True, HandedOverError("a newer version has it"), patience.LOADING_S),
+        (True, OTHER_MODEL, patience.NEW_VERSION_S),
+        (False, HandedOverError("a newer version has it"), patience.NEW_VERSION_S),
+        (False, SILENT, patience.UNACCEPTED_S),
+        (False, OTHER_MODEL, -1.0),
+    ],
+)
+def test_patience_is_as_long_as_it_helps(
+    was_accepted: bool, error: TramontaneError, limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 1000.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        trying = Patience(was_accepted=was_accepted)
+        if limit_s > 0:
+            trying.bear(error)
+            now += limit_s
+            trying.bear(error)
+            now += 1.0
+        with pytest.raises(PipelineError) as refused:
+            trying.bear(error)
+        assert isinstance(refused.value, NotRunningError) is not was_accepted, "it has not begun, and may try elsewhere"
+
+    asyncio.run(scenario())
+
+
+def test_a_router_of_another_model_is_believed_last() -> None:
+    """Another one that is being started may still go on with the request."""
+    starting, full, over = NotRunningError("is being started"), FullError("full", 3), HandedOverError("a newer version has it")
+    assert refusal_to_go_by([OTHER_MODEL, starting]) is starting
+    assert refusal_to_go_by([OTHER_MODEL, starting, full]) is full
+    assert refusal_to_go_by([OTHER_MODEL, full, over]) is over
+
+
+async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource) -> "asyncio.Task[list[TokenBatch]]":  # noqa: ANN401
+    """A request whose only router dies once it has accepted it; there is no other."""
+    (dies,) = routing.replicas
+    dies.is_stuck = True
+    asked = asyncio.create_task(_told(source, [SequenceSpec((1, 2), SamplingParams(max_tokens=5))]))
+    while not routers._streams_of:
+        await asyncio.sleep(0)
+    routing.replicas = []
+    await dies.kill()
+    return asked
+
+
+def test_a_request_outlives_a_router_that_is_gone_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real_time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+        async with _house(1, random.Random(0)) as (routing, routers):
+            asked = await _left_without_a_router(routing, routers, routers)
+            for _minute in range(9):
+                for _turn in range(20):
+                    await asyncio.sleep(0)
+                later_s += 60.0
+            assert not asked.done()
+            routing.replicas = [Replica("r1", random.Random(0))]
+            assert [event.token_id for batch in await asked for event in batch.events] == answer((1, 2), 5)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it could go on trying."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, later_s = asyncio.get_running_loop(), 0.0
+        real_time = loop.time
+        monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
+        async with _house(1, random.Random(0)) as (routing, routers):
+            source = Asked(routers, owner=0, deadline=loop.time() + 3000.0)
+            asked = await _left_without_a_router(routing, routers, source)
+            monkeypatch.setattr(patience, "LOADING_S", 1e6)
+            later_s = 3001.0
+            with pytest.raises(DeadlineError):
+                await asked
+            routing.replicas = [Replica("r1", random.Random(0))]
+            asked = await _left_without_a_router(routing, routers, routers)
+            assert routers.drain() == 1
+            routers.end_all()
+            with pytest.raises(DrainingError):
+                await asked
+            assert routers.drain() == 0
+
+    asyncio.run(scenario())
+
+
+def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    specs = [SequenceSpec((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, _):
+            routing.replicas[0].is_superseded = True
+            routers = RemoteRouters(routing, max_unaccepted=2)
+            asked = [asyncio.create_task(_told(routers, [spec])) for spec in specs[:2]]
+            for turn in range(50):
+                await asyncio.sleep(0)
+                if turn > 10:  # whether they wait for an answer, or for the time to ask again
+                    with pytest.raises(OverloadedError):
+                        routers.check_room(1)
+            routing.replicas.append(Replica("r1", random.Random(0)))
+            for spec, batches in zip(specs, await asyncio.gather(*asked), strict=False):
+                assert [event.token_id for batch in batches for event in batch.events] == answer(spec.prompt_ids, 5)
+            routers.check_room(2)
+            routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_questions, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    spec = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+
+    async def scenario() -> None:
+        async with _house(1, random.Random(0)) as (routing, _):
+            (leaving,) = routing.replicas
+            leaving.is_stuck = True
+            routers = RemoteRouters(routing, max_unaccepted=10, stays_s=0.0)
+            asked = asyncio.create_task(_told(routers, [spec]))
+            for _turn in range(100):
+                await asyncio.sleep(0)
+            assert leaving.router.num_requests == 1, "where there is no other it stays"
+            routing.replicas = [Replica("r1", random.Random(0))]
+            assert [event.token_id for batch in await asked for event in batch.events] == answer(spec.prompt_ids, 5)
+            assert leaving.router.num_requests == 0, "and can be stopped"
+            await leaving.kill()
+            routers.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_rest_of_a_request_is_numbered_anew() -> None:
+    specs = [SequenceSpec((n,), SamplingParams(max_tokens=3)) for n in range(3)]
+    so_far = AnswersSoFar(specs)
+    assert [spec.output_ids for spec in so_far.rest()] == [(), (), ()]
+    first = _batch((0, 5, False), (1, 6, True))
+    assert so_far.add(first) is first
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((0,), (5,)), ((2,), ())]
+    assert so_far.add(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
+    assert not so_far.is_complete
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((2,), (7,))]
+    so_far.add(_batch((0, 9, True)))
+    assert so_far.is_complete

@@ -1,0 +1,637 @@
+"""An ingress and several routers, without Ray: who is asked when a router cannot take a request."""
+
+import asyncio
+import math
+import uuid
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.serve.config import RequestRouterConfig
+from scripted_chain import ScriptedChain, no_gate
+
+from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.serving import remote_routers, room, token_channel
+from tramontane.cluster.serving import retry_policy as patience
+from tramontane.cluster.serving import router_queries as router_questions
+from tramontane.cluster.serving.least_loaded_router import LeastLoaded
+from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.cluster.serving.token_channel import TokenChannels
+from tramontane.proto.errors import FullError, OverloadedError, PipelineError, RequestError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.step import MicroBatch
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+LIMITS = Limits(8, 64, 256, 1000, max_queued_seqs=4)
+
+Gate = Callable[[MicroBatch], Awaitable[None]]
+
+
+class Replica:
+    """A Router replica without Ray Serve; ``asked`` counts the calls by method."""
+
+    def __init__(self, name: str, gate: Gate = no_gate) -> None:
+        self.name, self.asked = name, Counter[str]()
+        self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
+        self.router = Router(Scheduler(CACHE, LIMITS, EvenPolicy(3, 64)), ScriptedChain(gate))
+        self._channels = TokenChannels(name)
+        self.num_messages = math.inf
+        self.load: ExpertLoad | None = None  # it cannot tell
+        self.told: dict[str, Any] | None = None
+        self.is_dead = False
+        self.is_cut_off = False  # nothing comes or goes any more, and nobody is told
+        self._kept: list[AsyncIterator[bytes]] = []
+
+    def generate(self, ingress: str, number: int, specs: bytes, model: str) -> Awaitable[bytes]:
+        return self._channels.generate(self.router, ingress, number, specs, model)
+
+    def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
+        return self._channels.subscribe(ingress, replica)
+
+    async def through_the_network(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
+        """A stream that breaks on its way after ``num_messages``."""
+        stream = self._channels.subscribe(ingress, replica)
+        self._kept.append(stream)  # so that its own end does not notice
+        async for message in stream:
+            if self.is_cut_off:
+                await asyncio.Event().wait()
+            if not self.num_messages:
+                self.num_messages = math.inf
+                raise ConnectionError("the stream broke")
+            self.num_messages -= 1
+            yield message
+
+    async def is_ready(self) -> tuple[bool, str]:
+        return self.router.is_running, self.name
+
+    async def expert_load(self) -> tuple[ExpertLoad | None, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
+        return self.load, self.name
+
+    async def activity(self, after: Mapping[str, int]) -> tuple[dict[str, Any] | None, str]:
+        if self.is_dead:
+            raise ConnectionError("the replica is gone")
+        return self.told and self.told | {"after": after}, self.name
+
+
+class Response:
+    """Of a unary call, as Ray Serve gives it; and one of those that a broadcast makes."""
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self._task = task
+
+    def __await__(self) -> Any:  # noqa: ANN401
+        return self._task.__await__()
+
+    async def get_async(self) -> Any:  # noqa: ANN401
+        return await self._task
+
+    def cancel(self) -> None:
+        self._task.cancel()
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """Calls to all routers that there are, as Ray Serve gives them."""
+
+    calls: list[Response]
+
+    async def _fetch_replica_results_async(self) -> list[Response]:
+        if not self.calls:
+            raise ConnectionError("no replica is running")
+        return self.calls
+
+
+def policy() -> LeastLoaded:
+    """Without the parts of Ray Serve's routing that need a cluster."""
+    made = LeastLoaded.__new__(LeastLoaded)
+    made.initialize_state()
+    return made
+
+
+def replicas_named(*names: str) -> Any:  # noqa: ANN401 - of Ray Serve's class as far as the policy looks at it
+    return [SimpleNamespace(replica_id=SimpleNamespace(unique_id=name)) for name in names]
+
+
+def pending(wish: str = "") -> Any:  # noqa: ANN401 - likewise
+    metadata = SimpleNamespace(session_id=wish, internal_request_id=uuid.uuid4().hex)
+    return SimpleNamespace(metadata=metadata, future=asyncio.get_running_loop().create_future())
+
+
+@dataclass(frozen=True)
+class Handle:
+    """Routes with the real policy."""
+
+    replicas: list[Replica]
+    wish: dict[str, Any] = field(default_factory=dict)
+    policy: LeastLoaded = field(default_factory=policy)
+
+    def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
+        return replace(self, wish=wish)
+
+    def remote(self, *args: Any) -> Any:  # noqa: ANN401
+        if self.wish.get("stream"):
+            return self._stream(*args)
+        return Response(asyncio.ensure_future(self._call(*args)))
+
+    def broadcast(self, method: str, *args: Any) -> Broadcast:  # noqa: ANN401
+        return Broadcast([Response(asyncio.ensure_future(_asked(each, method, *args))) for each in self.replicas])
+
+    async def _call(self, *args: Any) -> Any:  # noqa: ANN401
+        async with self._chosen() as replica:
+            return await getattr(replica, self.wish["method_name"])(*args)
+
+    async def _stream(self, ingress: str, asked: str) -> AsyncIterator[bytes]:
+        async with self._chosen() as replica:
+            async for message in replica.through_the_network(ingress, asked):
+                yield message
+
+    @asynccontextmanager
+    async def _chosen(self) -> AsyncIterator[Replica]:
+        if not self.replicas:
+            await asyncio.Event().wait()
+        request = pending(self.wish["session_id"])
+        ((chosen,),) = await self.policy.choose_replicas(replicas_named(*(each.name for each in self.replicas)), request)
+        replica = next(each for each in self.replicas if each.name == chosen.replica_id.unique_id)
+        replica.asked[self.wish["method_name"]] += 1
+        if replica.is_cut_off:
+            replica.asked[self.wish["method_name"] + " in vain"] += 1
+            await asyncio.Event().wait()
+        replica.by_reference[self.wish["method_name"]].add(self.wish["_by_reference"])
+        try:
+            yield replica
+        finally:
+            self.policy.on_request_completed(chosen.replica_id, request.metadata.internal_request_id)
+
+
+async def _asked(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN401
+    replica.asked[method] += 1
+    if replica.is_cut_off:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            replica.asked[method + " in vain"] += 1
+    return await getattr(replica, method)(*args)
+
+
+@asynccontextmanager
+async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RemoteRouters]:
+    """The routers named in ``running`` are driven; the others are as after a failure."""
+    handle: Any = Handle(replicas)
+    routers = RemoteRouters(handle, max_unaccepted=100)
+    async with _driven([each for each in replicas if each.name in running]):
+        await asyncio.sleep(0.01)
+        try:
+            yield routers
+        finally:
+            routers.close()
+
+
+@asynccontextmanager
+async def _driven(replicas: list[Replica]) -> AsyncIterator[None]:
+    driving = [asyncio.create_task(each.router.run()) for each in replicas]
+    try:
+        yield
+    finally:
+        for task in driving:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+async def _ask(routers: RemoteRouters, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
+    """How many tokens came."""
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=5))] * num_sequences
+    return sum([len(batch.events) async for batch in routers.generate(specs)])
+
+
+def test_a_pipeline_that_is_down_does_not_swallow_requests() -> None:
+    """It refuses at once, so it always has the fewest requests; they go on to the one that works."""
+
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b"), Replica("c")]
+        async with _house(replicas, running="c") as routers:
+            assert await asyncio.gather(*(_ask(routers) for _ in range(8))) == [5] * 8
+            with pytest.raises(RequestError, match="too large for this server"):  # not for now: for ever
+                await _ask(routers, num_sequences=50)
+            assert replicas[2].router.scheduler.is_idle
+            assert replicas[2].asked["subscribe"] == 1
+            assert await routers.is_ready()
+
+    asyncio.run(scenario())
+
+
+def test_where_no_pipeline_works_the_client_hears_it_after_each_was_asked_once_more() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b")]
+        async with _house(replicas, running="") as routers:
+            with pytest.raises(PipelineError, match="is being started again; try again soon"):
+                await _ask(routers)
+            assert sum(each.asked["generate"] for each in replicas) == 3, "a, b, and one of them again"
+            assert not await routers.is_ready()
+            assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_every_router_is_asked_for_its_experts_load() -> None:
+    """Once; those that cannot tell, or do not answer, are not counted."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abcd"]
+        async with _house(replicas, running="") as routers:
+            assert await routers.expert_load() == MeasuredLoad((), 0)
+            replicas[0].load, replicas[2].load, replicas[3].load = ((1, 2), (3, 4)), ((10, 20), (30, 40)), ((0, 1), (0, 1))
+            for each in replicas:
+                each.asked.clear()
+            assert await routers.expert_load() == MeasuredLoad(((11, 23), (33, 45)), 3)
+            assert [each.asked["expert_load"] for each in replicas] == [1, 1, 1, 1]
+            for each in replicas:
+                each.load, each.is_dead = (), True
+            assert await routers.expert_load() == MeasuredLoad((), 0)
+
+    asyncio.run(scenario())
+
+
+def test_every_router_is_asked_for_its_activity() -> None:
+    """One that drives nothing, or is gone, does not keep the others from telling theirs."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abcd"]
+        async with _house(replicas, running="") as routers:
+            replicas[0].told, replicas[2].told = {"name": "app-2"}, {"name": "app-1"}
+            after = {"app-1": 7}
+            assert await routers.activity(after) == [{"name": "app-1", "after": after}, {"name": "app-2", "after": after}]
+            assert [each.asked["activity"] for each in replicas] == [1, 1, 1, 1]
+            for each in replicas:
+                each.is_dead = True
+            assert await routers.activity({}) == []
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_is_well_whatever_became_of_the_router_of_another() -> None:
+    """A router that is stopped, or whose machine is gone, answers nothing; nobody waits for it, and it is not asked for ever."""
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        replicas[0].is_cut_off = replicas[2].is_cut_off = True
+        async with _house(replicas, running="abc") as routers:
+            assert [await routers.is_ready() for _ in range(10)] == [True] * 10
+            for each in (replicas[0], replicas[2]):
+                while each.asked["is_ready in vain"] < 10:
+                    await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("silent", ["a", "b", "ac", "abc"])
+def test_what_others_tell_is_kept_where_a_router_does_not_answer(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_questions, "READY_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        replicas = [Replica(name) for name in "abc"]
+        async with _house(replicas, running="") as routers:
+            for each in replicas:
+                each.told, each.load, each.is_cut_off = {"name": each.name}, ((1, 2),), each.name in silent
+            well = [each.name for each in replicas if not each.is_cut_off]
+            assert [told["name"] for told in await routers.activity({})] == well
+            assert (await routers.expert_load()).num_pipelines == len(well)
+            assert not await routers.is_ready()
+            assert [each.asked["activity in vain"] for each in replicas] == [each.is_cut_off for each in replicas]
+
+    asyncio.run(scenario())
+
+
+def test_whoever_leaves_while_routers_are_asked_leaves_no_call_behind() -> None:
+    async def scenario() -> None:
+        silent = Replica("a")
+        silent.is_cut_off = True
+        async with _house([silent], running="a") as routers:
+            asking = asyncio.create_task(routers.is_ready())
+            while not silent.asked["is_ready"]:
+                await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            while not silent.asked["is_ready in vain"]:
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+async def _stuck(_batch: MicroBatch) -> None:
+    await asyncio.Event().wait()
+
+
+def _fill(replica: Replica) -> None:
+    replica.router.submit([SequenceSpec((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None)  # 8 places, 4 may wait
+
+
+def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
+        async with _house(replicas, running="ab") as routers:
+            _fill(replicas[0])
+            _fill(replicas[1])
+            with pytest.raises(OverloadedError, match="4 sequences are waiting and at most 4 may"):
+                await _ask(routers)  # not the reason of c, which is down: that one does not say when to come back
+        replicas = [Replica("a", _stuck), Replica("b", _stuck), Replica("c")]
+        async with _house(replicas, running="abc") as routers:
+            _fill(replicas[0])
+            _fill(replicas[1])
+            assert await _ask(routers, num_sequences=4) == 20
+
+    asyncio.run(scenario())
+
+
+def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they said holds for the same owner's requests, until one of our own ends or it is old."""
+    monkeypatch.setattr(room, "FULL_FOR_S", 3600.0)
+
+    async def scenario() -> None:
+        release = asyncio.Event()
+
+        async def gate(_batch: MicroBatch) -> None:
+            await release.wait()
+
+        replica = Replica("a", gate)
+        async with _house([replica], running="a") as routers:
+            ours = [asyncio.create_task(_ask(routers, num_sequences=n)) for n in (8, 3)]
+            while replica.router.num_requests < 2:
+                await asyncio.sleep(0)
+            with pytest.raises(OverloadedError) as large:
+                await _ask(routers, num_sequences=2)
+            assert not isinstance(large.value, FullError), "one sequence could still wait"
+            routers.check_room(1)
+            ours.append(asyncio.create_task(_ask(routers)))
+            while replica.router.num_requests < 3:
+                await asyncio.sleep(0)
+            with pytest.raises(FullError):
+                await _ask(routers)
+            num_asked = replica.asked["generate"]
+            for _ in range(3):
+                with pytest.raises(FullError):
+                    routers.check_room(1)
+                with pytest.raises(FullError):
+                    await _ask(routers)
+            assert replica.asked["generate"] == num_asked
+            routers.check_room(1, owner=5)
+            release.set()
+            await asyncio.gather(*ours)
+            routers.check_room(1)
+            assert await _ask(routers) == 5
+
+    asyncio.run(scenario())
+
+
+def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "FULL_FOR_S", 0.0)
+
+    async def scenario() -> None:
+        replica = Replica("a", _stuck)
+        async with _house([replica], running="a") as routers:
+            _fill(replica)
+            for number in range(1, 4):
+                with pytest.raises(FullError):
+                    await _ask(routers)
+                routers.check_room(1)
+                assert replica.asked["generate"] >= number
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no replica is running, Ray Serve keeps calls until there is one."""
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
+    monkeypatch.setattr(patience, "UNACCEPTED_S", 0.05)
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.01)
+
+    async def scenario() -> None:
+        handle: Any = Handle([])
+        routers = RemoteRouters(handle, max_unaccepted=10)
+        with pytest.raises(PipelineError, match="no pipeline was ready in time"):
+            await _ask(routers)
+        waiting = [asyncio.create_task(_ask(routers, num_sequences=5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="on their way to a pipeline"):
+            await _ask(routers)
+        for refused in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(refused, PipelineError)
+        assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("waited_s", "told_s"), [(0.0, 1), (0.2, 1), (7.5, 8), (300.0, 60)])
+def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
+    waited_s: float, told_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that waits longest, however often it was tried since; a minute at most."""
+    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+
+    async def scenario() -> None:
+        loop, now = asyncio.get_running_loop(), 1000.0
+        monkeypatch.setattr(loop, "time", lambda: now)
+        handle: Any = Handle([])
+        routers = RemoteRouters(handle, max_unaccepted=10)
+
+        def check() -> None:
+            with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
+                routers.check_room(10)
+            assert refused.value.retry_after_s == told_s
+
+        async def number_after(last: int) -> int:
+            while max(routers._mailboxes, default=-1) <= last:
+                await asyncio.sleep(0)
+            return max(routers._mailboxes)
+
+        routers.check_room(10)
+        asked = asyncio.create_task(_ask(routers))
+        number = await number_after(-1)
+        now += waited_s
+        check()
+        routers._mailboxes[number].put(PipelineError("no router has answered in time"))
+        while not routers._room._pausing:
+            await asyncio.sleep(0)
+        check()
+        await number_after(number)
+        later = asyncio.create_task(_ask(routers))
+        await number_after(number + 1)
+        check()
+        for each in (asked, later):
+            each.cancel()
+        await asyncio.gather(asked, later, return_exceptions=True)
+        routers.check_room(10)
+
+    asyncio.run(scenario())
+
+
+@pytest.fixture
+def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_routers, "SILENT_S", 0.3)
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.5)
+    monkeypatch.setattr(token_channel, "KEEPALIVE_S", 0.02)
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_a_router_whose_machine_vanishes_is_missed() -> None:
+    """Its system closes nothing, and Ray Serve learns it later. Also by a request that it has not answered at all."""
+    at_work = asyncio.Event()
+
+    async def gate(_batch: MicroBatch) -> None:
+        at_work.set()
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        vanishes, comes = Replica("a", gate), Replica("b")
+        replicas = [vanishes]
+        async with _house(replicas, running="a") as routers, _driven([comes]):
+            asked = [asyncio.create_task(_ask(routers))]
+            await at_work.wait()
+            vanishes.is_cut_off = True
+            asked.append(asyncio.create_task(_ask(routers)))
+            while vanishes.asked["generate in vain"] < 3:  # the second request, and both once the stream is missed
+                await asyncio.sleep(0)
+            replicas[:] = [comes]
+            assert await asyncio.gather(*asked) == [5, 5]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("_soon_missed")
+def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
+    async def scenario() -> None:
+        vanishes, other = Replica("a", _stuck), Replica("b")
+        async with _house([vanishes], running="a") as routers, _driven([other]):
+            asked = asyncio.create_task(_ask(routers))
+            while not vanishes.router.num_requests:
+                await asyncio.sleep(0)
+            handle: Any = routers._handle
+            handle.replicas.append(other)
+            vanishes.is_cut_off = True
+            assert await asked == 5
+            assert await asyncio.gather(*(_ask(routers) for _ in range(4))) == [5] * 4
+            assert vanishes.asked["generate in vain"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
+    opened = asyncio.Event()
+
+    async def gate(_batch: MicroBatch) -> None:
+        await opened.wait()
+
+    async def scenario() -> None:
+        async with _house([Replica("a", gate)], running="a") as routers:
+            asked = asyncio.create_task(_ask(routers))
+            await asyncio.sleep(0.2)
+            opened.set()
+            assert await asked == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_went_to_another_router_replaces_nothing() -> None:
+    """A replica says that it has no stream, and dies: the call that opens one is routed to a replica that is well."""
+
+    async def scenario() -> None:
+        replica = Replica("b")
+        async with _house([replica], running="b") as routers:
+            assert await _ask(routers) == 5
+            assert [message async for message in replica.subscribe(routers._name, "a")] == []
+            assert await _ask(routers) == 5
+            assert replica.asked["subscribe"] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_broke_on_one_side_is_opened_anew() -> None:
+    """The router believes that it still answers through it. The request goes on where it stood."""
+
+    async def scenario() -> None:
+        replica = Replica("a")
+        async with _house([replica], running="a") as routers:
+            replica.num_messages = 3  # of the first stream, of which the second and third are a request's
+            assert await _ask(routers) == 5
+            assert replica.asked["subscribe"] == 2
+            assert routers.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_can_never_run_is_refused_by_the_first_router_that_hears_of_it() -> None:
+    async def scenario() -> None:
+        replicas = [Replica("a"), Replica("b")]
+        async with _house(replicas, running="ab") as routers:
+            with pytest.raises(RequestError):
+                await _ask(routers, prompt=(1,) * 300)
+            assert sum(each.asked.total() for each in replicas) == 3, "no stream yet, the stream, and the refusal"
+
+    asyncio.run(scenario())
+
+
+def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray Serve's gRPC takes 4 MiB."""
+    monkeypatch.setattr(remote_routers, "MAX_GRPC_BYTES", 330)
+
+    async def scenario() -> None:
+        replica = Replica("a")
+        async with _house([replica], running="a") as routers:
+            assert await _ask(routers, num_sequences=4) == 20, "a prompt travels once"
+            assert replica.by_reference == {"generate": {False}, "subscribe": {False}}
+            assert await _ask(routers, prompt=tuple(range(1, 200))) == 5
+            assert replica.by_reference["generate"] == {False, True}
+
+    asyncio.run(scenario())
+
+
+def test_the_policy_is_one_that_ray_serve_takes() -> None:
+    assert RequestRouterConfig(request_router_class=LeastLoaded).get_request_router_class() is LeastLoaded
+
+
+def test_requests_that_come_together_are_spread() -> None:
+    """Nothing has been sent when they are routed, and each replica would say that it has none."""
+
+    async def scenario() -> None:
+        routing, three = policy(), replicas_named("a", "b", "c")
+        requests = [pending() for _ in range(12)]
+        chosen = [(await routing.choose_replicas(three, request))[0][0].replica_id for request in requests]
+        assert Counter(each.unique_id for each in chosen) == {"a": 4, "b": 4, "c": 4}
+        for request, replica in zip(requests, chosen, strict=True):
+            if replica.unique_id == "b":
+                routing.on_request_completed(replica, request.metadata.internal_request_id)
+        ((freed,),) = await routing.choose_replicas(three, pending())
+        assert freed.replica_id.unique_id == "b"
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_was_never_sent_does_not_count() -> None:
+    async def scenario() -> None:
+        routing, two = policy(), replicas_named("a", "b")
+        for _ in range(5):
+            left = pending("=a")
+            await routing.choose_replicas(two, left)
+            left.future.cancel()
+        unanswered = pending("=a")
+        for _ in range(5):  # once more where the replica did not answer
+            await routing.choose_replicas(two, unanswered)
+        await asyncio.sleep(0)
+        ((other,),) = await routing.choose_replicas(two, pending())
+        assert other.replica_id.unique_id == "b"
+        assert routing._num_given == {"a": 1, "b": 1}
+
+    asyncio.run(scenario())

@@ -1,0 +1,1008 @@
+"""The whole application over HTTP: official clients, many clients, clients that leave, routers that die."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import fake_job_service as listed_jobs
+import grpc
+import httpx
+import openai
+import psutil
+import pytest
+import ray
+from fake_job_service import JobsOnly, some_lines
+from grpc_fuzz import REFUSALS, every_code
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from harness import random_ids
+from http_fuzz import BODIES, check_error
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import AsyncOpenAI, OpenAI
+from ray import cloudpickle, serve
+from ray.exceptions import RayError
+from serve_cluster import (
+    GRPC,
+    GRPC_PORT,
+    PORT,
+    URL,
+    calls_of_proxy,
+    complete,
+    deploy,
+    events,
+    exchange,
+    ingress_stats,
+    leftovers,
+    length_of,
+    post_of,
+    processes,
+    router_stats,
+    send_and_leave,
+    served,
+    standing_still,
+    wait_until_idle,
+    wait_until_ready,
+)
+
+from tramontane.cluster.cli.main import app
+from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.config.expert_load import MeasuredLoad, read_load
+from tramontane.cluster.console.server_client import ask_activity, known_of
+from tramontane.cluster.pipeline.engine import open_engine
+from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.planning.hardware import joined_cluster, this_machine
+from tramontane.cluster.serving import serve_checks
+from tramontane.cluster.serving.app import APPLICATION
+from tramontane.cluster.serving.serve_checks import check_doors
+from tramontane.proto.errors import ConfigError, DeadlineError, RequestError, UnknownJobError, WrongKeyError
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.router.batch.jobs import JobOptions, JobState
+from tramontane.router.client.client import AsyncClient, Client
+from tramontane.router.openai.completion_request import ParameterError
+from tramontane.router.openai.served_model import UnknownModelError
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.serve,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning"),
+]
+
+SETTINGS: dict[str, Any] = {
+    "dtype": "float32",
+    "stages": 2,
+    "max_num_seqs": 32,
+    "threads_per_stage": 1,
+    "slow_reader_timeout": 3.0,
+}
+TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
+WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING good morrow, neighbour O".split())  # noqa: SIM905
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _app() -> Iterator[None]:
+    with own_ray(num_cpus=4), served(**SETTINGS):
+        yield
+
+
+def test_a_cluster_of_our_own_has_no_more_cores_than_the_machine() -> None:
+    """However many CPUs Ray was promised, so that it places all stages."""
+    assert ray.cluster_resources()["CPU"] == 4  # type: ignore[no-untyped-call]
+    assert joined_cluster().node_cpus == this_machine().node_cpus
+
+
+def _prompt(rng: random.Random, most: int = 12) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(rng.randint(1, most)))
+
+
+def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[list[int]]:
+    """The same engine in this process, without Ray."""
+
+    async def run() -> list[list[int]]:
+        async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
+
+            async def one(ids: tuple[int, ...]) -> list[int]:
+                batches = [batch async for batch in engine.router.generate([SequenceSpec(ids, sampling)])]
+                return [event.token_id for batch in batches for event in batch.events]
+
+            return list(await asyncio.gather(*map(one, prompts)))
+
+    return asyncio.run(run())
+
+
+# ---- gRPC
+
+
+def test_grpc_gives_the_tokens_that_http_gives() -> None:
+    parameters: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 5, "n": 2, "stop": ["zz"]}
+    over_http = complete(prompt="ROMEO:", return_token_ids=True, **parameters)
+    with Client(GRPC) as client:
+        pieces = list(client.generate("ROMEO:", **parameters))
+        assert [model.name for model in client.models()] == ["demo"]
+    for choice in over_http["choices"]:
+        own = [piece for piece in pieces if piece.index == choice["index"]]
+        assert len(own) > 1, "it is streamed"
+        assert [token for piece in own for token in piece.token_ids] == choice["token_ids"]
+        assert "".join(piece.text for piece in own) == choice["text"]
+        assert own[-1].finish_reason == choice["finish_reason"]
+    assert pieces[-1].usage is not None
+    assert asdict(pieces[-1].usage) == over_http["usage"]
+    assert pieces[-1].timings is not None
+    assert asdict(pieces[-1].timings).keys() == over_http["timings"].keys()
+    with grpc.insecure_channel(GRPC) as channel:
+        services = ProtoReflectionDescriptorDatabase(channel).get_services()
+        assert sorted(services) == [reflection.SERVICE_NAME, "tramontane.v1.BatchJobs", "tramontane.v1.Inference"], "ours alone"
+        with pytest.raises(grpc.RpcError) as refused:
+            channel.unary_unary("/ray.serve.RayServeAPIService/ListApplications")(b"")
+        assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+        assert b"success" in channel.unary_unary("/ray.serve.RayServeAPIService/Healthz")(b"")
+
+
+def test_grpc_scores_a_text_as_http_does() -> None:
+    over_http = complete(prompt="What news?", echo=True, logprobs=2, max_tokens=0)
+    told = over_http["choices"][0]["logprobs"]
+    with Client(GRPC) as client:
+        score = client.score("What news?", logprobs=2)
+    assert [token.token for token in score.tokens] == told["tokens"]
+    assert [token.logprob for token in score.tokens] == pytest.approx(told["token_logprobs"], abs=1e-5)
+    assert asdict(score.usage) == over_http["usage"]
+
+
+def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
+    async def run() -> None:
+        async with AsyncClient(GRPC) as client:
+            async with aclosing(client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8)) as pieces:
+                await anext(pieces)
+            with pytest.raises(DeadlineError):
+                async for _ in client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8, timeout_s=1):
+                    pass
+
+    before = sum(stats["steps"] for stats in wait_until_idle())
+    asyncio.run(run())
+    assert sum(stats["steps"] for stats in wait_until_idle()) < before + 2000, "nobody waited for the last token"
+
+
+def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_proxy() -> None:
+    """Of so many some do: the proxy is either about that, or waits for the next message."""
+
+    async def leave(client: AsyncClient, num_pieces: int) -> None:
+        async with aclosing(client.generate("ROMEO:", max_tokens=400, ignore_eos=True, n=4)) as pieces:
+            for _ in range(num_pieces):
+                await anext(pieces)
+
+    async def run() -> None:
+        async with AsyncClient(GRPC) as client:
+            for _ in range(10):
+                await asyncio.gather(*(leave(client, num_pieces) for num_pieces in range(1, 9)))
+
+    asyncio.run(run())
+    wait_until_idle()
+    assert calls_of_proxy() == 0
+
+
+def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> None:
+    before = processes()
+    with Client(GRPC) as client:
+        with pytest.raises(UnknownModelError, match="this server has 'demo'"):
+            next(client.generate("O", model="other"))
+        with pytest.raises(ParameterError, match="temperature is -1") as refused:
+            next(client.generate("O", temperature=-1))
+        assert refused.value.parameter == "temperature"
+        with pytest.raises(UnknownJobError):
+            list(client.watch_job("a"))
+        with pytest.raises(RequestError):
+            next(client.generate("x" * 4 * 2**20))
+
+    async def codes() -> dict[grpc.StatusCode, int]:
+        async with grpc.aio.insecure_channel(GRPC) as channel:
+            return await every_code(channel)
+
+    assert asyncio.run(codes()).keys() <= REFUSALS | {grpc.StatusCode.OK}
+    wait_until_idle()
+    assert processes() == before
+
+
+def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_doors() -> None:
+    bodies = [{"prompt": f"{word}:", "max_tokens": 12, "seed": 3, "temperature": 0.9} for word in WORDS[:8]]
+    lines = [{"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": body} for i, body in enumerate(bodies)]
+    text = "\n".join([*map(json.dumps, lines), "no JSON", json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}})])
+    with Client(GRPC) as client:
+        job = client.submit_job(text.encode())
+        assert (job.num_lines, job.num_bad) == (10, 1)
+        assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
+        results = list(client.results(job.job_id))
+    assert [result.line for result in results] == list(range(1, 11))
+    assert [result.is_error for result in results] == [False] * 8 + [True] * 2
+    answers = [json.loads(result.body)["choices"][0]["text"] for result in results[:8]]
+    assert answers == [complete(**body)["choices"][0]["text"] for body in bodies]
+    over_http = httpx.get(f"{URL}/v1/batches/{job.job_id}", timeout=30).json()
+    assert over_http["request_counts"] == {"total": 10, "completed": 8, "failed": 2}
+    wait_until_idle()
+
+
+def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
+    """Beside the other application: metadata say for whom a call is."""
+    cloudpickle.register_pickle_by_value(listed_jobs)  # replicas do not find the modules of tests
+    deployment = serve.deployment(JobsOnly).options(ray_actor_options={"num_cpus": 0})
+    try:
+        serve.run(deployment.bind(), name="jobs", route_prefix="/jobs")
+        with Client(GRPC, application="jobs") as stranger, pytest.raises(WrongKeyError, match="API key is missing or wrong"):
+            stranger.list_jobs()
+        with Client(GRPC, "wrong", application="jobs") as stranger:
+            with pytest.raises(WrongKeyError):
+                list(stranger.results("job-1"))
+            with pytest.raises(WrongKeyError):
+                stranger.submit_job(b"{}\n" * 10**6)
+        with Client(GRPC, "right", application="jobs") as client:
+            job = client.submit_job(b"{}\n" * 10**6, JobOptions(metadata={"owner": "me"}))
+            assert (job.num_lines, job.options.metadata) == (10**6, {"owner": "me"})
+            assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
+            assert list(client.results(job.job_id, 3)) == some_lines(2500)[3:]
+            with pytest.raises(UnknownJobError):
+                client.get_job("x")
+            assert client.cancel(job.job_id).state == JobState.CANCELLED
+        with Client(GRPC) as client:
+            assert [model.name for model in client.models()] == ["demo"]
+    finally:
+        serve.delete("jobs")
+        cloudpickle.unregister_pickle_by_value(listed_jobs)
+
+
+def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(**ports: int) -> EngineConfig:
+        return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
+
+    assert check_doors(config())
+    assert not check_doors(config(grpc_port=0))
+    with pytest.raises(ConfigError, match=f"give --grpc-port {GRPC_PORT}, or 0 for none"):
+        check_doors(config(grpc_port=1234))
+    with pytest.raises(ConfigError, match=f"give --host 127.0.0.1 --port {PORT}"):
+        check_doors(config(port=1234))
+    monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("somebody.elses",))
+    assert not check_doors(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
+
+
+# ---- official clients
+
+
+def test_the_official_client_gets_what_generate_gives() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    prompts = [_prompt(random.Random(i)) for i in range(8)]
+    expected = _local([TOKENIZER.encode(p) for p in prompts], SamplingParams(max_tokens=24, temperature=0.9, seed=5))
+    together = client.completions.create(
+        model="demo", prompt=prompts, max_tokens=24, temperature=0.9, seed=5, extra_body={"return_token_ids": True}
+    )
+    assert [choice.token_ids for choice in together.choices] == expected  # type: ignore[attr-defined]
+    assert [choice.text for choice in together.choices] == [TOKENIZER.decode(tuple(ids)) for ids in expected]
+    assert {choice.finish_reason for choice in together.choices} == {"length"}
+    assert together.usage is not None
+    assert together.usage.prompt_tokens == sum(len(TOKENIZER.encode(p)) for p in prompts)
+    assert together.usage.completion_tokens == 8 * 24
+
+
+def test_every_form_of_prompt_and_every_parameter() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+
+    def text(**more: Any) -> str:  # noqa: ANN401
+        options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 12, "temperature": 0.0}
+        return client.completions.create(**(options | more)).choices[0].text
+
+    plain = text()
+    assert text(prompt=list(TOKENIZER.encode("ROMEO:"))) == plain
+    assert text(echo=True) == "ROMEO:" + plain
+    assert text(echo=True, prompt=list(TOKENIZER.encode("ROMEO:"))).endswith("ROMEO:" + plain)
+    assert text(temperature=5.0, extra_body={"top_k": 1}) == plain
+    assert text(temperature=5.0, top_p=1e-9) == plain
+    assert text(stop=[plain[3:6]]) == plain[: plain.index(plain[3:6])]
+    assert text(temperature=1.0, seed=3) == text(temperature=1.0, seed=3) != text(temperature=1.0, seed=4)
+    assert text(extra_body={"ignore_eos": True}) == plain
+    several = client.completions.create(model="demo", prompt=["O", "ROMEO:"], n=3, max_tokens=8, temperature=1.0, seed=1)
+    assert [choice.index for choice in several.choices] == list(range(6))
+    assert len({choice.text for choice in several.choices}) == 6
+    alone = client.completions.create(model="demo", prompt="ROMEO:", n=3, max_tokens=8, temperature=1.0, seed=1)
+    assert [c.text for c in alone.choices] == [c.text for c in several.choices[3:]]
+    assert client.models.list().data[0].id == "demo"
+
+
+def test_the_asynchronous_client_streams() -> None:
+    async def run() -> None:
+        async with AsyncOpenAI(base_url=f"{URL}/v1", api_key="none") as client:
+            stream = await client.completions.create(
+                model="demo",
+                prompt="ROMEO:",
+                n=2,
+                max_tokens=16,
+                seed=2,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={"return_token_ids": True},
+            )
+            texts, ids, reasons, usage = ["", ""], [[], []], [None, None], None
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    texts[choice.index] += choice.text
+                    ids[choice.index] += choice.token_ids  # type: ignore[attr-defined]
+                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+                usage = chunk.usage or usage
+            whole = await client.completions.create(model="demo", prompt="ROMEO:", n=2, max_tokens=16, seed=2)
+            assert texts == [choice.text for choice in whole.choices]
+            assert [len(each) for each in ids] == [16, 16]
+            assert reasons == ["length", "length"]
+            assert usage == whole.usage
+            assert usage is not None
+            assert (usage.prompt_tokens, usage.completion_tokens) == (3, 32)
+
+    asyncio.run(run())
+
+
+def test_the_synchronous_client_streams_up_to_a_stop_string() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none")
+    options: dict[str, Any] = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 24, "temperature": 0.0}
+    plain = client.completions.create(**options).choices[0].text
+    stop = plain[12:15]
+    chunks = list(client.completions.create(**options, stop=stop, stream=True))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == plain[: plain.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_mistakes_arrive_as_the_clients_own_errors() -> None:
+    client = OpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0)
+    with pytest.raises(openai.NotFoundError, match="this server has 'demo'"):
+        client.completions.create(model="gpt-4", prompt="O")
+    with pytest.raises(openai.BadRequestError, match="temperature is -1"):
+        client.completions.create(model="demo", prompt="O", temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="at most 2047"):
+        client.completions.create(model="demo", prompt=[5] * 2048)
+    with pytest.raises(openai.BadRequestError, match="outside the model's vocabulary"):
+        client.completions.create(model="demo", prompt=[10**6])
+    with pytest.raises(openai.NotFoundError, match="is not here"):
+        client.embeddings.create(model="demo", input="O")
+
+
+def test_the_experts_load_grows_by_what_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every token is given to two experts of each of the eight layers."""
+
+    def told() -> MeasuredLoad:
+        return MeasuredLoad.from_data(httpx.get(f"{URL}/experts", timeout=30).json())
+
+    wait_until_idle()
+    before = told()
+    usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
+    wait_until_idle()
+    after = told()
+    assert before.num_pipelines == after.num_pipelines == 1
+    assert len(after.tokens) == 8
+    grown = [sum(new) - sum(old) for new, old in zip(after.tokens, before.tokens, strict=True)]
+    assert grown == [2 * (usage["total_tokens"] - 1)] * 8, "the last token is not computed with"
+    app(["experts", "--json", "--url", f"{URL}/v1"], standalone_mode=False)
+    (tmp_path / "load.json").write_text(capsys.readouterr().out)
+    assert read_load(tmp_path / "load.json") == after.tokens
+    app(["experts", "--url", URL], standalone_mode=False)
+    assert "since loading, 1 pipeline:" in capsys.readouterr().out
+
+
+def test_the_activity_is_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every micro-batch passes both stages; the trace is of what runs while it is taken."""
+    wait_until_idle()
+    with httpx.Client(base_url=URL, timeout=30) as client:
+        before = ask_activity(client)
+        usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
+        wait_until_idle()
+        (told,) = ask_activity(client, known_of(before)).pipelines
+    assert sum(batch.prefill_tokens for batch in told.micro_batches) == usage["prompt_tokens"]
+    assert sum(batch.decodes for batch in told.micro_batches) == 19, "the first token is the prompt's"
+    for batch in told.micro_batches:
+        assert [stage for stage, *_ in batch.stages] == [0, 1]
+        assert all(0 < busy_s <= elapsed_s for _, _, busy_s, elapsed_s in batch.stages)
+    assert (told.running, told.waiting, told.pages_held) == (0, 0, 0)
+    assert told.first_token_s is not None
+    app(["top", "--once", "--url", URL], standalone_mode=False)
+    assert "Stage 2/2 layers 4-7" in capsys.readouterr().out
+    is_over = Event()
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(lambda: [complete(prompt="ROMEO:", max_tokens=5) for _ in iter(is_over.is_set, True)])
+        app(["trace", "-o", str(tmp_path / "trace.json"), "--seconds", "1", "--url", URL], standalone_mode=False)
+        is_over.set()
+        asking.result()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["tid"] for event in events if event["ph"] == "X"} == {0, 1000}
+
+
+def test_streamed_equals_unstreamed_for_200_random_requests() -> None:
+    rng = random.Random(11)
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> None:
+        plain = (await client.post("/v1/completions", json=body)).json()
+        stream = (await client.post("/v1/completions", json=body | {"stream": True})).text
+        texts, reasons = {}, {}
+        for event in events(stream):
+            for choice in event["choices"]:
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                reasons[choice["index"]] = choice["finish_reason"]
+        assert texts == {c["index"]: c["text"] for c in plain["choices"]}, body
+        assert reasons == {c["index"]: c["finish_reason"] for c in plain["choices"]}, body
+
+    def body() -> dict[str, Any]:
+        drawn = {
+            "prompt": _prompt(rng),
+            "max_tokens": rng.randint(1, 20),
+            "temperature": rng.choice([0, 0.7, 1.3]),
+            "seed": rng.randrange(1000),
+            "n": rng.choice([1, 1, 1, 2]),
+            "echo": rng.random() < 0.2,
+        }
+        return drawn | ({"stop": rng.choice(["e", " the", ["\n", "r,"]])} if rng.random() < 0.4 else {})
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            waiting = [body() for _ in range(200)]
+
+            async def worker() -> None:
+                while waiting:
+                    await one(client, waiting.pop())
+
+            await asyncio.gather(*(worker() for _ in range(16)))
+
+    asyncio.run(run())
+    wait_until_idle()
+
+
+# ---- many clients, and clients that leave
+
+
+async def _leave_early(client: httpx.AsyncClient, rng: random.Random) -> bool:
+    """One request that is perhaps given up at a random moment; True if it was."""
+    body = {"prompt": _prompt(rng, 40), "max_tokens": rng.randint(1, 40), "seed": 1, "n": rng.choice([1, 1, 2])}
+    body["stream"] = rng.random() < 0.6
+    call = asyncio.create_task(client.post("/v1/completions", json=body))
+    leaves = rng.random() < 0.5
+    done, _ = await asyncio.wait([call], timeout=rng.random() * 2 if leaves else None)
+    if not done:
+        call.cancel()
+        await asyncio.wait([call])
+        return True
+    assert call.result().status_code == 200, call.result().text
+    return False
+
+
+def _storm(num_requests: int, seed: int) -> int:
+    """Requests from 64 clients; returns how many were given up."""
+    rng = random.Random(seed)
+
+    async def run() -> int:
+        waiting, left = list(range(num_requests)), 0
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=URL, timeout=240, limits=limits) as client:
+
+            async def worker() -> None:
+                nonlocal left
+                while waiting:
+                    waiting.pop()
+                    gave_up = await _leave_early(client, rng)
+                    left += gave_up
+
+            await asyncio.gather(*(worker() for _ in range(64)))
+        return left
+
+    return asyncio.run(run())
+
+
+@pytest.mark.timeout(900)
+def test_500_requests_with_random_cancels_leave_nothing_behind() -> None:
+    _storm(150, seed=1)
+    (before,), door_before = wait_until_idle(), ingress_stats()
+    memory_before = _memory(before, door_before)
+    assert _storm(500, seed=2) > 100, "many must have left"
+    (after,), door_after = wait_until_idle(), ingress_stats()
+    assert after["steps"] > before["steps"]
+    assert after["tasks"] <= before["tasks"] + 3
+    assert door_after["tasks"] <= door_before["tasks"] + 3
+    for name, num_bytes in _memory(after, door_after).items():
+        assert num_bytes < memory_before[name] + 24 * 2**20, f"memory of {name} is flat after the first storm"
+
+
+def _memory(router: dict[str, Any], door: dict[str, Any]) -> dict[str, int]:
+    """Bytes of every process that works on requests; stages made their page pools when they were loaded."""
+    stages = {stage["label"]: psutil.Process(stage["pid"]).memory_info().rss for stage in router["stages"]}
+    return {"the router": router["rss"], "the ingress": door["rss"], **stages}
+
+
+def test_a_client_that_leaves_frees_its_place_while_the_rest_goes_on() -> None:
+    """Whether it was streaming, waiting for all of its answer, or waiting for a place."""
+    (before,) = wait_until_idle()
+
+    async def leave(body: dict[str, Any], running: int, waiting: int) -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            call = asyncio.create_task(client.post("/v1/completions", json={"max_tokens": 2000, "ignore_eos": True, **body}))
+            while True:
+                stats = (await asyncio.to_thread(router_stats))[0]
+                if (stats["sequences"], stats["waiting"]) == (running, waiting):
+                    break
+            call.cancel()
+            await asyncio.wait([call])
+
+    asyncio.run(leave({"prompt": "ROMEO:", "stream": True}, 1, 0))
+    wait_until_idle()
+    asyncio.run(leave({"prompt": "ROMEO:"}, 1, 0))
+    wait_until_idle()
+    asyncio.run(leave({"prompt": ["ROMEO:"] * 40, "stream": True}, 32, 8))
+    (after,) = wait_until_idle()
+    assert after["steps"] - before["steps"] < 1000, "none of them ran to its end"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_once_a_router_hears_that_a_client_has_left_it_makes_no_step_for_it(stream: bool) -> None:
+    """Stages that stand still meanwhile make it exact: what is in flight comes back, and then nothing more happens."""
+    before = wait_until_idle()
+
+    async def leave() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            body = {"prompt": ["ROMEO:"] * 8, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+            call = asyncio.create_task(client.post("/v1/completions", json=body))
+            while (await asyncio.to_thread(router_stats))[0]["steps"] < before[0]["steps"] + 20:
+                pass
+            with standing_still(before):
+                call.cancel()
+                await asyncio.wait([call])
+                while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])["requests"]:
+                    await asyncio.sleep(0.05)
+                return stats
+
+    held = asyncio.run(leave())
+    assert held["sequences"] > 0
+    assert held["pages_held"] > 0, "what is in flight may touch them"
+    assert wait_until_idle()[0]["steps"] == held["steps"]
+
+
+# ---- too much at once
+
+
+def test_a_request_of_too_many_sequences_is_refused_for_good() -> None:
+    response = httpx.post(f"{URL}/v1/completions", json={"prompt": ["O"] * 300, "n": 1}, timeout=60)
+    assert response.status_code == 400
+    assert "at most 288" in response.json()["error"]["message"]
+
+
+def test_when_too_many_wait_the_next_is_told_when_to_come_back() -> None:
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            long = {"prompt": ["O"] * 250, "max_tokens": 1900, "stream": True, "ignore_eos": True}
+            full = asyncio.create_task(client.post("/v1/completions", json=long))
+            while (await asyncio.to_thread(router_stats))[0]["waiting"] < 200:
+                await asyncio.sleep(0.05)
+            refused = await client.post("/v1/completions", json={"prompt": ["O"] * 60})
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            full.cancel()
+            await asyncio.wait([full])
+
+    asyncio.run(run())
+    wait_until_idle()
+
+
+@contextmanager
+def _unread(body: bytes) -> Iterator[socket.socket]:
+    """A connection with small buffers, on which a request was sent and nothing is read."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", PORT))
+        connection.sendall(post_of(body, length_of(body)))
+        yield connection
+
+
+def _received_before_it_was_cut(connection: socket.socket) -> int:
+    received = 0
+    try:
+        while part := connection.recv(2**16):
+            received += len(part)
+    except ConnectionResetError:
+        return received
+    raise AssertionError("it ended as others do")
+
+
+def test_a_client_that_does_not_read_is_dropped_and_its_connection_cut() -> None:
+    """Of some 30 MB that it has asked for; the socket's buffers take a few."""
+    asked = {"prompt": "O", "n": 12, "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20}
+    with _unread(json.dumps(asked).encode()) as connection:
+        while ingress_stats()["requests"] == 0:
+            time.sleep(0.05)
+        while (stats := ingress_stats())["requests"]:
+            time.sleep(0.2)
+        assert wait_until_idle()[0]["preempted"] == 0
+        port = connection.getsockname()[1]
+        while any(c.laddr.port == PORT and c.raddr and c.raddr.port == port for c in psutil.net_connections("tcp")):
+            time.sleep(0.2)
+        assert _received_before_it_was_cut(connection) < 2**24
+    assert stats["pid"] == ingress_stats()["pid"]
+
+
+# ---- whatever comes
+
+
+@contextmanager
+def _nobody_is_harmed() -> Iterator[None]:
+    """Afterwards nothing is held, every process is the one that it was, and answers."""
+    wait_until_idle()
+    before = processes()
+    yield
+    wait_until_idle()
+    assert processes() == before
+    assert complete(prompt="ROMEO:", max_tokens=3)["usage"]["completion_tokens"] == 3
+
+
+ASKED = b'{"prompt": "ROMEO:", "max_tokens": 3, "temperature": 0}'
+ENDLESS = b'{"prompt": "ROMEO:", "max_tokens": 2000, "ignore_eos": true, "stream": true}'
+TEN_MB = b'{"prompt": "' + b"la " * (10**7 // 3) + b'"}'
+REFUSED_BODIES = {
+    b"": "the body is not JSON: EOF",
+    b"null": "the body must be a JSON object",
+    b"[1, 2]": "the body must be a JSON object",
+    b"{}": "prompt is missing",
+    b'{"prompt": {"text": "O"}}': "prompt: it must be a text",
+    b'{"prompt": []}': "it is an empty list; it must have",
+    b'{"prompt": ["O", 5]}': "a list must hold either",
+    b'{"prompt": [1.5]}': "a list must hold either",
+    b'{"prompt": [true]}': "a list must hold either",
+    b'{"prompt": [-1]}': "token ids are whole numbers from 0",
+    b'{"prompt": [1%s]}' % (b"0" * 400): "token ids are whole numbers from 0",
+    b'{"prompt": [100000]}': "outside the model's vocabulary of",
+    b'{"prompt": %s}' % json.dumps([[1]] * 100_000).encode(): "one request may have at most 65536",
+    b'{"prompt": "O", "max_tokens": "5"}': "max_tokens is '5': input should be a valid integer",
+    b'{"prompt": "O", "max_tokens": true}': "max_tokens is True: input should be a valid integer",
+    b'{"prompt": "O", "max_tokens": 0}': "max_tokens is 0: without echo: true there would be no answer",
+    b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 99): "max_tokens is 1000",
+    b'{"prompt": "O", "max_tokens": 1%s}' % (b"0" * 9999): "the body is not JSON: number out of range",
+    b'{"prompt": "O", "max_tokens": 1e400}': "max_tokens is inf",
+    b'{"prompt": "O", "temperature": NaN}': "temperature is nan: input should be a finite number",
+    b'{"prompt": "O", "temperature": Infinity}': "temperature is inf: input should be a finite number",
+    b'{"prompt": "O", "temperature": -Infinity}': "temperature is -inf",
+    b'{"prompt": "O", "temperature": -0.1}': "temperature is -0.1",
+    b'{"prompt": "O", "top_p": 1e999}': "top_p is inf",
+    b'{"prompt": "O", "seed": 9223372036854775808}': "seed is 9223372036854775808",
+    b'{"prompt": "O", "stop": [""]}': "stop: it must be a text or a list of texts, none of them empty",
+    b'{"prompt": "O", "stream": "yes"}': "stream is 'yes': input should be a valid boolean",
+    b'{"prompt": "O", "\\u0000\\n": 1}': "?? is not a parameter of this endpoint",
+    b'{"prompt": "O", "prompt": 5}': "prompt: it must be a text",
+    b'{"prompt": "\\ud800"}': "the body is not JSON: unexpected end of hex escape",
+    b'{"prompt": "\xff\xfe"}': "the body is not valid UTF-8 (byte 12)",
+    b"\xef\xbb\xbf" + ASKED: "the body is not JSON: expected value at line 1 column 1",
+    ASKED.decode().encode("utf-16"): "the body is not valid UTF-8 (byte 0)",
+    ASKED + b"x": "the body is not JSON: trailing characters",
+    ASKED[:-1]: "the body is not JSON: EOF",
+    b'{"prompt": ' + b"[" * 10**6: "the body is not JSON: recursion limit exceeded",
+    b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}": "the body is not JSON: recursion limit exceeded",
+    b'{"prompt": "O", "user": ' + b'{"a":' * 150 + b"1" + b"}" * 151: "user is ",
+    b'{"prompt": "' + b"la " * 2**20 + b'"}': "the prompt has 3145728 characters; with a context of 2048 positions",
+    TEN_MB: "the body is larger than 8388608 bytes; send less at once",
+}
+
+
+def test_a_body_that_makes_no_sense_is_refused_with_what_is_wrong() -> None:
+    with _nobody_is_harmed(), httpx.Client(base_url=URL, timeout=240) as client:
+        for body, message in REFUSED_BODIES.items():
+            response = client.post("/v1/completions", content=body)
+            assert response.status_code == (413 if body is TEN_MB else 400), message
+            assert message in check_error(response.content)["message"]
+
+
+def test_random_bodies_are_answered_or_refused() -> None:
+    """As in the tests of the door, by way of Ray Serve and many at a time."""
+
+    async def send(bodies: list[bytes]) -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            for response in await asyncio.gather(*(client.post("/v1/completions", content=body) for body in bodies)):
+                assert response.status_code in (200, 400, 404, 413, 429)
+                if response.status_code != 200:
+                    check_error(response.content)
+
+    @settings(derandomize=True, deadline=None, max_examples=3)
+    @given(bodies=st.lists(st.one_of(*BODIES.values()), min_size=32, max_size=32))
+    def whatever(bodies: list[bytes]) -> None:
+        asyncio.run(send(bodies))
+
+    with _nobody_is_harmed():
+        whatever()
+
+
+def _chunk(part: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(part), part)
+
+
+CHUNKED = b"Transfer-Encoding: chunked"
+NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is, /docs shows it", "does not take"
+FRAMED = {
+    "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
+    "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
+    "with two hosts": (post_of(ASKED, length_of(ASKED), b"Host: another"), 200, ""),
+    "with a strange content type": (post_of(ASKED, length_of(ASKED), b"Content-Type: \xff/xml"), 200, ""),
+    "with a strange encoding": (post_of(ASKED, length_of(ASKED), b"Content-Encoding: gzip"), 200, ""),
+    "with many headers": (post_of(ASKED, length_of(ASKED), *(b"X-%d: x" % i for i in range(1000))), 200, ""),
+    "with a huge header": (post_of(ASKED, length_of(ASKED), b"X: " + b"x" * 60_000), 200, ""),
+    "that expects to be asked": (post_of(ASKED, length_of(ASKED), b"Expect: 100-continue"), 200, ""),
+    "with wrong keys": (post_of(ASKED, length_of(ASKED), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"), 200, ""),
+    "without a length": (post_of(b""), 400, "the body is not JSON: EOF"),
+    "longer than it says": (post_of(ASKED, length_of(ASKED[:10]), b"Connection: close"), 400, "the body is not JSON: EOF"),
+    "that says it is too large": (post_of(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
+    "that says it is endless": (post_of(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
+    "too large in chunks": (
+        post_of(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
+        413,
+        "the body is larger than 8388608 bytes",
+    ),
+    "by GET": (post_of(ASKED, length_of(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by DELETE": (post_of(ASKED, length_of(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "for nothing": (post_of(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
+    "for embeddings": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
+    "for a path with dots": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"), 404, NOT_HERE),
+    "for no character": (post_of(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
+    "for a long path": (post_of(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
+    "to a strange host": (b"GET /nothing HTTP/1.1\r\nHost: [\xff\r\n\r\n", 404, NOT_HERE),
+}
+
+
+@pytest.mark.parametrize("how", FRAMED)
+def test_a_request(how: str) -> None:
+    request, wanted, message = FRAMED[how]
+    with _nobody_is_harmed():
+        status, body = exchange(request)
+        assert status == wanted
+        assert status == 200 or message in check_error(body)["message"]
+
+
+@pytest.mark.parametrize("name", [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"])
+def test_headers_that_ray_serve_reads_may_hold_anything(name: bytes) -> None:
+    with _nobody_is_harmed():
+        assert exchange(post_of(ASKED, length_of(ASKED), name + b": \xff"))[0] in (200, 400)
+
+
+@pytest.mark.parametrize("header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"])
+def test_a_client_cannot_give_ray_serve_orders(header: bytes) -> None:
+    with _nobody_is_harmed():
+        assert exchange(post_of(ASKED, length_of(ASKED), header))[0] == 200
+
+
+NOT_HTTP = (
+    b"\r\n\r\nnothing at all\r\n\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\xaa" * 40,  # TLS
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    post_of(ASKED, b"Content-Length: -5"),
+    post_of(ASKED, b"Content-Length: abc"),
+    post_of(ASKED, b"Content-Length: " + b"9" * 30),
+    post_of(ASKED, length_of(ASKED), b"Content-Length: 5"),
+    post_of(_chunk(ASKED), CHUNKED, b"Content-Length: 5"),
+    post_of(b"zz\r\n" + ASKED, CHUNKED),
+    post_of(b"-5\r\n" + ASKED, CHUNKED),
+    post_of(b"f" * 17 + b"\r\n" + ASKED, CHUNKED),
+    post_of(ASKED, b"Transfer-Encoding: gzip"),
+    post_of(ASKED, length_of(ASKED), b"no colon"),
+    post_of(ASKED, length_of(ASKED), b"X: \x00"),
+    post_of(b"", line=b"GIVE /v1/models HTTP/1.1"),
+    post_of(b"", line=b"GET /\xff HTTP/1.1"),
+    post_of(b"", line=b"GET /v1/models?" + b"x" * 70_000 + b" HTTP/1.1"),
+)
+
+
+def test_what_is_not_http_does_not_get_past_ray_serves_proxy() -> None:
+    """The proxy's own refusal, in plain text: there is no request yet that could be answered in OpenAI's words."""
+    with _nobody_is_harmed():
+        for request in NOT_HTTP:
+            assert exchange(request) == (400, b"Invalid HTTP request received.")
+
+
+@pytest.mark.parametrize("abruptly", [False, True])
+def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: bool) -> None:
+    whole = post_of(ENDLESS, length_of(ENDLESS))
+    chunked = post_of(_chunk(ENDLESS), CHUNKED)  # without the end
+    start = whole.index(ENDLESS)
+    with _nobody_is_harmed():
+        steps = router_stats()[0]["steps"]
+        for cut in (0, 1, 9, 30, start - 1, start, start + 1, start + 40, len(whole) - 1):
+            send_and_leave(whole[:cut], abruptly=abruptly)
+        for cut in (start + 3, len(chunked) - 2, len(chunked)):
+            send_and_leave(chunked[:cut], abruptly=abruptly)
+        assert wait_until_idle()[0]["steps"] == steps, "nothing of them was ever run"
+        for having_read in (0, 1, 500):  # bytes: nothing, the first, some tokens
+            send_and_leave(whole, abruptly=abruptly, having_read=having_read)
+        assert wait_until_idle()[0]["steps"] - steps < 1000, "none of them ran to its end"
+
+
+# ---- a router that dies
+
+
+def test_a_killed_router_adopts_its_pipeline_and_reads_no_weights_and_streams_go_on() -> None:
+    (before,) = wait_until_idle()
+    _check_undisturbed_by(lambda: os.kill(before["pid"], signal.SIGKILL))
+    while True:
+        try:
+            (after,) = router_stats()
+            if after["pid"] != before["pid"]:
+                break
+        except Exception:
+            pass
+        time.sleep(0.1)
+    wait_until_ready()
+    assert after["pipeline"] == before["pipeline"]
+    assert after["epoch"] > before["epoch"]
+    for old, new in zip(before["stages"], after["stages"], strict=True):
+        assert (new["pid"], new["bytes_read"]) == (old["pid"], old["bytes_read"]), "the same process, which has read nothing more"
+        assert new["holder"] != old["holder"]
+    sizes = [health["bytes_read"] for health in after["stages"]]
+    assert sum(sizes) == (DEMO_MODEL / "model.safetensors").stat().st_size - _header_bytes()
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_stage_that_dies_or_stands_still_only_wait(how: signal.Signals) -> None:
+    (before,) = wait_until_idle()
+    _check_undisturbed_by(lambda: os.kill(before["stages"][1]["pid"], how))
+    (after,) = wait_until_idle()
+    assert (after["pid"], after["stages"][0]["pid"]) == (before["pid"], before["stages"][0]["pid"])
+    assert after["stages"][1]["pid"] != before["stages"][1]["pid"]
+
+
+def _check_undisturbed_by(fault: Callable[[], None]) -> None:
+    """While streams and plain requests are on their way; each gets what it gets without."""
+    bodies = [
+        {
+            "prompt": f"Scene {n}.",
+            "max_tokens": 150,
+            "seed": n,
+            "temperature": n % 2,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        for n in range(12)
+    ]
+
+    async def one(client: httpx.AsyncClient, body: dict[str, Any], began: asyncio.Semaphore) -> list[int]:
+        if body["seed"] % 3 == 0:
+            answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
+            return list(answer["choices"][0]["token_ids"])
+        got: list[int] = []
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    got += json.loads(line.removeprefix("data: "))["choices"][0]["token_ids"]
+                    began.release()
+        return got
+
+    async def all_of_them(fault: Callable[[], None] | None) -> list[list[int]]:
+        began = asyncio.Semaphore(0)
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            asked = [asyncio.create_task(one(client, body, began)) for body in bodies]
+            if fault is not None:
+                for _ in range(40):  # pieces of streams
+                    await began.acquire()
+                assert not any(task.done() for task in asked)
+                fault()
+            return await asyncio.gather(*asked)
+
+    calm = asyncio.run(all_of_them(None))
+    assert [len(tokens) for tokens in calm] == [150] * 12
+    assert asyncio.run(all_of_them(fault)) == calm
+
+
+def _header_bytes() -> int:
+    """Of a safetensors file: eight bytes of length, and the header itself."""
+    with (DEMO_MODEL / "model.safetensors").open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def test_an_idle_stage_that_dies_is_fenced_anew_without_a_request() -> None:
+    (before,) = wait_until_idle()
+    os.kill(before["stages"][1]["pid"], signal.SIGKILL)
+    while True:
+        try:
+            (after,) = router_stats()
+            if after["epoch"] > before["epoch"] and httpx.get(f"{URL}/health", timeout=60).status_code == 200:
+                break
+        except RayError:
+            pass
+        httpx.get(f"{URL}/health", timeout=60)  # asking is what notices
+        time.sleep(0.1)
+    assert after["stages"][0]["pid"] == before["stages"][0]["pid"]
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+
+
+# ---- other ways to start and stop
+
+
+def test_deleting_the_application_removes_every_pipeline() -> None:
+    serve.delete(APPLICATION)
+    while leftovers():
+        time.sleep(0.1)
+    assert ray.is_initialized()
+
+
+def test_a_serve_config_scales_whole_pipelines_up_and_down() -> None:
+    """What ``serve deploy`` sends to the controller: the code and its arguments stay, ``num_replicas`` changes."""
+    _redeploy(1)
+    while serve.status().applications[APPLICATION].status != "RUNNING":  # the replicas of another version have gone
+        time.sleep(0.1)
+    wait_until_ready()
+    (first,) = router_stats()
+    _redeploy(2)
+    while len(stats := _stats_once_they_settle()) != 2:
+        time.sleep(0.1)
+    assert len({s["pipeline"] for s in stats}) == 2
+    assert first["pid"] in {s["pid"] for s in stats}, "the one that was there goes on"
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": random_ids(20, i, 200), "max_tokens": 30, "ignore_eos": True} for i in range(24)]
+            answers = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert {answer.status_code for answer in answers} == {200}
+
+    before = {s["pid"]: s["steps"] for s in stats}
+    asyncio.run(run())
+    assert all(s["steps"] > before[s["pid"]] for s in router_stats()), "both have worked"
+    _scale_down_under_load()
+    while len(leftovers()) > 4:  # one supervisor, two stages, one placement group
+        time.sleep(0.1)
+    wait_until_ready()
+    assert complete(prompt="ROMEO:", max_tokens=5)["usage"]["completion_tokens"] == 5
+    _redeploy(0)
+    while leftovers():
+        time.sleep(0.1)
+
+
+def _scale_down_under_load() -> None:
+    """From two pipelines to one while both stream: every stream ends as if nothing had happened, and then one pipeline goes."""
+
+    async def stream(client: httpx.AsyncClient, body: dict[str, Any], begun: asyncio.Semaphore) -> str:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            parts = response.aiter_text()
+            text = await anext(parts)
+            begun.release()
+            return text + "".join([part async for part in parts])
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=URL, timeout=240) as client:
+            bodies = [{"prompt": f"KING {i}", "max_tokens": 600, "temperature": 0, "ignore_eos": True} for i in range(6)]
+            begun = asyncio.Semaphore(0)
+            routers = await asyncio.to_thread(router_stats)
+            streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
+            for _ in streams:
+                await begun.acquire()
+            with standing_still(routers):  # so that none of them ends before one of the two is to go
+                working = await asyncio.to_thread(router_stats, stages=False)
+                assert all(router["requests"] for router in working), working
+                _redeploy(1)
+                while serve.status().applications[APPLICATION].deployments["Router"].replica_states.get("STOPPING") != 1:
+                    await asyncio.sleep(0.05)
+                late = asyncio.create_task(client.post("/v1/completions", json=bodies[0]))
+                assert len(leftovers()) == 8, "what still works stays"
+            streamed = [events(text) for text in await asyncio.gather(*streams)]
+            texts = ["".join(event["choices"][0]["text"] for event in each) for each in streamed]
+            assert [each[-1]["choices"][0]["finish_reason"] for each in streamed] == ["length"] * len(bodies)
+            assert (await late).json()["choices"][0]["text"] == texts[0]
+            again = await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies))
+            assert texts == [answer.json()["choices"][0]["text"] for answer in again]
+
+    asyncio.run(run())
+
+
+def _stats_once_they_settle() -> list[dict[str, Any]]:
+    try:
+        return router_stats()
+    except RayError:  # one of them is just starting or being stopped
+        return []
+
+
+def _redeploy(num_pipelines: int) -> None:
+    deploy(SETTINGS, num_pipelines, graceful_shutdown_timeout_s=240)

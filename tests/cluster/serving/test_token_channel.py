@@ -1,0 +1,261 @@
+"""Requests that travel from an ingress to a router and back, without Ray: above all those whose clients leave."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import Any, cast
+
+import pytest
+from ray.serve.handle import DeploymentHandle
+from scripted_chain import ScriptedChain, all_chunks
+
+from tramontane.cluster.common import node_watch as lost_nodes
+from tramontane.cluster.common.node_watch import LostNodes
+from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.cluster.serving.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
+from tramontane.proto import wire
+from tramontane.proto.errors import OtherModelError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
+LONG = SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))
+
+
+class Response:
+    """As Ray Serve's: whoever waits for it may be cancelled without the call being so."""
+
+    def __init__(self, call: "asyncio.Task[bytes]") -> None:
+        self._call = call
+        self.cancel = call.cancel
+
+    def __await__(self) -> Generator[Any, None, bytes]:
+        return asyncio.shield(self._call).__await__()
+
+
+class Handle:
+    """As Ray Serve's, to a router in this process."""
+
+    def __init__(self, channels: TokenChannels, router: Router) -> None:
+        self._channels, self._router = channels, router
+        self.num_calls = 0
+
+    def options(self, *, method_name: str, session_id: str, stream: bool, **_transport: bool) -> "Handle":
+        assert session_id in ("", "=replica")
+        assert stream == (method_name == "subscribe")
+        self.remote: Callable[..., Any] = self._subscribe if stream else self._generate
+        return self
+
+    def _subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
+        return self._channels.subscribe(ingress, replica)
+
+    def _generate(self, ingress: str, number: int, specs: bytes, model: str) -> Response:
+        self.num_calls += 1
+        return Response(asyncio.create_task(self._channels.generate(self._router, ingress, number, specs, model)))
+
+
+class StepByStep(ScriptedChain):
+    """Completes as many micro-batches as it is told, and remembers all that were submitted."""
+
+    def __init__(self) -> None:
+        super().__init__(self._wait)
+        self.submitted: list[MicroBatch] = []
+        self._complete: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
+
+    def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        self.submitted.append(batch)
+        return super().submit(batch)
+
+    def complete(self, num_steps: int) -> None:
+        """The first ones, whether they have been submitted or will be."""
+        for step in range(num_steps):
+            self._complete[step].set()
+
+    async def _wait(self, batch: MicroBatch) -> None:
+        await self._complete[batch.step_id].wait()
+
+
+@asynccontextmanager
+async def _remote(
+    chain: StepByStep, max_num_seqs: int = 8, nodes: LostNodes | None = None, node: str = ""
+) -> AsyncIterator[tuple[RemoteRouters, Router, Handle]]:
+    """With micro-batches so small that not all sequences can be in flight."""
+    router = Router(Scheduler(CACHE, Limits(max_num_seqs, 2, 256, 1000), EvenPolicy(3, 2)), chain)
+    running = asyncio.create_task(router.run())
+    handle = Handle(TokenChannels("replica", nodes=nodes), router)
+    routers = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
+    yield routers, router, handle
+    routers.close()
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
+def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else would tell: its system cannot close the stream. Those of other doors go on."""
+    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.001)
+    dead: set[str] = set()
+
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain, nodes=LostNodes(lambda: dead), node="far") as (vanishing, router, handle):
+            staying = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
+            going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, vanishing))
+            await _until(lambda: router.num_requests == 2)
+            dead.add("far")
+            await _until(lambda: router.num_requests == 1)
+            lost.cancel()
+            chain.complete(10_000)
+            assert await going == 200
+            staying.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("meant_for", ["another/" + wire.FORMAT, "/other"])
+def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
+    async def scenario() -> None:
+        async with _remote(StepByStep()) as (_, router, handle):
+            refusal, _ = wire.decode_refusal(await handle._generate("door", 1, b"no specs at all", meant_for))
+            assert isinstance(refusal, OtherModelError)
+            assert "another model or version" in str(refusal)
+            assert router.num_requests == 0
+
+    asyncio.run(scenario())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Bounded by pytest's timeout."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def _num_tokens(routers: RemoteRouters, *specs: SequenceSpec) -> int:
+    async with aclosing(routers.generate(specs)) as batches:
+        return sum([len(batch.events) async for batch in batches])
+
+
+def _in(batches: list[MicroBatch]) -> set[int]:
+    """Sequences of these micro-batches."""
+    return {chunk.seq_id for batch in batches for chunk in all_chunks(batch)}
+
+
+def test_tokens_come_back_to_whom_they_belong() -> None:
+    async def scenario() -> None:
+        chain = StepByStep()
+        chain.complete(10_000)
+        async with _remote(chain) as (routers, router, handle):
+            specs = [SequenceSpec((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
+            assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(range(1, 21))
+            assert handle.num_calls == 40, "each was told to open a stream first"
+            assert await _num_tokens(routers, LONG) == 200
+            assert handle.num_calls == 41
+            assert (routers.num_requests, router.num_requests, router.scheduler.is_idle) == (0, 0, True)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("num_steps", [0, 2, 11, 40])
+def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flight_are_back(num_steps: int) -> None:
+    """From the moment in which the router hears of it. The request that leaves has sequences 0 to 5, some of
+    them in flight and some not; the one that stays is 6."""
+    left = set(range(6))
+
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain) as (routers, router, _):
+            leaving = asyncio.create_task(_num_tokens(routers, *[LONG] * 6))
+            await _until(lambda: router.num_requests == 1)
+            staying = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: router.num_requests == 2)
+            chain.complete(num_steps)
+            await _until(lambda: len(chain.submitted) > num_steps)
+
+            leaving.cancel()
+            await _until(lambda: router.num_requests == 1)
+            before = list(chain.submitted)
+            assert router.scheduler.num_running > 1, "what is in flight may touch pages"
+            assert left & _in(before[num_steps:]), "so they are kept until it is back"
+
+            chain.complete(1 + max(batch.step_id for batch in before if left & _in([batch])))
+            await _until(lambda: router.scheduler.num_running == 1)
+            router.scheduler.check_integrity()
+            (other,) = router.scheduler._admitted.by_id.values()
+            assert len(other.pages[0]) == CACHE.classes[0].num_pages - router.scheduler.ledger.num_free[0]
+
+            chain.complete(1000)
+            assert await staying == 200
+            later = chain.submitted[len(before) :]
+            assert _in(later) == {6}
+            forgotten = {seq_id for batch in chain.submitted for seq_id in batch.released}
+            assert forgotten == left & _in(before), "by the stages"
+
+    asyncio.run(scenario())
+
+
+def test_who_leaves_while_waiting_for_a_place_was_never_there() -> None:
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain, max_num_seqs=1) as (routers, router, _):
+            staying = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: router.num_requests == 1)
+            leaving = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: router.scheduler.num_waiting == 1)
+            leaving.cancel()
+            await _until(lambda: router.num_requests == 1)
+            assert router.scheduler.num_waiting == 0
+            chain.complete(1000)
+            assert await staying == 200
+            assert _in(chain.submitted) == {0}
+
+    asyncio.run(scenario())
+
+
+def test_a_request_whose_stream_breaks_goes_on_over_a_new_one() -> None:
+    async def scenario() -> None:
+        chain = StepByStep()
+        async with _remote(chain) as (routers, router, handle):
+            asked = asyncio.create_task(_num_tokens(routers, LONG))
+            await _until(lambda: len(chain.submitted) > 0)
+            (stream,) = [task for task in routers._tasks if task.get_coro().__name__ == "_listen"]
+            stream.cancel()
+            chain.complete(1000)
+            assert await asked == 200
+            await _until(lambda: router.scheduler.is_idle)
+            assert router.num_requests == 0, "what was asked over the first one has been given up"
+            assert handle.num_calls == 4, "no stream yet, the first; again none, and the second"
+
+    asyncio.run(scenario())
+
+
+def test_no_message_is_larger_than_a_stream_takes() -> None:
+    """Unless one delivery alone is. What is delivered comes in its order, however it is cut."""
+    times = RequestTimes(0.0, 0.0, 0.0)
+
+    def delivery(number: int, num_tokens: int) -> tuple[int, TokenBatch]:
+        experts = ExpertChoices(0, 3, 0, ((1, 2),) * num_tokens)
+        return number, TokenBatch((TokenEvent(0, 7),), times, (experts,))
+
+    ready = [delivery(number, size) for number, size in enumerate((1, 600_000, 5, 600_000, 600_000, 1, 800_000, 1, 1))]
+
+    async def scenario() -> None:
+        channel = TokenChannel()
+        messages = channel.messages()
+        assert await anext(messages) == NOTHING_NEW
+        for number, what in ready:
+            channel.put(number, what)
+        got: list[tuple[int, TokenBatch | str]] = []
+        while len(got) < len(ready):
+            message = await anext(messages)
+            got += (deliveries := wire.decode_deliveries(message))
+            assert len(message) <= MAX_MESSAGE_BYTES or len(deliveries) == 1
+        assert got == ready
+        await messages.aclose()
+
+    asyncio.run(scenario())

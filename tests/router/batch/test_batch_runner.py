@@ -1,0 +1,515 @@
+"""Batch jobs from their lines to their results, with engines that are up to the test."""
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, requests
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.router.batch import service as batch_service
+from tramontane.router.batch.claims import LEASE_S
+from tramontane.router.batch.database import JobStoreError
+from tramontane.router.batch.input_lines import LineSplitter, NewLine
+from tramontane.router.batch.jobs import Job, JobOptions, JobState
+from tramontane.router.batch.runner import MAX_TRIES, THREADS
+from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.submissions import TAKEN_OVER_AFTER_S
+
+GOOD = request("a", 1)
+BAD = [
+    b"{\n",
+    b"[1]\n",
+    b'{"custom_id": "\xff", "body": {}}\n',
+    b'{"body": {}}\n',
+    b'{"custom_id": 3, "body": {}}\n',
+    b'{"custom_id": "", "body": {}}\n',
+    b'{"custom_id": "x\\u0000", "body": {}}\n',
+    b'{"custom_id": "\\ud800", "body": {}}\n',
+    b'{"custom_id": "x"}\n',
+    b'{"custom_id": "x", "body": []}\n',
+    request("x", 1, url="/v1/embeddings"),
+    request("x", 1, method="GET"),
+    request("x", 1, more=1),
+    request("x", "long" * 600),
+    b"[" * 1500 + b"\n",
+    GOOD,  # for the second time
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path)
+    yield place
+    place.close()
+
+
+async def _whole(place: Place, text: bytes, options: JobOptions = JobOptions(), **more: Any) -> tuple[Job, list[tuple[Any, ...]]]:  # noqa: ANN401, B008
+    """Submit and run; returns the job at its end and (line, custom_id, is_error) with the bodies."""
+    service = place.service()
+    job = await service.submit(pieces(text), options)
+    async with place.running(place.runner(**more)):
+        told = [
+            (line.line, line.custom_id, line.is_error, json.loads(line.body)) for line in await all_results(service, job.job_id)
+        ]
+    return await service.get(job.job_id), told
+
+
+@given(st.lists(st.binary(max_size=12).filter(lambda line: b"\n" not in line), max_size=8), st.integers(1, 9), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: int, ends: bool) -> None:
+    text = b"\n".join(lines) + (b"\n" if ends else b"")
+    splitter = LineSplitter(max_bytes=6)
+    cut = [text[i : i + size] for i in range(0, len(text), size)]
+    found = [line for piece in cut for line in splitter.feed(piece)] + list(splitter.finish())
+    parts = text.split(b"\n")
+    expected = [line if len(line) <= 6 else None for line in (parts if parts[-1] else parts[:-1])]
+    if expected and expected[0] is not None:
+        expected[0] = expected[0].removeprefix(b"\xef\xbb\xbf")
+    assert [line.text for line in found] == expected
+    assert [line.number for line in found] == list(range(1, len(expected) + 1))
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_order: bool) -> None:
+    text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
+    job, told = asyncio.run(_whole(place, text, JobOptions(keeps_order=keeps_order)))
+    assert (job.state, job.num_lines, job.num_bad) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
+    assert (job.num_done, job.num_failed) == (2, len(BAD))
+    good = {custom_id: body for _, custom_id, is_error, body in told if not is_error}
+    assert good == {"a": {"said": 1}, "z": {"said": 2}}
+    bad = {line: body["message"] for line, _, is_error, body in told if is_error}
+    assert sorted(bad) == list(range(4, 4 + len(BAD)))
+    assert all(message.startswith(f"line {line}: ") for line, message in bad.items())
+    if keeps_order:
+        assert [line for line, *_ in told] == sorted(line for line, *_ in told)
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps_order: bool) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
+        job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
+        assert (job.state, job.num_lines, job.num_bad, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
+        assert job.ended_at == place.clock.now
+        assert job.error is not None
+        assert job.error.startswith("none of the 1200 lines is a request: line 2: url is '/v1/embeddings'")
+        assert job.error.count("/v1/embeddings") == 1, "what is wrong with all of them is said once"
+        assert job.error.endswith("; and 1199 more")
+        assert place.claims().claim(5) == [], "there is nothing to run"
+        assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
+        one = await service.submit(pieces(b"x\n"), JobOptions())
+        assert one.error is not None
+        assert one.error.startswith("the only line is no request: line 1: it is not JSON")
+        mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
+        several = (await service.submit(pieces(mixed), JobOptions())).error
+        assert several is not None
+        assert [each in several for each in ("line 1: ", "line 2: ", "line 3: ", "line 4: ", "line 5: ")] == [1, 1, 0, 1, 0]
+        assert several.endswith("; and 2 more")
+
+    asyncio.run(scenario())
+
+
+def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place) -> None:
+    async def breaks_off() -> AsyncIterator[bytes]:
+        yield requests(1500)
+        raise ConnectionError("the client is gone")
+
+    async def too_many() -> AsyncIterator[bytes]:
+        for _ in range(LIMITS.max_lines + 1):
+            yield b"x\n"
+
+    async def scenario() -> None:
+        service = place.service()
+        with pytest.raises(UnknownJobError):
+            await service.get("batch_x")
+        assert await service.list(5) == []
+        assert not Path(place.database.removeprefix("sqlite:///")).parent.exists(), "looking makes nothing"
+        with pytest.raises(ConnectionError):
+            await service.submit(breaks_off(), JobOptions())
+        for text in (too_many(), pieces(b"\n \n"), pieces(b"x" * (LIMITS.max_bytes + 1), 10_000)):
+            with pytest.raises(RequestError):
+                await service.submit(text, JobOptions())
+        with pytest.raises(RequestError, match="endpoint"):
+            await service.submit(pieces(GOOD), JobOptions(endpoint="/v1/chat/completions"))
+        with pytest.raises(RequestError, match="metadata"):
+            await service.submit(pieces(GOOD), JobOptions(metadata={"k": "v" * 513}))
+        assert await service.list(5) == []
+        with service._database.reading() as connection:
+            assert [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar() for t in ("jobs", "lines")] == [
+                0,
+                0,
+            ]
+
+    asyncio.run(scenario())
+
+
+def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        begun = service._submissions.begin(JobOptions(), request_key="k")
+        await service.tidy()
+        with pytest.raises(OverloadedError):
+            service._submissions.begin(JobOptions(), request_key="k")
+        place.clock.now += 1000
+        await service.tidy()
+        with pytest.raises(RequestError, match="stood still"):
+            await asyncio.to_thread(service._submissions.accept, begun)
+        service._submissions.begin(JobOptions(), request_key="k")
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -> None:
+    store = place.service()._submissions
+    dead = store.begin(JobOptions(), request_key="k")
+    store.add_lines(dead, 0, [NewLine(1, "a", "{}", None)])
+    place.clock.now += TAKEN_OVER_AFTER_S
+    with pytest.raises(OverloadedError, match="being submitted"):
+        store.begin(JobOptions(), request_key="k")
+    store.add_lines(dead, 1, [])
+    place.clock.now += 1
+    with pytest.raises(OverloadedError, match="being submitted"):
+        store.begin(JobOptions(), request_key="k")
+    place.clock.now += TAKEN_OVER_AFTER_S
+    again = store.begin(JobOptions(), request_key="k")
+    with pytest.raises(RequestError, match="stood still"):
+        store.accept(dead)
+    store.add_lines(again, 0, [NewLine(1, "a", "{}", None)])
+    assert store.accept(again).job.num_lines == 1
+    with pytest.raises(OverloadedError):  # what was accepted never gives way
+        store.begin(JobOptions(), request_key="k")
+
+
+@pytest.mark.parametrize("text", [requests(900), b"x" * 900], ids=["lines", "one line"])
+def test_a_slow_submission_does_not_stand_still(place: Place, text: bytes) -> None:
+    """A line a second, or a line of which a byte comes every second."""
+
+    async def slow() -> AsyncIterator[bytes]:
+        for piece in text.splitlines(keepends=True) if b"\n" in text else (text[i : i + 1] for i in range(len(text))):
+            place.clock.now += 1
+            if place.clock.now % 60 == 0:
+                await service.tidy()
+            yield piece
+
+    service = place.service()
+    job = asyncio.run(service.submit(slow(), JobOptions()))
+    assert job.num_lines == max(1, text.count(b"\n"))
+
+
+def test_a_full_house_says_when_to_come_back(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        for _ in range(LIMITS.max_open_jobs):
+            await service.submit(pieces(GOOD), JobOptions())
+        with pytest.raises(OverloadedError):
+            await service.submit(pieces(GOOD), JobOptions())
+        assert len({job.job_id for job in await service.list(100)}) == LIMITS.max_open_jobs
+
+    asyncio.run(scenario())
+
+
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: Place) -> None:
+    asked: dict[str, int] = {}
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = body["prompt"]
+        asked[prompt] = asked.get(prompt, 0) + 1
+        match prompt:
+            case "refused":
+                raise RequestError("no such thing")
+            case "busy" if asked[prompt] < 3 * MAX_TRIES:
+                raise OverloadedError("later", 1)
+            case "fails" if asked[prompt] < 4:
+                raise PipelineError("a stage died")
+            case "hopeless":
+                raise PipelineError("a stage died again")
+            case "defect":
+                raise KeyError("x")
+        return {"said": prompt}
+
+    names = ["refused", "busy", "fails", "hopeless", "defect", "fine"]
+    job, told = asyncio.run(_whole(place, b"".join(request(name, name) for name in names), answer=answer))
+    assert asked == {"refused": 1, "busy": 3 * MAX_TRIES, "fails": 4, "hopeless": MAX_TRIES, "defect": MAX_TRIES, "fine": 1}
+    assert {name for _, name, is_error, _ in told if not is_error} == {"busy", "fails", "fine"}
+    assert {name: body["message"] for _, name, is_error, body in told if is_error and name != "defect"} == {
+        "refused": "no such thing",
+        "hopeless": "a stage died again",
+    }
+    assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
+
+
+def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: Place) -> None:
+    """Answers come backwards."""
+
+    async def orders(keeps_order: bool) -> list[int]:
+        gates = [asyncio.Event() for _ in range(6)]
+        gates[-1].set()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            await gates[body["prompt"]].wait()
+            return {}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(6)), JobOptions(keeps_order=keeps_order))
+        told = []
+        async with place.running(place.runner(answer)):
+            for number in reversed(range(6)):
+                gates[number].set()
+                if not keeps_order:
+                    told.append(await _result(service.results(job.job_id, len(told))))
+            if keeps_order:
+                told = [line.line async for line in service.results(job.job_id)]
+            again = [line.line async for line in service.results(job.job_id, 2)]
+        assert again == told[2:], "offsets stay"
+        return told
+
+    assert asyncio.run(orders(True)) == [1, 2, 3, 4, 5, 6]
+    assert asyncio.run(orders(False)) == [6, 5, 4, 3, 2, 1]
+
+
+async def _result(results: AsyncIterator[Any]) -> int:
+    async for line in results:
+        return int(line.line)
+    raise AssertionError("the job has ended")
+
+
+def test_a_full_disk_is_not_filled_further(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full three times, in the middle of the second file."""
+    real, num_full = JobStorage.write, 0
+
+    def write(storage: JobStorage, path: str, parts: Iterable[bytes]) -> int:
+        nonlocal num_full
+        num_bytes = real(storage, path, parts)
+        if b"invalid_line" in (Path(place.storage) / path).read_bytes() and num_full < 3:
+            num_full += 1
+            raise JobStoreError("no space left on device")
+        return num_bytes
+
+    monkeypatch.setattr(JobStorage, "write", write)
+    job, _ = asyncio.run(_whole(place, requests(3) + b"{\n"))
+    assert (job.state, num_full) == (JobState.COMPLETED, 3)
+    assert len(list(Path(place.storage).rglob("*.jsonl"))) == 2
+    with place.service()._database.reading() as connection:
+        assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
+
+
+def test_a_small_job_does_not_wait_for_a_large_one(place: Place) -> None:
+    """Lines of both are begun in turns, the large one's in no greater number than slots were given meanwhile."""
+    begun: list[str] = []
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        begun.append(body["prompt"])
+        await asyncio.sleep(0)
+        return {}
+
+    async def scenario() -> None:
+        service = place.service()
+        large = await service.submit(pieces(b"".join(request(f"l{i}", "large") for i in range(200))), JobOptions())
+        small = await service.submit(pieces(b"".join(request(f"s{i}", "small") for i in range(10))), JobOptions())
+        async with place.running(place.runner(answer, concurrency=4)):
+            await all_results(service, small.job_id)
+            await all_results(service, large.job_id)
+
+    asyncio.run(scenario())
+    last = max(i for i, which in enumerate(begun) if which == "small")
+    assert len(begun) == 210
+    assert last < 50
+
+
+def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
+    now = most = 0
+
+    async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0)
+        now -= 1
+        return {}
+
+    job, _ = asyncio.run(_whole(place, requests(300), answer=answer, concurrency=7))
+    assert (job.num_done, most) == (300, 7)
+
+
+def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: Place) -> None:
+    """Those of one job are refused until another job is done; no more of them wait than may be in progress."""
+    refused: set[int] = set()
+    is_room = asyncio.Event()
+
+    async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(body["prompt"], int) and not is_room.is_set():
+            refused.add(body["prompt"])
+            raise OverloadedError("later", 1)
+        return {}
+
+    async def scenario() -> None:
+        service = place.service()
+        waits = await service.submit(pieces(requests(40)), JobOptions())
+        runner = place.runner(answer, concurrency=3)
+        async with place.running(runner):
+            while len(refused) < 3:
+                await asyncio.sleep(0)
+            fine = await service.submit(pieces(b"".join(request(f"f{i}", "fine") for i in range(9))), JobOptions())
+            assert len(await asyncio.wait_for(all_results(service, fine.job_id), 20)) == 9
+            assert refused == {0, 1, 2}
+            is_room.set()
+            assert len(await all_results(service, waits.job_id)) == 40
+        assert runner._slots._value == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_is_lost_gives_its_slots_back(place: Place) -> None:
+    """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
+
+    async def scenario() -> None:
+        claims, go_on = place.claims(), asyncio.Event()
+        begun = 0
+
+        async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
+            nonlocal begun
+            begun += 1
+            await go_on.wait()
+            return {}
+
+        service = place.service()
+        runner = place.runner(answer, concurrency=16, claims=claims)
+        lost = await service.submit(pieces(requests(600)), JobOptions())
+        async with place.running(runner):
+            while begun < 16:
+                await asyncio.sleep(0)
+            elsewhere = place.claims()
+            elsewhere.clock = lambda: place.clock.now + 2 * LEASE_S
+            assert [claim.job_id for claim in elsewhere.claim(1)] == [lost.job_id]
+            go_on.set()
+            while runner._runs:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert runner._slots._value == 16
+            another = await service.submit(pieces(requests(40)), JobOptions())
+            assert len(await all_results(service, another.job_id)) == 40
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_cancelled_job_ends_each_of_its_lines(place: Place, keeps_order: bool) -> None:
+    """Two have begun and end well; one that is overloaded has not begun, and does not go on trying."""
+
+    async def scenario() -> None:
+        go_on, has_begun = asyncio.Event(), asyncio.Event()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            if body["prompt"] == 2:
+                has_begun.set()
+                raise OverloadedError("later", 1)
+            await go_on.wait()
+            return {}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=keeps_order))
+        runner = place.runner(answer, concurrency=3)
+        async with place.running(runner):
+            await has_begun.wait()
+            assert (await service.cancel(job.job_id)).state == JobState.CANCELLING
+            while not all(run.is_cancelled for run in runner._runs.values()):
+                await asyncio.sleep(0)
+            go_on.set()
+            states = [each.state async for each in service.watch(job.job_id)]
+            results = await all_results(service, job.job_id)
+        assert states[-1] == JobState.CANCELLED
+        assert sorted(line.line for line in results) == list(range(1, 41))
+        assert sorted(line.line for line in results if not line.is_error) == [1, 2]
+        ended = await service.cancel(job.job_id)
+        assert (ended.state, ended.num_done, ended.num_failed) == (JobState.CANCELLED, 2, 38)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_nobody_began_can_be_cancelled(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        job = await service.submit(pieces(requests(3)), JobOptions())
+        await service.cancel(job.job_id)
+        async with place.running(place.runner(echo)):
+            results = await all_results(service, job.job_id)
+        assert [line.is_error for line in results] == [True] * 3
+
+    asyncio.run(scenario())
+
+
+def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> None:
+    """Neither what others do in threads, nor a runner's lease for its lines."""
+
+    async def scenario() -> None:
+        service, go_on, has_renewed = place.service(), threading.Event(), asyncio.Event()
+        job = await service.submit(pieces(requests(3)), JobOptions())
+        real, loop = place.claims(), asyncio.get_running_loop()
+        claims = place.claims()
+        claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
+        held = claims.held
+
+        def renewed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+            found = held(running, renew)
+            if len(found) > 2 * THREADS:
+                loop.call_soon_threadsafe(has_renewed.set)
+            return found
+
+        claims.held = renewed  # type: ignore[method-assign]
+        service._jobs.cancel = lambda job_id: go_on.wait() and service._jobs.get(job_id)  # type: ignore[assignment, method-assign]
+        try:
+            waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]
+            await asyncio.sleep(0)
+            assert await asyncio.wait_for(asyncio.to_thread(lambda: "tokens"), 20) == "tokens"
+            others = place.service()
+            for _ in range(2 * THREADS):
+                await others.submit(pieces(GOOD), JobOptions())
+            async with place.running(place.runner(claims=claims)):
+                await asyncio.wait_for(has_renewed.wait(), 20)
+                go_on.set()
+                await all_results(others, job.job_id)
+        finally:
+            go_on.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
+def test_streams_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_service, "MAX_STREAMS", 2)
+
+    async def scenario() -> None:
+        service = place.service()
+        job = await service.submit(pieces(GOOD), JobOptions())
+        watch = service.watch(job.job_id)
+        await anext(watch)
+        async with place.running(place.runner()):
+            results = service.results(job.job_id)
+            await anext(results)
+            for late in (service.watch(job.job_id), service.results(job.job_id)):
+                with pytest.raises(OverloadedError):
+                    await anext(late)
+            await results.aclose()  # type: ignore[attr-defined]
+            assert len(await all_results(service, job.job_id)) == 1
+
+    asyncio.run(scenario())
+
+
+def test_queues_do_not_see_each_other(place: Place) -> None:
+    async def scenario() -> None:
+        job = await place.service("mixtral").submit(pieces(GOOD), JobOptions())
+        assert place.claims("tiny").claim(5) == []
+        assert await place.service("tiny").list(5) == []
+        with pytest.raises(UnknownJobError):
+            await place.service("tiny").cancel(job.job_id)
+        assert len(place.claims("mixtral").claim(5)) == 1
+
+    asyncio.run(scenario())

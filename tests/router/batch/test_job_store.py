@@ -1,0 +1,391 @@
+"""The store of batch jobs, on SQLite and on PostgreSQL: leases, fences, and lines that end once."""
+
+import asyncio
+import json
+import multiprocessing
+import random
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests, run_until_killed
+from postgres import new_database, postgres
+
+from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
+from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
+from tramontane.router.batch.database import Database, JobStoreError
+from tramontane.router.batch.input_lines import NewLine
+from tramontane.router.batch.jobs import Job, JobOptions, JobState
+from tramontane.router.batch.service import BatchService
+from tramontane.router.batch.storage import UrlReader
+
+
+@pytest.fixture(scope="module")
+def postgres_url() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
+    place = place_in(tmp_path) if request.param == "sqlite" else _on_postgres(request)
+    yield place
+    place.close()
+
+
+def _on_postgres(request: pytest.FixtureRequest) -> Place:
+    """In a database of its own."""
+    url = new_database(request.getfixturevalue("postgres_url"))
+    return Place(url, f"memory://jobs-{uuid.uuid4().hex}")
+
+
+def _submitted(place: Place, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
+    service = place.service()
+    return service, asyncio.run(service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order)))
+
+
+def _told(service: BatchService, job: Job) -> list[tuple[int, int, str]]:
+    stored = service._jobs.get(job.job_id)
+    return [(each.line.offset, each.line.line, each.line.body) for each in service._jobs.results(stored, 0, 100)]
+
+
+def _done(*places: int, said: str = "{}") -> list[Outcome]:
+    return [Outcome(place, False, 200, said) for place in places]
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_a_line_ends_by_its_first_outcome(place: Place, keeps_order: bool) -> None:
+    service, job = _submitted(place, 4, keeps_order)
+    claims = place.claims()
+    (claim,) = claims.claim(5)
+    assert [line.place for line in claims.next_lines(claim, 0, 2)] == [1, 2]
+    claims.finish(claim, _done(2, 0))
+    claims.finish(claim, [*_done(0, 2, 3, said='"another"'), Outcome(1, True, 400, "{}")])
+    now = service._jobs.get(job.job_id).job
+    assert (now.num_done, now.num_failed) == (3, 1)
+    assert claims.next_lines(claim, -1, 5) == []
+    by_line = {line: body for _, line, body in _told(service, job)}
+    assert by_line == {1: "{}", 2: "{}", 3: "{}", 4: '"another"'}
+    assert [offset for offset, *_ in _told(service, job)] == [0, 1, 2, 3]
+    assert [line for _, line, _ in _told(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
+
+
+def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Place) -> None:
+    service, job = _submitted(place, 3)
+    first, second = place.claims(), place.claims()
+    (old,) = first.claim(5)
+    assert second.claim(5) == first.claim(5) == []
+    place.clock.now += 0.9 * LEASE_S
+    assert first.held([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
+    place.clock.now += 0.9 * LEASE_S
+    assert second.claim(5) == []
+    place.clock.now += 0.2 * LEASE_S
+    (new,) = second.claim(5)
+    assert new.epoch == old.epoch + 1
+    assert first.held([old.number], renew=True) == {}
+    for write in (
+        lambda: first.finish(old, _done(0)),
+        lambda: first.cancel_some(old, -1),
+        lambda: first.end(old, JobState.FAILED, None, None),
+    ):
+        with pytest.raises(JobLostError):
+            write()
+    first.release(old)
+    assert second.held([new.number], renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
+    assert len(second.next_lines(new, -1, 5)) == 3
+    second.release(new)
+    (again,) = first.claim(5)
+    assert again.epoch == new.epoch + 1
+    with pytest.raises(JobLostError):  # of the same runner, but of another time
+        first.finish(old, _done(0))
+    assert service._jobs.get(job.job_id).job.num_done == 0
+
+
+def test_jobs_are_claimed_and_listed_by_age(place: Place) -> None:
+    async def submitted() -> list[str]:
+        service = place.service()
+        return [(await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))).job_id for n in range(5)]
+
+    ids = asyncio.run(submitted())
+    assert [claim.job_id for claim in place.claims().claim(2)] == ids[:2]
+    assert [claim.job_id for claim in place.claims().claim(9)] == ids[2:]
+    service = place.service()
+    listed = asyncio.run(service.list(3))
+    assert [job.job_id for job in listed] == ids[:1:-1]
+    assert [job.options.metadata for job in asyncio.run(service.list(9, ids[2]))] == [{"n": "1"}, {"n": "0"}]
+    with pytest.raises(UnknownJobError):
+        asyncio.run(service.list(3, "batch_nobody"))
+
+
+def _rows(service: BatchService) -> tuple[int, int]:
+    """How many jobs and lines there are, those included that nobody is told of."""
+    with service._database.reading() as connection:
+        jobs, lines = [connection.exec_driver_sql(f"SELECT count(*) FROM tramontane_{t}").scalar_one() for t in ("jobs", "lines")]
+    return jobs, lines
+
+
+@pytest.mark.parametrize(
+    ("step", "is_late", "left"),
+    [("begin", True, (0, 0)), ("begin", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
+)
+def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, is_late: bool, left: tuple[int, int]) -> None:
+    """The thread goes on, and writes before that is noticed or after. A job has all of its lines or is not there."""
+
+    async def scenario() -> None:
+        service = place.service()
+        work, there, go_on = getattr(service._submissions, step), threading.Event(), threading.Event()
+
+        def held_back(*arguments: Any) -> Any:  # noqa: ANN401
+            done = None if is_late else work(*arguments)
+            there.set()
+            go_on.wait()
+            return work(*arguments) if is_late else done
+
+        setattr(service._submissions, step, held_back)
+        client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
+        await asyncio.to_thread(there.wait)
+        client.cancel()
+        if step == "accept":  # what it left is cleared away meanwhile
+            await asyncio.wait([client])
+        else:
+            await asyncio.wait([client], timeout=0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await client
+        await asyncio.to_thread(service._threads.close)
+        assert _rows(service) == left
+        assert [claim.epoch for claim in place.claims().claim(5)] == [1] * left[0]
+
+    asyncio.run(scenario())
+
+
+def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: Place) -> None:
+    service = place.service()
+    store = service._submissions
+    line = NewLine(1, "a", "{}", None)
+    slow, half = store.begin(JobOptions(), request_key="slow"), store.begin(JobOptions(), request_key="half")
+    store.add_lines(half, 0, [line])
+    place.clock.now += 10
+    store.add_lines(slow, 0, [line])
+    for job in (slow, half):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
+            store.discard(job.number, place.clock.now)
+    for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
+        with pytest.raises(RequestError, match="stood still"):
+            change()
+    assert (service._jobs.list(5), store.by_request("half")) == ([], None)
+    assert _rows(service) == (2, 2)
+    store.discard_abandoned()
+    assert _rows(service) == (1, 1)
+    assert store.accept(slow).job.num_lines == 1
+
+
+def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
+    """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
+
+    async def scenario() -> None:
+        runs: Counter[int] = Counter()
+
+        async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+            runs[body["prompt"]] += 1
+            if random.random() < 0.05:
+                place.clock.now += 2 * LEASE_S
+            return {"said": body["prompt"], "run": runs[body["prompt"]]}
+
+        service = place.service()
+        job = await service.submit(pieces(requests(40)), JobOptions(keeps_order=False))
+        async with place.running(place.runner(answer)), place.running(place.runner(answer)):
+            results = await all_results(service, job.job_id)
+        assert [line.offset for line in results] == list(range(40))
+        assert sorted(line.line for line in results) == list(range(1, 41))
+        assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
+        ended = await service.stored(job.job_id)
+        assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 40, 0)
+        assert ended.error_file is None
+        assert ended.output_file is not None
+        output = b"".join([piece async for piece in await service.content(ended.output_file)])
+        assert sorted(json.loads(line)["custom_id"] for line in output.splitlines()) == sorted(f"r{i}" for i in range(40))
+
+    asyncio.run(scenario())
+
+
+def test_files_are_kept_bounded_and_listed(place: Place) -> None:
+    async def scenario() -> None:
+        service = place.service()
+        made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
+        assert [file.num_bytes for file in made] == [1, 2, 3, 4]
+        with pytest.raises(RequestError, match="larger"):
+            await service.upload("x", "batch", iter([b"x" * 2**20] * 2))
+        ids = [file.file_id for file in made]
+        assert [file.file_id for file in await service.list_files(9)] == ids[::-1]
+        assert [file.file_id for file in await service.list_files(2, ids[1], newest_first=False)] == ids[2:]
+        assert await service.list_files(9, purpose="batch_output") == []
+        assert b"".join([piece async for piece in await service.content(ids[2])]) == b"aab"
+        await service.delete_file(ids[2])
+        for gone in (service.file(ids[2]), service.content(ids[2]), service.delete_file(ids[2])):
+            with pytest.raises(RequestError):
+                await gone
+
+    asyncio.run(scenario())
+
+
+def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -> None:
+    """And what has not ended stays, however old it is."""
+
+    async def scenario() -> None:
+        service = place.service(keep_s=1000.0)
+        upload = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+        done = await service.submit_file(upload.file_id, JobOptions(), "k")
+        async with place.running(place.runner()):
+            await all_results(service, done.job.job_id)
+            async for _ in service.watch(done.job.job_id):
+                pass
+        bad = await service.submit(pieces(b"x\n"), JobOptions())
+        ended = await service.stored(done.job.job_id)
+        assert ended.output_file is not None
+        place.clock.now += 1000
+        waiting = await service.submit(pieces(requests(2)), JobOptions())
+        await service.tidy()
+        assert len(await service.list(9)) == 3, "it is not late yet"
+        assert len(await service.list_files(9)) == 2
+        place.clock.now += 1
+        await service.tidy()
+        assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
+        assert _rows(service) == (1, 2)
+        assert await service.list_files(9) == []
+        for gone in (service.get(done.job.job_id), service.get(bad.job_id), service.content(ended.output_file)):
+            with pytest.raises(RequestError):
+                await gone
+        for_ever = place.service()
+        place.clock.now += 1e9
+        await for_ever.tidy()
+        async with place.running(place.runner()):
+            assert len(await all_results(service, waiting.job_id)) == 2
+        again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
+        assert (await service.submit_file(again.file_id, JobOptions(), "k")).job.job_id != done.job.job_id
+
+    asyncio.run(scenario())
+
+
+def test_a_removal_that_was_killed_half_way_is_finished(place: Place) -> None:
+    service, job = _submitted(place, 3)
+    asyncio.run(service.cancel(job.job_id))
+    claims = place.claims()
+    (claim,) = claims.claim(1)
+    claims.end(claim, JobState.CANCELLED, None, None)
+    place.clock.now += 10
+    late = place.service(keep_s=5.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(late._submissions, "_delete", lambda _number: None)  # as if killed there
+        asyncio.run(late.tidy())
+    assert asyncio.run(service.list(5)) == []
+    assert _rows(service) == (1, 3)
+    asyncio.run(service.tidy())
+    assert _rows(service) == (0, 0)
+
+
+def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
+    allowed, secret = tmp_path / "in", tmp_path / "inner-secret"
+    allowed.mkdir()
+    (allowed / "a.jsonl").write_bytes(b"hello")
+    secret.write_text("secret")
+    (allowed / "link").symlink_to(secret)
+
+    async def read(url: str, *prefixes: str) -> bytes:
+        return b"".join([piece async for piece in UrlReader(prefixes).read(url)])
+
+    good, prefix = f"file://{allowed}/a.jsonl", f"file://{allowed}"
+    assert asyncio.run(read(good, prefix)) == asyncio.run(read(good, "memory://b/", f"file://{allowed}/../in/")) == b"hello"
+    for url, prefixes in [
+        (good, ()),
+        (f"{allowed}/a.jsonl", (prefix,)),
+        (f"file://{secret}", (prefix,)),
+        (f"file://{allowed}/../inner-secret", (prefix,)),
+        (f"file://{allowed}/link", (prefix,)),
+        (f"file://{allowed}/missing", (prefix,)),
+        (f"file://{allowed}/", (prefix,)),
+        (f"simplecache::file://{secret}", (prefix, "simplecache::file://")),
+        (f"memory://x/../{secret}", ("memory://x",)),
+        ("memory://xy", ("memory://x",)),
+        ("http://127.0.0.1:1/x", (prefix,)),
+        ("\0", (prefix,)),
+        ("file:///\0", ("file:///",)),
+    ]:
+        with pytest.raises(RequestError):
+            asyncio.run(read(url, *prefixes))
+
+
+def test_a_job_of_a_url(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    place = place_in(tmp_path)
+
+    async def scenario() -> None:
+        service = place.service(url_prefixes=(f"file://{tmp_path}",))
+        job = await service.submit_url(f"file://{tmp_path}/in.jsonl", JobOptions())
+        assert job.num_lines == 3
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "mysql://h/d", "sqlite://", "sqlite:///:memory:"])
+def test_a_database_that_cannot_hold_jobs_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        Database(url)
+
+
+def test_a_database_that_cannot_be_reached_is_said_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for url in (f"sqlite:///{tmp_path}/file/jobs.sqlite", f"sqlite:///{tmp_path}", "postgresql://u:secret@/none?host=/nowhere"):
+        with pytest.raises(JobStoreError) as told, Database(url).writing():
+            pass
+        assert "secret" not in str(told.value)
+
+
+def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.FixtureRequest) -> None:
+    """PostgreSQL has no NUL, and means the lengths of its columns."""
+    place = _on_postgres(request)
+    service = place.service()
+    ask = service._submissions
+    for call in (lambda: ask.by_request("a\0"), lambda: ask.begin(JobOptions(), request_key="k" * 300)):
+        with pytest.raises(RequestError, match="the database cannot hold"):
+            call()
+    assert _rows(service) == (0, 0)
+    place.close()
+
+
+def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
+    """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
+    place = place_in(tmp_path)
+    service, job = _submitted(place, 400)
+    rng = random.Random(7)
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["jobs"])
+    done_before = num_killed = 0
+    while num_killed < 8:
+        later = place.clock.now + 2 * LEASE_S * num_killed  # the one that was killed holds the lease
+        process = start.Process(target=run_until_killed, args=(place.database, place.storage, later), daemon=True)
+        process.start()
+        while service._jobs.get(job.job_id).job.num_done == done_before:  # it is at work, however slow the machine is
+            time.sleep(0.002)
+        time.sleep(rng.random() / 50)
+        process.kill()
+        process.join()
+        now = service._jobs.get(job.job_id).job
+        assert not now.state.has_ended, "there was nothing left to kill for"
+        done_before, num_killed = now.num_done, num_killed + 1
+    place.clock.now += 100 * LEASE_S
+
+    async def finished() -> list[Any]:
+        async with place.running(place.runner(echo)):
+            return list(await all_results(service, job.job_id))
+
+    results = asyncio.run(finished())
+    place.close()
+    assert [line.line for line in results] == list(range(1, 401))
+    assert [json.loads(line.body)["said"] for line in results] == list(range(400))

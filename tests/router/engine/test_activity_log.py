@@ -1,0 +1,164 @@
+"""What a pipeline has done of late: the log that the router fills, and what it tells."""
+
+import asyncio
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from scripted_chain import ScriptedChain, no_gate
+
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.router.engine import activity_log as activity_module
+from tramontane.router.engine.active_request import LiveRequest
+from tramontane.router.engine.activity_log import ActivityLog
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.scheduling.sequence import Sequence
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _batch(step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 2, busy_s: float = 0.5) -> tuple[Any, Any]:
+    chunk = Chunk(9, 0, (1,) * prefill, ((),), None, wants_token=True)
+    seq_ids = tuple(range(decodes))
+    batch = MicroBatch(1, step, (chunk,) if prefill else (), (), Decodes(seq_ids, seq_ids, seq_ids))
+    timings = tuple(StageTiming(stage, 990.0 + stage, busy_s, 7, open_s=2 * busy_s) for stage in range(num_stages))
+    return batch, StepResult(1, step, (5,) * (decodes + bool(prefill)), timings)
+
+
+def _numbers(told: dict[str, Any]) -> list[int]:
+    return [batch["number"] for batch in told["micro_batches"]]
+
+
+def test_a_micro_batch_is_told_as_it_was() -> None:
+    clock = Clock()
+    log = ActivityLog(clock)
+    log.note(*_batch(step=4))
+    told = log.as_data(2)
+    stages = [(0, 990.0, 0.5, 1.0), (1, 991.0, 0.5, 1.0)]
+    expected = {"number": 1, "step": 4, "epoch": 1, "prefill_tokens": 3, "decodes": 2, "stages": stages}
+    assert told["micro_batches"] == [expected]
+    assert told["last"] == 1
+    assert told["first_token_s"] is told["inter_token_s"] is None
+
+
+def test_whoever_asks_again_is_told_what_is_new_and_misses_nothing() -> None:
+    clock = Clock()
+    log = ActivityLog(clock)
+    for step in range(3):
+        log.note(*_batch(step))
+    assert _numbers(log.as_data(2, after=1)) == [2, 3]
+    nothing = log.as_data(2, after=3)
+    assert (nothing["micro_batches"], nothing["last"]) == ([], 3)
+    assert _numbers(log.as_data(2, after=77)) == [1, 2, 3], "the log has been begun anew since"
+    clock.now += 6
+    assert _numbers(log.as_data(2)) == [], "of the last seconds"
+    assert _numbers(log.as_data(2, after=0)) == [1, 2, 3]
+
+
+def test_an_answer_has_a_bound_and_the_next_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity_module, "MAX_TOLD", 4)
+    log = ActivityLog(Clock())
+    for step in range(10):
+        log.note(*_batch(step))
+    assert _numbers(log.as_data(2)) == [7, 8, 9, 10], "the newest"
+    seen, last = [], 0
+    while more := _numbers(told := log.as_data(2, after=last)):
+        seen += more
+        last = told["last"]
+    assert seen == list(range(1, 11))
+
+
+@pytest.mark.parametrize(("num_stages", "num_kept"), [(0, 100), (1, 50), (3, 25)])
+def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_kept: int) -> None:
+    monkeypatch.setattr(activity_module, "MAX_KEPT", 100)
+    log = ActivityLog(Clock())
+    for step in range(200):
+        log.note(*_batch(step, num_stages))
+    assert _numbers(log.as_data(num_stages, after=0)) == list(range(201 - num_kept, 201))
+    assert len(log._batches) == num_kept
+
+
+def test_shares_are_of_the_last_ten_seconds() -> None:
+    clock = Clock()
+    log = ActivityLog(clock)
+    log.note(*_batch(busy_s=3.0))
+    clock.now += 8
+    log.note(*_batch(num_stages=1, busy_s=1.0, prefill=0))
+    young = log.as_data(2)
+    assert (young["busy"], young["tokens_per_s"]) == ([4 / 8, 3 / 8], 5 / 8), "it is 8 s old"
+    clock.now += 4
+    told = log.as_data(2)
+    assert (told["busy"], told["tokens_per_s"]) == ([0.1, 0.0], 0.2)
+    clock.now += 10
+    idle = log.as_data(2)
+    assert (idle["busy"], idle["tokens_per_s"]) == ([0.0, 0.0], 0.0)
+
+
+def test_shares_are_of_what_is_kept_where_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity_module, "MAX_KEPT", 8)
+    clock = Clock()
+    log = ActivityLog(clock)
+    for step in range(100):
+        clock.now += 0.5
+        log.note(*_batch(step, num_stages=1, busy_s=0.25))
+    assert log.as_data(1)["busy"] == [pytest.approx(4 * 0.25 / 1.5)]
+
+
+def _request(now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = ()) -> LiveRequest:
+    sampling = SamplingParams(max_tokens=9)
+    sequences = [Sequence(i, (1, 2), sampling, 16, output_ids=list(output_ids)) for i in range(num_choices)]
+    return LiveRequest(sequences, lambda _: None, now)
+
+
+def test_waits_for_tokens() -> None:
+    """Of several answers to one request the pauses are not told apart; what began elsewhere had its first token there."""
+    clock = Clock()
+    log = ActivityLog(clock)
+    requests = [_request(0.0), _request(1.0, num_choices=2), _request(2.0, output_ids=(7,))]
+    for now in (4.0, 4.5, 6.0):
+        log.note_tokens(requests, now)
+        for request in requests:
+            request.deliver([], now)
+    told = log.as_data(0)
+    assert told["first_token_s"] == {"p50": 3.0, "p95": 4.0}
+    assert sorted(seconds for _, seconds in log._next_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
+    clock.now += 61
+    assert log.as_data(0)["first_token_s"] is None, "of the last minute"
+
+
+@pytest.mark.parametrize(("num", "p50", "p95"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)])
+def test_percentiles(num: int, p50: int, p95: int) -> None:
+    log = ActivityLog(Clock())
+    log.note_tokens([SimpleNamespace(told_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
+    assert log.as_data(0)["inter_token_s"] == {"p50": p50, "p95": p95}
+
+
+def test_the_router_notes_what_comes_back() -> None:
+    async def scenario() -> None:
+        scheduler = Scheduler(CachePlan(16, (WindowClass(64, 5, 10),)), Limits(8, 4, 256, 1000), EvenPolicy(3, 4))
+        log = ActivityLog()
+        router = Router(scheduler, ScriptedChain(no_gate), activity=log)
+        running = asyncio.create_task(router.run())
+        async for _ in router.generate([SequenceSpec((1,) * 10, SamplingParams(max_tokens=4))]):
+            pass
+        told = log.as_data(2)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        assert [(b["prefill_tokens"], b["decodes"]) for b in told["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
+        assert len(log._first_tokens) == 1
+        assert len(log._next_tokens) == 3
+        assert told["tokens_per_s"] > 0
+
+    asyncio.run(scenario())

@@ -1,0 +1,411 @@
+"""The pipeline fails, and requests only wait: every token once and the right one, and who makes it fail is found."""
+
+import asyncio
+import itertools
+import math
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+from scripted_chain import RememberingChain, ScriptedChain, all_chunks, answer, no_gate
+
+from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine import in_flight
+from tramontane.router.engine.router import MAX_VERDICTS, Router
+from tramontane.router.engine.step_watch import StepWatch
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
+
+
+@asynccontextmanager
+async def _running(chain: ScriptedChain, num_places: int = 8, in_flight: int = 3) -> AsyncIterator[Router]:
+    router = Router(Scheduler(CACHE, Limits(num_places, 64, 256, 1000), EvenPolicy(in_flight, 64)), chain)
+    task = asyncio.create_task(router.run())
+    yield router
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=num_tokens))]
+    return [event.token_id async for batch in router.generate(specs) for event in batch.events]
+
+
+def _prompts(rng: random.Random, num_prompts: int) -> list[tuple[int, ...]]:
+    return [tuple(rng.randrange(900) for _ in range(rng.randint(1, 100))) for _ in range(num_prompts)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> None:
+    """More requests than places, so that some wait while others are computed again."""
+    rng = random.Random(seed)
+    prompts = _prompts(rng, 20)
+
+    async def often(_batch: MicroBatch) -> None:
+        for _ in range(rng.randrange(3)):
+            await asyncio.sleep(0)
+        if rng.random() < 0.03 and router.scheduler.num_running > 1:  # who is alone when it fails again and again is to blame
+            raise PipelineError("stage 1 died")
+
+    router: Router
+
+    async def scenario() -> None:
+        nonlocal router
+        chain = RememberingChain(often)
+        async with _running(chain) as router:
+            results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
+            assert results == [answer(prompt, 60) for prompt in prompts]
+            assert len(chain.epochs) == 1 + router.progress.num_recoveries
+            assert router.progress.num_recoveries > 3
+            router.scheduler.check_integrity()
+            assert router.scheduler.is_idle
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("poisonous", [0, 17])
+def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: int) -> None:
+    """A prompt that no stage survives, or an answer of which none survives its 18th token."""
+    prompts = _prompts(random.Random(poisonous), 8)
+    poison = (*prompts[0], *answer(prompts[0], poisonous))
+    position = len(poison) - 1
+
+    async def scenario() -> None:
+        def is_poison(batch: MicroBatch) -> bool:
+            return any(
+                chain.known[c.seq_id][: len(poison)] == list(poison) and c.start <= position < c.start + c.num_tokens
+                for c in all_chunks(batch)
+            )
+
+        async def dies_of_it(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == chain.epochs[-1] and is_poison(batch):
+                raise PipelineError("stage 1 died")
+
+        chain = RememberingChain(dies_of_it)
+        async with _running(chain) as router:
+            asked = [_tokens(router, prompt, 60) for prompt in prompts]
+            refused, *results = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(refused, PoisonError)
+            assert "stage 1 died" in str(refused)
+            assert results == [answer(prompt, 60) for prompt in prompts[1:]]
+            assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
+            assert router.progress.num_recoveries <= MOST_FAILURES_OF_ONE
+            router.scheduler.check_integrity()
+            assert router.scheduler.is_idle
+
+    asyncio.run(scenario())
+
+
+def test_two_poisons_in_company_are_both_found() -> None:
+    prompts = [(666, 1, 2), (5,) * 40, (666, 3), (7,) * 9]
+
+    async def dies_of_it(batch: MicroBatch) -> None:
+        await asyncio.sleep(0)
+        if any(666 in c.token_ids for c in batch.chunks):
+            raise PipelineError("stage 0 died")
+
+    async def scenario() -> None:
+        async with _running(RememberingChain(dies_of_it)) as router:
+            asked = [_tokens(router, prompt, 9) for prompt in prompts]
+            results = await asyncio.gather(*asked, return_exceptions=True)
+            assert [isinstance(result, PoisonError) for result in results] == [True, False, True, False]
+            assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
+
+    asyncio.run(scenario())
+
+
+def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
+    """It is being tried alone when its client goes."""
+    is_stuck = asyncio.Event()
+
+    async def scenario() -> None:
+        async def dies_twice(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if len(chain.epochs) <= 2:
+                raise PipelineError("stage 0 died")
+            if 666 in batch.chunks[0].token_ids if batch.chunks else False:
+                is_stuck.set()
+                await leaves.wait()
+
+        leaves = asyncio.Event()
+        chain = RememberingChain(dies_twice)
+        async with _running(chain) as router:
+            suspect = asyncio.create_task(_tokens(router, (666,), 9))
+            other = asyncio.create_task(_tokens(router, (3, 4), 9))
+            await is_stuck.wait()
+            assert router.scheduler.num_running == 1
+            suspect.cancel()
+            await asyncio.sleep(0)
+            leaves.set()
+            assert await other == answer((3, 4), 9)
+
+    asyncio.run(scenario())
+
+
+def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() -> None:
+    async def broken(_batch: MicroBatch) -> None:
+        raise PipelineError("the disk is full")
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(broken)) as router:
+            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
+            assert sum(isinstance(result, PoisonError) for result in results) == MAX_VERDICTS - 1
+            others = [str(result) for result in results if not isinstance(result, PoisonError)]
+            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_VERDICTS + 1)
+            with pytest.raises(PipelineError, match="disk is full"):
+                await _tokens(router, (1,), 1)
+
+    asyncio.run(scenario())
+
+
+class LostChain(ScriptedChain):
+    """Fails once, and cannot be fenced again."""
+
+    def __init__(self, error: PipelineError) -> None:
+        super().__init__(no_gate)
+        self._error = error
+
+    async def fence(self) -> int:
+        if self.epochs:
+            raise self._error
+        return await super().fence()
+
+    async def _run(self, batch: MicroBatch) -> StepResult:
+        if batch.step_id == 2:
+            raise PipelineError("stage 1 died")
+        return await super()._run(batch)
+
+
+@pytest.mark.parametrize("error", [PipelineError("stage 1 is gone for good"), LeaseError("driven by another")])
+def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(error: PipelineError) -> None:
+    async def scenario() -> None:
+        async with _running(LostChain(error)) as router:
+            results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True)
+            assert [str(result) for result in results] == [str(error)] * 3
+            assert not router.is_running
+
+    asyncio.run(scenario())
+
+
+def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
+    fenced = asyncio.Event()
+
+    class SlowChain(RememberingChain):
+        async def fence(self) -> int:
+            if self.epochs:
+                await fenced.wait()
+            return await super().fence()
+
+    async def scenario() -> None:
+        async def dies_once(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == 0 and batch.step_id == 3:
+                raise PipelineError("stage 1 died")
+
+        async with _running(SlowChain(dies_once)) as router:
+            early = asyncio.create_task(_tokens(router, (1, 2), 9))
+            while not router.progress.num_recoveries:
+                await asyncio.sleep(0)
+            late = asyncio.create_task(_tokens(router, (3,), 9))
+            await asyncio.sleep(0)
+            assert not router.is_running
+            fenced.set()
+            assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
+
+    asyncio.run(scenario())
+
+
+class StuckChain(RememberingChain):
+    """The first micro-batches of the first epoch never come back; says what it has been asked, and answers what it is told to."""
+
+    def __init__(self, reasons: list[str]) -> None:
+        super().__init__(self._stuck_at_first)
+        self.limits: list[float] = []
+        self._reasons, self._freed = reasons, asyncio.Event()
+
+    async def _stuck_at_first(self, batch: MicroBatch) -> None:
+        if batch.epoch == 0 and batch.step_id < 2:
+            await self._freed.wait()
+
+    async def replace_stuck(self, limit_s: float) -> str:
+        self.limits.append(limit_s)
+        reason = self._reasons.pop(0) if self._reasons else ""
+        if not self._reasons:
+            self._freed.set()
+        return reason
+
+
+@pytest.mark.parametrize(("reasons", "num_recoveries"), [(["stage 1 did nothing"], 1), (["", "", ""], 0)])
+def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
+    reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
+
+    async def scenario() -> None:
+        now, chain = [0.0], StuckChain(list(reasons))
+
+        def clock() -> float:
+            now[0] += 0.01
+            return now[0]
+
+        router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), chain, clock=clock, step_timeout_s=1.0)
+        running = asyncio.create_task(router.run())
+        assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
+        assert router.progress.num_recoveries == num_recoveries
+        assert chain.limits[: len(reasons)] == [4.0] * len(reasons), "the first micro-batch has four times as long"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
+
+    class Defective(StuckChain):
+        async def replace_stuck(self, limit_s: float) -> str:
+            raise ZeroDivisionError
+
+    async def scenario() -> None:
+        times = itertools.count()
+        scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+        router = Router(scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0)
+        running = asyncio.create_task(router.run())
+        with pytest.raises(PipelineError, match="ZeroDivisionError"):
+            await _tokens(router, (1, 2), 9)
+        await running
+
+    asyncio.run(scenario())
+
+
+def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
+    """A long prompt in many pieces, each of which takes most of its time; then one piece that never comes back."""
+    now, gate = [0.0], asyncio.Event()
+
+    async def slowly(_batch: MicroBatch) -> None:
+        now[0] += 3.0
+        await asyncio.sleep(0)
+        if now[0] > 30.0:
+            await gate.wait()
+
+    async def scenario() -> None:
+        limits = Limits(8, 8, 256, 1000)
+        router = Router(
+            Scheduler(CACHE, limits, EvenPolicy(1, 8)), RememberingChain(slowly), clock=lambda: now[0], step_timeout_s=4.0
+        )
+        assert not router.makes_progress, "nothing has begun"
+        running = asyncio.create_task(router.run())
+        asked = asyncio.create_task(_tokens(router, (1,) * 200, 2))
+        while now[0] <= 30.0:
+            await asyncio.sleep(0)
+            assert router.makes_progress or not router.has_begun
+        now[0] += 2 * router.step_limit_s
+        assert not router.makes_progress
+        gate.set()
+        assert await asked == answer((1,) * 200, 2)
+        now[0] += 1e6
+        assert router.makes_progress, "there is nothing to do"
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert not router.makes_progress
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
+    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    now, is_ill = [0.0], True
+
+    async def ill(_batch: MicroBatch) -> None:
+        now[0] += 1.0
+        await asyncio.sleep(0)
+        if is_ill:
+            await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
+            raise PipelineError("a stage failed: no kernel runs any more")
+
+    class Replaced(RememberingChain):
+        async def replace_stuck(self, limit_s: float) -> str:
+            return "stage 1 did nothing for too long"
+
+    def clock() -> float:
+        now[0] += 0.01
+        return now[0]
+
+    async def scenario() -> None:
+        nonlocal is_ill
+        chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
+        while not was_ill:
+            scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+            router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, before=before)
+            running = asyncio.create_task(router.run())
+            asked = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
+            while router.failure is None and not was_ill:
+                await asyncio.sleep(0)
+                num_looks += 1
+                was_ill = router.has_begun and not router.makes_progress
+                assert num_looks < 100_000
+            before = router.progress
+        assert before is not None
+        assert before.is_fruitless
+        is_ill = False
+        await asyncio.gather(*asked, return_exceptions=True)
+        assert await _tokens(router, (7,), 5) == answer((7,), 5)
+        assert router.makes_progress, "a micro-batch came back"
+        assert not before.is_fruitless
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_a_limit_follows_what_micro_batches_take() -> None:
+    watch = StepWatch(30.0)
+    watch.submitted(100.0)
+    assert watch.overdue_s(219.0) == -1.0
+    watch.submitted(105.0)
+    watch.came_back(110.0, num_in_flight=1)  # after 10 s
+    assert watch.limit_s == 40.0
+    assert watch.overdue_s(151.0) == 1.0, "since the first one came back"
+    watch.came_back(118.0, num_in_flight=0)
+    assert watch.overdue_s(1e9) == -math.inf, "nothing is waited for"
+    for _ in range(100):
+        watch.submitted(0.0)
+        watch.came_back(1.0, num_in_flight=0)
+    assert watch.limit_s == 30.0, "slow ones are forgotten in time"
+
+
+def test_the_most_advanced_are_computed_again_first() -> None:
+    """One is through its prompt, the next in the middle of its own, the third has waited for a place, and still does."""
+
+    async def scenario() -> None:
+        order: list[int] = []
+
+        async def dies_once(batch: MicroBatch) -> None:
+            await asyncio.sleep(0)
+            if batch.epoch == 0 and batch.step_id == 2:
+                assert [c.start for c in batch.chunks] == [126]
+                raise PipelineError("stage 1 died")
+            if batch.epoch == 1:
+                order.extend(c.seq_id for c in batch.chunks if c.start == 0)
+
+        async with _running(RememberingChain(dies_once), num_places=2, in_flight=1) as router:
+            prompts = [(1,), (9,) * 250, (3,)]
+            results = await asyncio.gather(*(_tokens(router, prompt, 5) for prompt in prompts))
+            assert results == [answer(prompt, 5) for prompt in prompts]
+            assert order == [0, 1, 2]
+
+    asyncio.run(scenario())

@@ -1,0 +1,224 @@
+"""The router's loop with chains that misbehave: cancellation, failure, company."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+from scripted_chain import ScriptedChain, all_chunks, no_gate
+
+from tramontane.proto.errors import PipelineError, RequestError
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.step import MicroBatch, StepResult
+from tramontane.router.engine.router import Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+
+
+@asynccontextmanager
+async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3, cache: CachePlan = CACHE) -> AsyncIterator[Router]:
+    router = Router(Scheduler(cache, Limits(8, budget, 256, 1000), EvenPolicy(in_flight, budget)), chain)
+    task = asyncio.create_task(router.run())
+    yield router
+    task.cancel()
+    with suppress(asyncio.CancelledError, ZeroDivisionError):
+        await task
+
+
+async def _all(router: Router, prompt: tuple[int, ...], max_tokens: int) -> list[TokenEvent]:
+    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=max_tokens))]
+    return [event async for batch in router.generate(specs) for event in batch.events]
+
+
+def test_many_at_once_fill_the_pipeline() -> None:
+    async def scenario() -> None:
+        chain = ScriptedChain(no_gate)
+        async with _running(chain) as router:
+            results = await asyncio.gather(*(_all(router, (1,) * n, 5) for n in (1, 30, 100, 3, 3, 3)))
+            assert [len(r) for r in results] == [5] * 6
+            router.scheduler.check_integrity()
+            assert router.scheduler.is_idle
+        assert chain.epochs == [0]
+        assert chain.most_in_flight == 3
+
+    asyncio.run(scenario())
+
+
+def test_closing_the_stream_frees_everything_within_a_step() -> None:
+    async def scenario() -> None:
+        async with _running(ScriptedChain(no_gate)) as router:
+            stream = router.generate([SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))])
+            await anext(stream)
+            await stream.aclose()
+            steps = router.scheduler._next_step
+            while not router.scheduler.is_idle:
+                await asyncio.sleep(0)
+            assert router.scheduler._next_step <= steps + 1
+            router.scheduler.check_integrity()
+            assert len(await _all(router, (1,), 3)) == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_client_leaves_the_others_alone() -> None:
+    async def scenario() -> None:
+        async with _running(ScriptedChain(no_gate), budget=4) as router:
+            leaving = asyncio.create_task(_all(router, (1,) * 60, 50))
+            staying = asyncio.create_task(_all(router, (2,) * 9, 20))
+            while not staying.done():
+                await asyncio.sleep(0)
+                leaving.cancel()
+            assert len(staying.result()) == 20
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            while not router.scheduler.is_idle:
+                await asyncio.sleep(0)
+            router.scheduler.check_integrity()
+
+    asyncio.run(scenario())
+
+
+def test_a_stopped_router_leaves_nobody_waiting() -> None:
+    async def stuck(_batch: MicroBatch) -> None:
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(stuck)) as router:
+            waiting = asyncio.create_task(_all(router, (1,), 9))
+            while router._in_flight.oldest is None:
+                await asyncio.sleep(0)
+        with pytest.raises(PipelineError, match="has stopped"):
+            await waiting
+        with pytest.raises(PipelineError, match="has stopped"):
+            await _all(router, (3,), 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_failure_is_raised_anew_to_each() -> None:
+    """One shared exception would grow its traceback with every client."""
+
+    async def broken(_batch: MicroBatch) -> None:
+        raise PipelineError("stage 1 died")
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(broken)) as router:
+            results = await asyncio.gather(*(_all(router, (1,), 9) for _ in range(3)), return_exceptions=True)
+            assert len({id(r) for r in results}) == 3
+            late = await asyncio.gather(_all(router, (1,), 9), _all(router, (1,), 9), return_exceptions=True)
+            assert late[0] is not late[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_in_the_loop_does_not_leave_clients_waiting() -> None:
+    async def defect(_batch: MicroBatch) -> None:
+        raise ZeroDivisionError
+
+    async def scenario() -> None:
+        async with _running(ScriptedChain(defect)) as router:
+            with pytest.raises(PipelineError, match="ZeroDivisionError"):
+                await _all(router, (1,), 9)
+
+    asyncio.run(scenario())
+
+
+def test_a_refused_request_touches_nothing() -> None:
+    async def scenario() -> None:
+        async with _running(ScriptedChain(no_gate)) as router:
+            with pytest.raises(RequestError, match="empty"):
+                await _all(router, (), 3)
+            with pytest.raises(RequestError, match="at most 255"):
+                await _all(router, (1,) * 256, 3)
+            assert router.scheduler.is_idle
+            assert router._requests == {}
+
+    asyncio.run(scenario())
+
+
+# What experts tokens have chosen
+
+
+class ExpertChain(ScriptedChain):
+    """Position p of any sequence chooses expert p + layer of layers 0 and 9, the second time as the first; counts how often."""
+
+    num_told = 0
+
+    async def _run(self, batch: MicroBatch) -> StepResult:
+        told = [
+            ExpertChoices(c.seq_id, layer, c.start, tuple((p + layer,) for p in range(c.start, c.start + c.num_tokens)))
+            for layer in (0, 9)
+            for c in all_chunks(batch)
+        ]
+        self.num_told += sum(len(choices.expert_ids) for choices in told if choices.layer == 0)
+        return replace(await super()._run(batch), choices=tuple(told))
+
+
+async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[TokenBatch]:
+    sampling = SamplingParams(max_tokens=max_tokens, return_experts=(0, 9))
+    return [batch async for batch in router.generate([SequenceSpec(prompt, sampling) for prompt in prompts])]
+
+
+def _check_experts(prompts: list[tuple[int, ...]], batches: list[TokenBatch]) -> None:
+    """After every delivery, those of every token of a sequence but the last are known, in order and once."""
+    known = {(index, layer): 0 for index in range(len(prompts)) for layer in (0, 9)}
+    num_tokens = [0] * len(prompts)
+    for batch in batches:
+        for event in batch.events:
+            num_tokens[event.seq_id] += 1
+        for index, layer, start, expert_ids in batch.experts:
+            assert start == known[index, layer]
+            assert expert_ids == tuple((start + place + layer,) for place in range(len(expert_ids)))
+            known[index, layer] += len(expert_ids)
+        for (index, _), num_known in known.items():
+            assert num_known == (len(prompts[index]) + num_tokens[index] - 1 if num_tokens[index] else 0)
+
+
+def test_experts_of_a_prompt_in_pieces_come_with_its_first_token() -> None:
+    """Several prompts of one request, each in its own time."""
+
+    async def scenario() -> None:
+        async with _running(ExpertChain(no_gate), budget=5) as router:
+            prompts = [(1,) * 23, (2,), (3,) * 11]
+            batches = await _batches(router, prompts, 6)
+            assert sum(len(batch.events) for batch in batches) == 18
+            _check_experts(prompts, batches)
+
+    asyncio.run(scenario())
+
+
+def test_experts_of_positions_that_are_computed_again_are_not_told_again() -> None:
+    """Ten pages of four positions and no window: three sequences of 24 have to take turns."""
+    cache = CachePlan(4, (WindowClass(None, 64, 10),))
+
+    async def scenario() -> None:
+        chain = ExpertChain(no_gate)
+        async with _running(chain, budget=5, cache=cache) as router:
+            prompts = [(1,) * 6, (2,) * 6, (3,) * 6]
+            batches = await _batches(router, prompts, 18)
+            assert router.scheduler.num_preempted > 0
+            assert chain.num_told > 3 * 23
+            _check_experts(prompts, batches)
+
+    asyncio.run(scenario())
+
+
+def test_what_a_client_that_left_had_asked_for_is_nobodys() -> None:
+    async def scenario() -> None:
+        async with _running(ExpertChain(no_gate), budget=5) as router:
+            leaving = asyncio.create_task(_batches(router, [(1,) * 60], 50))
+            staying = asyncio.create_task(_batches(router, [(2,) * 9], 20))
+            while not staying.done():
+                await asyncio.sleep(0)
+                leaving.cancel()
+            _check_experts([(2,) * 9], staying.result())
+            assert router.failure is None
+            with suppress(asyncio.CancelledError):
+                await leaving
+
+    asyncio.run(scenario())

@@ -1,0 +1,638 @@
+"""The gRPC door over a real server in this process: the same judgement as over HTTP, whatever comes in and whoever leaves."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from batch_jobs import place_in, requests
+from fake_job_service import NEW, ListedJobs, OneKey, some_lines
+from grpc import StatusCode
+from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
+from scripted_chain import ScriptedChain, no_gate
+
+from tramontane.cluster.config.engine_config import DEMO_MODEL
+from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import (
+    ConfigError,
+    ConnectionLostError,
+    DeadlineError,
+    NotHereError,
+    OverloadedError,
+    PipelineError,
+    RequestError,
+    TramontaneError,
+    UnknownJobError,
+    WrongKeyError,
+)
+from tramontane.proto.plan import CachePlan, WindowClass
+from tramontane.proto.request import FinishReason
+from tramontane.proto.step import MicroBatch
+from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
+from tramontane.router.client.client import AsyncClient, Client
+from tramontane.router.client.types import Patience, generate_request
+from tramontane.router.engine.router import Router
+from tramontane.router.grpc.coalesce import together
+from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
+from tramontane.router.grpc.job_messages import submit
+from tramontane.router.grpc.messages import parsed_generate, score_of, token_logprobs
+from tramontane.router.grpc.servicer import GrpcServicer
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.openai.served_model import ServedModel, UnknownModelError
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.router.tokenization.backends import SentencePieceTokenizer
+
+CONTEXT = 256
+MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
+CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
+IMPATIENT = Patience(total_s=30, retry_s=0.01)
+
+Gate = Callable[[MicroBatch], Awaitable[None]]
+
+
+@dataclass
+class House:
+    """A server, the router behind it, and a client in front of it."""
+
+    target: str
+    server: grpc.aio.Server
+    servicer: GrpcServicer
+    router: Router
+    jobs: ListedJobs
+    client: AsyncClient
+
+    async def becomes_idle(self) -> None:
+        while not self.router.scheduler.is_idle:
+            await asyncio.sleep(0)
+        self.router.scheduler.check_integrity()
+        assert self.router.num_requests == 0
+
+    async def restart(self) -> None:
+        """The same server at the same port, after every connection was cut."""
+        await self.server.stop(None)
+        self.jobs.breaking = None
+        self.server = await _server(self.servicer, self.target)
+
+
+async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
+    server = grpc.aio.server()
+    add_inference(servicer, server)
+    add_batch_jobs(servicer, server)
+    server.bound_port = server.add_insecure_port(target)
+    await server.start()
+    return server
+
+
+@asynccontextmanager
+async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[House]:  # noqa: ANN401
+    limits = Limits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
+    router = Router(Scheduler(CACHE, limits, EvenPolicy(3, 64)), ScriptedChain(gate))
+    running = asyncio.create_task(router.run())
+    jobs = ListedJobs()
+    servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
+    server = await _server(servicer, "127.0.0.1:0")
+    target = f"127.0.0.1:{server.bound_port}"
+    async with AsyncClient(target, key, patience=IMPATIENT) as client:
+        house = House(target, server, servicer, router, jobs, client)
+        try:
+            yield house
+        finally:
+            await house.server.stop(None)
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+
+async def _never(_batch: MicroBatch) -> None:
+    await asyncio.Event().wait()
+
+
+# ---- Generate
+
+
+def test_generate_streams_what_a_completion_is() -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            request = parse_completion(b'{"prompt": "What news?", "max_tokens": 9, "n": 2, "seed": 5, "return_token_ids": true}')
+            whole = await (await Completion.prepare(MODEL, request, 0.0)).run(house.router)
+            pieces = [piece async for piece in house.client.generate("What news?", max_tokens=9, n=2, seed=5, model="tiny")]
+            for choice in whole["choices"]:
+                own = [piece for piece in pieces if piece.index == choice["index"]]
+                assert "".join(piece.text for piece in own) == choice["text"]
+                assert [token for piece in own for token in piece.token_ids] == choice["token_ids"] == [7] * 9
+                assert [piece.finish_reason for piece in own if piece.finish_reason] == [FinishReason.LENGTH]
+            assert len(pieces) > 2, "they are streamed"
+            usage, timings = pieces[-1].usage, pieces[-1].timings
+            assert usage is not None
+            assert timings is not None
+            assert (usage.prompt_tokens, usage.completion_tokens) == (whole["usage"]["prompt_tokens"], 18)
+            assert timings.decode_s >= 0
+            assert {piece.usage for piece in pieces[:-1]} == {None}
+            by_ids = [piece async for piece in house.client.generate([5, 6], max_tokens=3)]
+            assert by_ids[-1].usage is not None
+            assert by_ids[-1].usage.prompt_tokens == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_synchronous_client_gets_the_same() -> None:
+    def ask(target: str) -> tuple[list[int], str, list[str]]:
+        with Client(target) as client:
+            pieces = list(client.generate("What news?", max_tokens=9, stop="nothing like it"))
+            for _ in client.generate("What news?", max_tokens=200):
+                break
+            with pytest.raises(UnknownModelError, match="this server has 'tiny'"):
+                list(client.generate("a", model="other"))
+            tokens = [token for piece in pieces for token in piece.token_ids]
+            return tokens, "".join(piece.text for piece in pieces), [model.name for model in client.models()]
+
+    async def scenario() -> None:
+        async with _house() as house:
+            tokens, text, names = await asyncio.to_thread(ask, house.target)
+            assert tokens == [7] * 9
+            assert text == MODEL.tokenizer.decode(tuple(tokens)) if MODEL.tokenizer else ""
+            assert names == ["tiny"]
+            await house.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+MISTAKES: list[dict[str, Any]] = [
+    {"temperature": -1.0},
+    {"max_tokens": 0},
+    {"max_tokens": -5},
+    {"top_p": 2.0},
+    {"top_k": -2},
+    {"n": 0},
+    {"n": 129},
+    {"stop": [""]},
+    {"response_format": {"type": "xml"}},
+    {"response_format": {"type": "json_object", "x": 1}},
+    {"response_format": []},
+]
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=str)
+def test_parameters_are_judged_as_over_http(mistake: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        with pytest.raises(ParameterError) as over_http:
+            parse_completion(json.dumps({"prompt": "a"} | mistake).encode())
+        async with _house() as house:
+            with pytest.raises(ParameterError) as over_grpc:
+                await anext(house.client.generate("a", **mistake))
+            assert str(over_grpc.value) == str(over_http.value)
+            assert over_grpc.value.parameter == over_http.value.parameter
+
+    asyncio.run(scenario())
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": ["x", "y"]}}, "required": ["b", "a"]}
+
+
+@pytest.mark.parametrize(
+    "response_format", [{"type": "json_object"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}], ids=str
+)
+def test_a_response_format_is_the_grammar_that_it_is_over_http(response_format: dict[str, Any]) -> None:
+    """With the properties in the schema's order, which is not the alphabet's."""
+
+    async def grammar(parsed: CompletionRequest) -> str:
+        [spec] = (await Completion.prepare(MODEL, parsed, 0.0)).specs()
+        return spec.sampling.grammar
+
+    over_http = parse_completion(json.dumps({"prompt": "a", "response_format": response_format}).encode())
+    over_grpc = parsed_generate(generate_request("a", {"response_format": response_format}))
+    assert asyncio.run(grammar(over_grpc)) == asyncio.run(grammar(over_http)) != ""
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
+def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
+    with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
+        parsed_generate(pb.GenerateRequest(text="a", response_format=text))
+    assert refused.value.parameter == "response_format"
+
+
+NEWER = b"\xa0\x06\x01"  # field 100: 1
+IDS, OPTIONS = pb.TokenIds.FromString(NEWER), pb.JobOptions.FromString(NEWER)
+
+
+IN_OTHERS = {
+    "Generate": pb.GenerateRequest(token_ids=IDS).SerializeToString(),
+    "Score": pb.ScoreRequest(token_ids=IDS).SerializeToString(),
+    "SubmitJob": pb.SubmitJobRequest(options=OPTIONS).SerializeToString(),
+}
+
+
+@pytest.mark.parametrize(
+    ("method", "sent"),
+    [(method, NEWER) for method in METHODS]
+    + [(method, IN_OTHERS[name]) for method in METHODS if (name := method[0].rpartition("/")[2]) in IN_OTHERS],
+    ids=str,
+)
+def test_a_field_that_is_not_known_is_not_passed_over(method: tuple[str, bool, bool], sent: bytes) -> None:
+    """Another server's parameter, or one of a newer version: the answer would not be what was asked for."""
+
+    async def scenario() -> None:
+        async with _house() as house, grpc.aio.insecure_channel(house.target) as channel:
+            code, details = await end_of(channel, method, sent)
+            assert code == StatusCode.INVALID_ARGUMENT
+            assert "has a field that this server does not know" in details
+
+    asyncio.run(scenario())
+
+
+def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
+    async def ends(house: House, request: pb.GenerateRequest, path: str = "/tramontane.v1.Inference/Generate") -> StatusCode:
+        async with grpc.aio.insecure_channel(house.target) as channel:
+            return await code_of(channel, (path, False, True), request.SerializeToString())
+
+    async def scenario() -> None:
+        async with _house() as house:
+            assert await ends(house, pb.GenerateRequest(text="a", model="other")) == StatusCode.NOT_FOUND
+            assert await ends(house, pb.GenerateRequest()) == StatusCode.INVALID_ARGUMENT
+            assert await ends(house, pb.GenerateRequest(text="a"), "/tramontane.v1.Inference/Nothing") == StatusCode.UNIMPLEMENTED
+            with pytest.raises(ParameterError, match="text or token_ids"):
+                await anext(house.client._stream(house.client._inference.Generate, pb.GenerateRequest(), None))
+            with pytest.raises(RequestError, match="at most 255"):
+                await anext(house.client.generate([5] * 256))
+            with pytest.raises(ConfigError, match="there is no parameter temprature; there are"):
+                await anext(house.client.generate("a", temprature=1))
+            with pytest.raises(ConfigError, match=r"^max_tokens is 'many', which it cannot be$"):
+                await anext(house.client.generate("a", max_tokens="many"))
+            with pytest.raises(ConfigError, match=r"^the prompt must be"):
+                await anext(house.client.generate(["a"]))  # type: ignore[list-item]
+            with pytest.raises(ConfigError, match=r"^not-here.jsonl cannot be read: No such file or directory$"):
+                await house.client.submit_job(Path("not-here.jsonl"))
+            house.router.failure = PipelineError("stage 1 died")
+            with pytest.raises(PipelineError, match="stage 1 died"):
+                await anext(house.client.generate("a"))
+        async with _house(jobs=None) as house:
+            with pytest.raises(NotHereError, match="no batch jobs"):
+                await house.client.get_job("a")
+        async with AsyncClient(house.target) as client:
+            with pytest.raises(ConnectionLostError):
+                await client.models()
+
+    asyncio.run(scenario())
+
+
+def test_a_full_server_says_when_to_come_back() -> None:
+    async def scenario() -> None:
+        gate = asyncio.Event()
+
+        async def wait(_batch: MicroBatch) -> None:
+            await gate.wait()
+
+        async with _house(wait, max_queued_seqs=0) as house, asyncio.TaskGroup() as group:
+            running = [group.create_task(_all(house, max_tokens=2)) for _ in range(8)]
+            while house.router.num_requests < 8:
+                await asyncio.sleep(0)
+            with pytest.raises(OverloadedError, match="too much is waiting") as refused:
+                await anext(house.client.generate("a"))
+            assert refused.value.retry_after_s == 1
+            gate.set()
+            assert [len(await task) for task in running] == [2] * 8
+
+    asyncio.run(scenario())
+
+
+async def _all(house: House, **parameters: Any) -> list[int]:  # noqa: ANN401
+    return [token async for piece in house.client.generate("a", **parameters) for token in piece.token_ids]
+
+
+# ---- leaving
+
+
+def test_a_client_that_leaves_gives_its_places_back() -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            async with aclosing(house.client.generate("a", max_tokens=200)) as pieces:
+                await anext(pieces)
+            await house.becomes_idle()
+        async with _house(_never) as house:
+            task = asyncio.create_task(_all(house))
+            while not house.router.num_requests:
+                await asyncio.sleep(0)
+            task.cancel()
+            while house.router.num_requests:
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_ends_the_work() -> None:
+    async def scenario() -> None:
+        async with _house(_never) as house:
+            asking = asyncio.create_task(_all(house, timeout_s=0.2))
+            while not house.router.num_requests:
+                await asyncio.sleep(0)
+            with pytest.raises(DeadlineError, match=r"within timeout_s=0\.2$"):
+                await asking
+            while house.router.num_requests:
+                await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+# ---- who may come in
+
+
+def test_without_the_key_nothing_is_done() -> None:
+    async def scenario() -> None:
+        async with _house(keys=OneKey(), key="right") as house:
+            assert [model.name for model in await house.client.models()] == ["tiny"]
+            for key in (None, "wrong", "right "):
+                async with AsyncClient(house.target, key) as stranger:
+                    with pytest.raises(WrongKeyError, match=r"API key is missing or wrong; give api_key="):
+                        await anext(stranger.generate("a"))
+            async with grpc.aio.insecure_channel(house.target) as channel:
+                codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
+            assert set(codes) == {StatusCode.UNAUTHENTICATED}
+            assert house.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
+        async with _house(admits=lambda peer: not peer.startswith("ipv4:127.")) as house:
+            with pytest.raises(WrongKeyError, match="its --host says so"):
+                await house.client.models()
+
+    asyncio.run(scenario())
+
+
+def test_reflection_is_for_those_who_have_a_key() -> None:
+    asked = ServerReflectionRequest(list_services="")
+    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+
+    async def services(house: House, *messages: bytes, key: str = "right") -> list[str]:
+        async with grpc.aio.insecure_channel(house.target) as channel:
+            call = channel.stream_stream(path, response_deserializer=ServerReflectionResponse.FromString)
+            told = call(iter(messages), metadata=(("authorization", f"Bearer {key}"),))
+            return [service.name async for answer in told for service in answer.list_services_response.service]
+
+    async def refused(house: House, *messages: bytes, key: str = "right") -> StatusCode:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await services(house, *messages, key=key)
+        code: StatusCode = error.value.code()
+        return code
+
+    async def scenario() -> None:
+        async with _house(keys=OneKey()) as house:
+            ours = ["grpc.reflection.v1alpha.ServerReflection", "tramontane.v1.BatchJobs", "tramontane.v1.Inference"]
+            assert sorted(await services(house, asked.SerializeToString())) == ours
+            assert await refused(house, asked.SerializeToString(), key="another") == StatusCode.UNAUTHENTICATED
+            assert await refused(house, b"\xff\xff") == StatusCode.INVALID_ARGUMENT
+
+    asyncio.run(scenario())
+
+
+# ---- hostile messages
+
+
+def test_hostile_messages_are_refused_and_the_server_goes_on() -> None:
+    async def scenario() -> None:
+        async with _house(max_message=500_000) as house:
+            async with grpc.aio.insecure_channel(house.target) as channel:
+                codes = await every_code(channel)
+            assert codes.keys() <= REFUSALS | {StatusCode.OK}, codes
+            assert codes[StatusCode.INVALID_ARGUMENT] > sum(codes.values()) / 2
+            assert await _all(house, max_tokens=3) == [7] * 3
+            with pytest.raises(RequestError, match="at most 500000"):
+                await anext(house.client.generate("x" * 500_001))
+            await house.becomes_idle()
+
+    asyncio.run(scenario())
+
+
+def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        async with _house() as house:
+            house.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
+            with pytest.raises(TramontaneError, match="the server has a defect; its log says more"):
+                await house.client.get_job("a")
+        assert "a defect of the server" in caplog.text
+
+    asyncio.run(scenario())
+
+
+# ---- Score
+
+
+def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
+    told = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
+    usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
+    score = score_of({"choices": [{"logprobs": told}], "usage": usage})
+    first, second = score.tokens
+    assert (first.token, first.HasField("logprob")) == ("a", False)
+    assert (second.token, second.logprob) == ("b", -0.5)
+    assert [(top.token, top.logprob) for top in second.top] == [("b", -0.5), ("c", -2.0)]
+    assert score.usage.total_tokens == 2
+    assert token_logprobs(None) == []
+
+
+# ---- BatchJobs
+
+
+def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None:
+    def ask(target: str) -> list[Job]:
+        with Client(target) as client:
+            (tmp_path / "lines").write_bytes(b"{}\n" * 300_000)  # several messages
+            job = client.submit_job(tmp_path / "lines", JobOptions("/v1/chat/completions", False, {"owner": "me"}))
+            assert client.get_job(job.job_id) == job
+            assert client.list_jobs() == [job]
+            assert client.list_jobs(1, after=job.job_id) == []
+            with pytest.raises(RequestError, match=r"ftp://x is not allowed"):
+                client.submit_job(url="ftp://x")
+            with pytest.raises(RequestError, match="no line"):
+                client.submit_job(b"")
+            with pytest.raises(ConfigError, match="either lines or a url"):
+                client.submit_job()
+            with pytest.raises(UnknownJobError, match="there is no job 'x'"):
+                client.cancel("x")
+            with pytest.raises(UnknownJobError):
+                list(client.watch_job("x"))
+            with pytest.raises(UnknownJobError):
+                list(client.results("x"))
+            with pytest.raises(ParameterError, match="offset is -1"):
+                list(client.results(job.job_id, -1))
+            return [job, *client.watch_job(job.job_id), client.cancel(job.job_id)]
+
+    async def scenario() -> None:
+        async with _house() as house:
+            job, *seen, cancelled = await asyncio.to_thread(ask, house.target)
+            assert house.jobs.uploads == [b"{}\n" * 300_000]
+            assert job == replace(
+                NEW,
+                options=JobOptions("/v1/chat/completions", False, {"owner": "me"}),
+                num_lines=300_000,
+                error="none",
+                started_at=2.5,
+                ended_at=3.5,
+            )
+            assert [each.state for each in seen] == [JobState.QUEUED, JobState.RUNNING, JobState.COMPLETED]
+            assert cancelled == replace(job, state=JobState.CANCELLED)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("is_url", [False, True])
+def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Path, is_url: bool) -> None:
+    """Its lines are not even read."""
+    place = place_in(tmp_path)
+    (tmp_path / "in.jsonl").write_bytes(requests(3))
+    again = b"" if is_url else b"nothing"
+
+    async def scenario() -> None:
+        async with _house(jobs=place.service(url_prefixes=(f"file://{tmp_path}",))) as house:
+            url = f"file://{tmp_path}/in.jsonl" if is_url else None
+            submit = house.client.submit_job
+            first = await submit(None if is_url else requests(3), url=url, request_key="k")
+            (tmp_path / "in.jsonl").unlink()
+            assert await submit(None if is_url else again, url=url, request_key="k") == first
+            if not is_url:
+                others = [await submit(requests(3), request_key=key) for key in ("l", None, None)]
+                assert len({first.job_id, *(job.job_id for job in others)}) == 4
+            for wrong in ("", "k" * 257, "a\0b"):
+                with pytest.raises(RequestError, match="key must have 1 to 256"):
+                    await submit(b"", request_key=wrong)
+
+    try:
+        asyncio.run(scenario())
+    finally:
+        place.close()
+
+
+def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
+    """The server stops when two results have arrived; the client asks for those that follow them."""
+
+    def collect(target: str, lines: list[ResultLine]) -> list[JobState]:
+        with Client(target, patience=IMPATIENT) as client:
+            lines.extend(client.results("a", 1))
+            return [job.state for job in client.watch_job("a")]
+
+    async def collect_async(house: House, lines: list[ResultLine]) -> list[JobState]:
+        async for line in house.client.results("a", 1):
+            lines.append(line)
+        return [job.state async for job in house.client.watch_job("a")]
+
+    async def scenario(is_async: bool) -> None:
+        async with _house() as house:
+            house.jobs.lines, house.jobs.jobs["a"] = some_lines(9), NEW
+            house.jobs.breaking = asyncio.Event()
+            lines: list[ResultLine] = []
+            ask = collect_async(house, lines) if is_async else asyncio.to_thread(collect, house.target, lines)
+            collecting = asyncio.create_task(ask)
+            await house.jobs.breaking.wait()
+            while len(lines) < 2:  # they may be on their way
+                await asyncio.sleep(0.01)
+            await house.restart()
+            states = await collecting
+            assert lines == some_lines(9)[1:]
+            assert house.jobs.asked == [1, 3]
+            assert states[-1] == JobState.COMPLETED
+            assert house.jobs.num_open == 0
+
+    asyncio.run(scenario(is_async=False))
+    asyncio.run(scenario(is_async=True))
+
+
+def test_patience_ends() -> None:
+    lost = ConnectionLostError("gone")
+    assert Patience(10, 2).pause(lost, 8) == 2
+    with pytest.raises(ConnectionLostError):
+        Patience(10, 2).pause(lost, 8.5)
+    with pytest.raises(UnknownJobError):
+        Patience(10, 2).pause(UnknownJobError("no"), 0)
+
+
+def test_what_is_ready_travels_together() -> None:
+    gate = asyncio.Event()
+
+    async def source(*sizes: int) -> AsyncGenerator[int, None]:
+        for size in sizes:
+            if size == 0:
+                await gate.wait()
+            elif size < 0:
+                raise ZeroDivisionError
+            yield size
+
+    async def bunches(*sizes: int) -> list[list[int]]:
+        return [bunch async for bunch in together(source(*sizes), lambda size: size, 8)]
+
+    async def scenario() -> None:
+        assert await bunches(3, 4, 5) == [[3, 4], [5]]
+        assert await bunches(9, 1, 7, 1) == [[9], [1, 7], [1]]
+        assert await bunches() == []
+        async with aclosing(together(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
+            assert await anext(slow) == [1, 2]
+            gate.set()
+            assert await anext(slow) == [0, 3]
+        failing = together(source(1, -1), lambda size: size, 8)
+        assert await anext(failing) == [1]
+        with pytest.raises(ZeroDivisionError):
+            await anext(failing)
+
+    asyncio.run(scenario())
+
+
+def test_an_upload_that_is_broken_off_is_no_job() -> None:
+    """Ray Serve's stream of messages just ends where its client has left."""
+
+    class Upload:
+        def __init__(self, *parts: pb.SubmitJobRequest, is_cancelled: bool = False) -> None:
+            self._parts, self.is_cancelled = iter(parts), lambda: is_cancelled
+
+        def __aiter__(self) -> "Upload":
+            return self
+
+        async def __anext__(self) -> pb.SubmitJobRequest:
+            for part in self._parts:
+                return part
+            raise StopAsyncIteration
+
+    options, data = pb.SubmitJobRequest(options=pb.JobOptions()), pb.SubmitJobRequest(data=b"{}\n")
+    wrong = [
+        (Upload(options, data, is_cancelled=True), "was broken off"),
+        (Upload(options, is_cancelled=True), "was broken off"),
+        (Upload(options, data, options), "either data or one url"),
+        (Upload(options, pb.SubmitJobRequest(url="a"), data), "nothing may follow a url"),
+        (Upload(data), "must hold options"),
+        (Upload(), "must hold options"),
+        (Upload(pb.SubmitJobRequest(options=pb.JobOptions(endpoint="/v1/x"))), "there are /v1/completions and /v1/chat"),
+    ]
+
+    async def scenario() -> None:
+        jobs = ListedJobs()
+        for upload, message in wrong:
+            with pytest.raises(RequestError, match=message):
+                await submit(jobs, upload)
+        assert not jobs.uploads
+        await submit(jobs, Upload(options, data, data))
+        assert jobs.uploads == [b"{}\n{}\n"]
+
+    asyncio.run(scenario())
+
+
+def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[str] = []
+
+    async def look(batch: MicroBatch) -> None:
+        seen.extend(chunk.request_id for chunk in batch.chunks)
+        raise PipelineError("stage 1 died")
+
+    async def scenario() -> None:
+        async with _house(look, id_of=lambda context: dict(context.invocation_metadata())["user-agent"][:4]) as house:
+            with pytest.raises(TramontaneError):
+                await house.client.score("ROMEO:")
+
+    with caplog.at_level(logging.INFO, "tramontane.router"):
+        asyncio.run(scenario())
+    assert set(seen) == {"grpc"}
+    lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
+    assert lines[0] == "request grpc came over gRPC: ScoreRequest"
+    assert any(line.startswith("request grpc has made it fail twice") for line in lines)

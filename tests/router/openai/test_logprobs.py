@@ -1,0 +1,206 @@
+"""Where tokens begin in a text, which of them are told around a stop string, and the shapes in which clients get them."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat.chat_completion import ChoiceLogprobs
+from openai.types.completion_choice import Logprobs as CompletionLogprobs
+from token_pieces import PieceTokenizer
+
+from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
+from tramontane.router.engine.logprob_history import LogprobHistory
+from tramontane.router.openai.choice_text import ChoiceText
+from tramontane.router.openai.logprobs import (
+    ChosenToken,
+    TokenScore,
+    chat_logprobs,
+    chosen_prompt,
+    completion_logprobs,
+    joined_logprobs,
+    prompt_logprobs,
+    scores_of,
+    token_text,
+)
+from tramontane.router.tokenization.tokenizer import REPLACE_EACH
+
+SCORE = TokenScore(-1.0, ())
+
+
+def _cut(text: bytes, at: tuple[int, ...]) -> list[bytes]:
+    return [text[start:end] for start, end in pairwise((0, *at, len(text)))]
+
+
+def _begins(text: str) -> list[int]:
+    """Of each byte, the character that it belongs to: of "a\\u00e9b" 0, 1, 1, 2."""
+    return [place for place, char in enumerate(text) for _ in char.encode()]
+
+
+# Where tokens begin
+
+
+@pytest.mark.parametrize("text", ["a\u00e9\U0001f600 b", "\U0001f600\U0001f600", "plain"])
+@pytest.mark.parametrize("num_cuts", [0, 1, 2, 3])
+def test_a_token_begins_where_its_first_byte_stands(text: str, num_cuts: int) -> None:
+    data, begins = text.encode(), _begins(text)
+    for at in combinations(range(1, len(data)), num_cuts):
+        tokenizer = PieceTokenizer(_cut(data, at))
+        assert tokenizer.offsets(tokenizer.ids) == [begins[byte] for byte in (0, *at)]
+        assert tokenizer.decode(tokenizer.ids) == text
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(
+    pieces=st.lists(st.binary(max_size=4) | st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"a", b""]), max_size=8),
+    errors=st.sampled_from(["replace", REPLACE_EACH]),
+)
+def test_offsets_are_right_in_broken_texts_too(pieces: list[bytes], errors: str) -> None:
+    """Whatever was left unfinished before a token, its first character stands where it is said to begin."""
+    tokenizer = PieceTokenizer([*pieces, b"end"], errors)
+    decoder, other = tokenizer.decoder(), tokenizer.decoder()
+    text = ""
+    for token_id, offset in zip(tokenizer.ids, tokenizer.offsets(tokenizer.ids), strict=True):
+        said, place = decoder.push_at(token_id)
+        assert said == other.push(token_id), "they say the same"
+        assert offset == len(text) + place
+        assert 0 <= place <= len(said)
+        piece = tokenizer.bytes_of(token_id)
+        if piece[:1].isascii() and piece:  # never the continuation of anything
+            assert said[place] == chr(piece[0])
+        text += said
+    assert text == tokenizer.decode(tokenizer.ids)
+    assert text.endswith("end")
+
+
+# Around stop strings
+
+
+@pytest.mark.parametrize("text", ["xEND", "xENDy", "ENDy", "no EN D END\u00e9", "\u00e9END\U0001f600"])
+@pytest.mark.parametrize("num_cuts", [0, 1, 2])
+@pytest.mark.parametrize("stop", ["END", "D", "\U0001f600"])
+def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, stop: str) -> None:
+    """Every way to cut a text into one, two or three tokens, within characters too."""
+    data, begins = text.encode(), _begins(text)
+    end = text.find(stop) if stop in text else len(text)
+    for at in combinations(range(1, len(data)), num_cuts):
+        tokenizer = PieceTokenizer(_cut(data, at))
+        choice = ChoiceText(tokenizer, [stop])
+        shown, told = "", []
+        for token_id in tokenizer.ids:
+            last = FinishReason.LENGTH if token_id == tokenizer.ids[-1] else None
+            shown += choice.push(TokenEvent(0, token_id, last), SCORE)
+            told += choice.take_chosen()
+            assert text[:end].startswith(shown)
+            assert all(token.offset < len(shown) for token in told), "nothing is told before it is shown"
+        assert shown == text[:end]
+        assert choice.finish is (FinishReason.STOP if stop in text else FinishReason.LENGTH)
+        offsets = [begins[byte] for byte in (0, *at)]
+        assert [token.offset for token in told] == [offset for offset in offsets if offset < end]
+        assert [token.token_id for token in told] == list(tokenizer.ids[: len(told)])
+
+
+def test_without_stop_strings_every_token_is_told_at_once() -> None:
+    tokenizer = PieceTokenizer([b"\xf0", b"\x9f\x98\x80", b"", b"a"])
+    choice = ChoiceText(tokenizer, [])
+    told = []
+    for token_id in tokenizer.ids:
+        choice.push(TokenEvent(0, token_id), SCORE)
+        told.append([token.offset for token in choice.take_chosen()])
+    assert told == [[0], [0], [1], [1]]
+
+
+def test_a_token_that_says_nothing_at_the_end_is_told_unless_a_stop_string_came_first() -> None:
+    tokenizer = PieceTokenizer([b"a", b"", b"b"])
+    for stop, expected in (("never", [0, 1]), ("a", [])):
+        choice = ChoiceText(tokenizer, [stop])
+        choice.push(TokenEvent(0, 0), SCORE)
+        choice.push(TokenEvent(0, 1, FinishReason.STOP), SCORE)
+        assert [token.token_id for token in choice.take_chosen()] == expected
+
+
+def test_tokens_without_scores_are_not_told() -> None:
+    tokenizer = PieceTokenizer([b"a", b"b"])
+    choice = ChoiceText(tokenizer, [])
+    assert [choice.push(TokenEvent(0, token_id)) for token_id in tokenizer.ids] == ["a", "b"]
+    assert choice.take_chosen() == []
+
+
+# Shapes
+
+PIECES = [b"", b" What", b"\xf0\x9f", b"\xc3\xa9", b"x", b"x"]
+TOKENIZER = PieceTokenizer(PIECES)
+TOKENS = [
+    ChosenToken(0, 0, None),
+    ChosenToken(1, 0, TokenScore(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
+    ChosenToken(2, 5, TokenScore(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
+]
+
+
+def test_a_token_is_shown_by_its_text_or_by_its_bytes_or_by_its_number() -> None:
+    shown = ["token_id:0", " What", "bytes:\\xf0\\x9f", "\u00e9", "x", "x", "token_id:77"]
+    assert [token_text(TOKENIZER, token_id) for token_id in (*range(6), 77)] == shown
+    assert token_text(None, 3) == "token_id:3"
+
+
+def test_openais_shape_for_completions() -> None:
+    told = completion_logprobs(TOKENIZER, TOKENS, 2)
+    assert told == {
+        "tokens": ["token_id:0", " What", "bytes:\\xf0\\x9f"],
+        "token_logprobs": [None, -0.5, -9.0],
+        "top_logprobs": [None, {" What": -0.5, "x": -2.0}, {"\u00e9": -0.1, "token_id:0": -4.0, "bytes:\\xf0\\x9f": -9.0}],
+        "text_offset": [0, 0, 5],
+    }
+    CompletionLogprobs.model_validate(completion_logprobs(TOKENIZER, TOKENS[1:], 2), strict=True)
+    assert completion_logprobs(TOKENIZER, TOKENS, 0)["top_logprobs"] == [None, {" What": -0.5}, {"bytes:\\xf0\\x9f": -9.0}]
+    assert completion_logprobs(TOKENIZER, TOKENS, 3)["top_logprobs"][1] == {" What": -0.5, "x": -2.0}, "the likelier x"
+    halves = completion_logprobs(TOKENIZER, TOKENS[:1], 2), None, completion_logprobs(TOKENIZER, TOKENS[1:], 2)
+    assert joined_logprobs(halves) == told
+    assert joined_logprobs([None]) == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def test_openais_shape_for_chats() -> None:
+    told = chat_logprobs(TOKENIZER, TOKENS[1:], 1)
+    ChoiceLogprobs.model_validate(told, strict=True)
+    what = {"token": " What", "logprob": -0.5, "bytes": list(b" What")}
+    accent = {"token": "\u00e9", "logprob": -0.1, "bytes": [0xC3, 0xA9]}
+    half = {"token": "bytes:\\xf0\\x9f", "logprob": -9.0, "bytes": [0xF0, 0x9F]}
+    assert told == {"content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}], "refusal": None}
+    end = chat_logprobs(TOKENIZER, [ChosenToken(0, 0, SCORE)], 0)
+    assert end["content"] == [{"token": "token_id:0", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
+
+
+def test_vllms_shape_for_prompts() -> None:
+    assert prompt_logprobs(TOKENIZER, TOKENS, 1) == [
+        None,
+        {"1": {"logprob": -0.5, "decoded_token": " What"}},
+        {"2": {"logprob": -9.0, "decoded_token": "bytes:\\xf0\\x9f"}, "3": {"logprob": -0.1, "decoded_token": "\u00e9"}},
+    ]
+
+
+def test_scores_are_found_by_sequence_and_position() -> None:
+    news = [Logprobs(3, 1, (-0.5, -9.0), (TOKENS[1].score.top, TOKENS[2].score.top)), Logprobs(4, 1, (-7.0,), ((),))]  # type: ignore[union-attr]
+    assert chosen_prompt(TOKENIZER, (0, 1, 2), 3, scores_of(news)) == TOKENS
+    assert chosen_prompt(None, (9,), 4, scores_of(news)) == [ChosenToken(9, 0, None)]
+
+
+# On their way
+
+
+def test_what_is_known_again_is_told_once() -> None:
+    history = LogprobHistory()
+
+    def logprobs(seq_id: int, start: int, end: int) -> Logprobs:
+        positions = range(start, end)
+        return Logprobs(seq_id, start, tuple(-float(p) for p in positions), tuple(((p, -float(p)),) for p in positions))
+
+    for start, end in ((1, 5), (1, 3), (3, 7)):
+        history.add(logprobs(0, start, end))
+    history.add(logprobs(1, 6, 7))
+    assert history.take([TokenEvent(0, 7)]) == (logprobs(0, 1, 5), logprobs(0, 5, 7))
+    assert history.take([TokenEvent(0, 7)]) == ()
+    history.add(logprobs(0, 2, 4))
+    history.add(logprobs(0, 7, 8))
+    assert history.take([TokenEvent(0, 7), TokenEvent(1, 7)]) == (logprobs(0, 7, 8), logprobs(1, 6, 7))
+    with pytest.raises(AssertionError, match="missing"):
+        history.add(logprobs(0, 9, 10))

@@ -1,0 +1,178 @@
+"""What routers and doors count for those who watch them."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+
+import pytest
+
+from tramontane.proto.errors import DeadlineError, DrainingError, FullError, OverloadedError, PipelineError
+from tramontane.proto.request import FinishReason, RequestTimes, TokenBatch, TokenEvent
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.router.engine.pipeline_stats import PipelineCounts
+from tramontane.router.engine.recent import Recent
+from tramontane.router.openai.completion import Completion
+from tramontane.router.openai.completion_request import parse_completion
+from tramontane.router.openai.request_stats import CountingRoom, RequestCounts
+from tramontane.router.openai.served_model import ServedModel
+
+TIMES = RequestTimes(queue_s=0.25, prefill_s=0.0, decode_s=0.0)
+
+
+def _batch(tokens: int = 0, decodes: int = 0) -> MicroBatch:
+    chunks = (Chunk(0, 0, tuple(range(tokens)), (), None, False),) if tokens else ()
+    ids = tuple(range(1, decodes + 1))
+    return MicroBatch(0, 0, chunks, decodes=Decodes(ids, ids, ids))
+
+
+def _result(*spans: tuple[float, float], tokens: int = 0) -> StepResult:
+    timings = [StageTiming(stage, start, end - start, tokens, end - start) for stage, (start, end) in enumerate(spans)]
+    return StepResult(0, 0, (), tuple(timings))
+
+
+def test_recent_values_are_taken_once_and_bounded() -> None:
+    recent = Recent(most=3)
+    for value in (1.0, 2.0, 3.0, 4.0):
+        recent.add(value)
+    assert recent.take() == [2.0, 3.0, 4.0]
+    assert recent.take() == []
+
+
+def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
+    """Two micro-batches, one behind the other; then nothing for 90 s, which counts for nobody; then a third."""
+    counts = PipelineCounts(2)
+    counts.submitted(10.0)
+    counts.submitted(10.5)
+    counts.came_back(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
+    counts.came_back(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
+    assert (counts.active_s, counts.busy_s, counts.stage_tokens) == (5.0, [3.0, pytest.approx(1.4)], [10, 10])
+    assert [counts.waiting_s(0), counts.waiting_s(1)] == [2.0, pytest.approx(3.6)]
+    assert (counts.num_micro_batches, counts.prefill_tokens, counts.decode_tokens) == (2, 7, 3)
+    assert counts.micro_batch_tokens.take() == [5, 5]
+    assert counts.hops_s[0].take() == []
+    assert counts.hops_s[1].take() == [0.5, pytest.approx(0.1)], "the second one found the stage busy until 3.5"
+    counts.submitted(105.0)
+    counts.came_back(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
+    assert counts.active_s == 6.0
+    assert counts.hops_s[1].take() == [0.0], "clocks that disagree do not make time go back"
+
+
+def test_what_a_failure_took_is_not_work() -> None:
+    counts = PipelineCounts(1)
+    counts.submitted(1.0)
+    counts.dropped()
+    counts.submitted(50.0)
+    counts.came_back(_batch(decodes=1), _result((0.0, 1.0)), 51.0, 0)
+    assert counts.active_s == 1.0
+
+
+@dataclass
+class Choice:
+    finish: FinishReason | None = None
+
+
+class Clock:
+    def __init__(self, *times: float) -> None:
+        self._times = list(times)
+
+    def __call__(self) -> float:
+        return self._times.pop(0)
+
+
+def _tokens(*choices: int) -> TokenBatch:
+    return TokenBatch(tuple(TokenEvent(choice, 7) for choice in choices), TIMES)
+
+
+def test_a_request_that_ends_well() -> None:
+    counts = RequestCounts(Clock(11.0, 11.5, 12.5))
+    choices = [Choice(), Choice()]
+    with counts.counted(10.0, 40, choices, has_begun=False) as counted:
+        counted.heard(_tokens(0, 1))
+        counted.heard(_tokens(0))
+        choices[0].finish, choices[1].finish = FinishReason.STOP, FinishReason.LENGTH
+    assert (counts.prompt_tokens, counts.generation_tokens) == (40, 3)
+    assert {reason.value: n for reason, n in counts.finished.items()} == {"stop": 1, "length": 1, "abort": 0, "error": 0}
+    seen = counts.first_token_s.take(), counts.inter_token_s.take(), counts.whole_s.take(), counts.queue_s.take()
+    assert seen == ([1.0], [0.5], [2.5], [0.25])
+
+
+def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
+    counts = RequestCounts(Clock(11.0, 12.0))
+    with counts.counted(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
+        counted.heard(_tokens(0))
+    assert (counts.prompt_tokens, counts.first_token_s.take(), counts.queue_s.take()) == (0, [], [])
+    assert counts.generation_tokens == counts.finished[FinishReason.STOP] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "has_begun", "refused", "reason"),
+    [
+        (FullError("full", 1), False, {"full": 1}, None),
+        (OverloadedError("too much", 1), False, {"overloaded": 1}, None),
+        (DrainingError("draining"), False, {"draining": 1}, None),
+        (DrainingError("ended"), True, {}, FinishReason.ERROR),
+        (PipelineError("lost"), False, {}, FinishReason.ERROR),
+        (asyncio.CancelledError(), False, {}, FinishReason.ABORT),
+        (GeneratorExit(), False, {}, FinishReason.ABORT),
+        (DeadlineError("too late"), False, {}, FinishReason.ABORT),
+    ],
+)
+def test_a_request_that_does_not(
+    error: BaseException, has_begun: bool, refused: dict[str, int], reason: FinishReason | None
+) -> None:
+    counts = RequestCounts(lambda: 0.0)
+    with suppress(type(error)), counts.counted(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
+        raise error
+    assert {name: number for name, number in counts.refused.items() if number} == refused
+    assert counts.finished[FinishReason.STOP] == 1, "what had finished has"
+    assert {kind: n for kind, n in counts.finished.items() if n and kind is not FinishReason.STOP} == (
+        {reason: 1} if reason else {}
+    )
+    assert counts.whole_s.take() == []
+
+
+class TwoTokens:
+    """The second one ends the answer."""
+
+    async def generate(self, _specs: object) -> AsyncGenerator[TokenBatch, None]:
+        yield _tokens(0)
+        yield TokenBatch((TokenEvent(0, 7, FinishReason.LENGTH),), TIMES)
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        pass
+
+
+def test_every_completion_is_counted_by_its_model() -> None:
+    model = ServedModel("m", None, max_model_len=64, max_sequences=8, vocab_size=100)
+
+    async def complete() -> None:
+        request = parse_completion(b'{"prompt": [1, 2, 3], "max_tokens": 2}')
+        await (await Completion.prepare(model, request, arrived_at=0.0)).run(TwoTokens())
+
+    asyncio.run(complete())
+    counts = model.counts
+    assert (counts.prompt_tokens, counts.generation_tokens, counts.finished[FinishReason.LENGTH]) == (3, 2, 1)
+    assert [len(each.take()) for each in (counts.first_token_s, counts.inter_token_s, counts.whole_s)] == [1, 1, 1]
+
+
+class FullSource:
+    async def generate(self, _specs: object) -> AsyncGenerator[TokenBatch, None]:
+        yield _tokens(0)
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        raise FullError("full", 1)
+
+
+def test_what_a_door_refuses_before_it_looks_is_counted_too() -> None:
+    counts = RequestCounts()
+    source = CountingRoom(FullSource(), counts)
+
+    async def tokens() -> list[TokenBatch]:
+        async with aclosing(source.generate([])) as batches:
+            return [batch async for batch in batches]
+
+    assert asyncio.run(tokens()) == [_tokens(0)]
+    with pytest.raises(FullError):
+        source.check_room(1)
+    assert counts.refused["full"] == 1

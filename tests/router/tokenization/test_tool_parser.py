@@ -1,0 +1,94 @@
+"""Calls of tools, read back from tokens: in both of Mistral's formats, however the text is cut into tokens."""
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from tokenizer_files import SENTENCEPIECE, small_tekken
+
+from tramontane.router.tokenization.chat import ToolCall, ToolFormat
+from tramontane.router.tokenization.loader import need_tokenizer
+from tramontane.router.tokenization.tokenizer import Tokenizer
+from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, joined, new_call_id
+
+NASTY = json.dumps({"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False)
+ARGUMENTS = ["{}", '{"city": "Rome"}', '{"a":{"b":{}}}', NASTY]
+
+
+@pytest.fixture(scope="module", params=["sentencepiece", "tekken"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder: Path = tmp_path_factory.mktemp("tokenizer")
+    if request.param == "tekken":
+        small_tekken(folder)
+    else:
+        shutil.copy(SENTENCEPIECE["v3"], folder / "tokenizer.model.v3")
+    return need_tokenizer(folder, 10**6)
+
+
+def _form(tokenizer: Tokenizer, *, by_name: bool) -> ToolFormat:
+    calls = tokenizer.control_id("[TOOL_CALLS]")
+    assert calls is not None
+    return ToolFormat(calls, tokenizer.control_id("[INST]") if by_name else None)  # any other control token does
+
+
+def _said(tokenizer: Tokenizer, form: ToolFormat, calls: Sequence[tuple[str, str]]) -> list[int]:
+    def ids(text: str) -> list[int]:
+        return list(tokenizer.encode(text))[1:]  # without the token that begins a sequence
+
+    if form.args is None:
+        listed = ", ".join(f'{{"name": "{name}", "arguments": {arguments}}}' for name, arguments in calls)
+        return [form.calls, *ids(f"[{listed}]")]
+    return [token for name, arguments in calls for token in (form.calls, *ids(name), form.args, *ids(arguments))]
+
+
+def _parser(tokenizer: Tokenizer, form: ToolFormat) -> ToolCallParser:
+    numbers: Iterator[int] = iter(range(9))
+    return ToolCallParser(tokenizer, form, lambda: f"call{next(numbers)}")
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_calls_are_read_back(tokenizer: Tokenizer, by_name: bool) -> None:
+    form = _form(tokenizer, by_name=by_name)
+    calls = [(f"f_{i}-x", arguments) for i, arguments in enumerate(ARGUMENTS)]
+    parser = _parser(tokenizer, form)
+    deltas = [delta for token_id in _said(tokenizer, form, calls) for delta in parser.push(token_id)]
+    assert joined(deltas) == tuple(ToolCall(f"call{i}", name, arguments) for i, (name, arguments) in enumerate(calls))
+    assert parser.num_calls == len(calls)
+    assert sum(delta.name is not None for delta in deltas) == len(calls)
+    assert len(deltas) > 3 * len(calls), "piece by piece"
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_what_is_cut_off_is_told_as_far_as_it_goes(tokenizer: Tokenizer, by_name: bool) -> None:
+    form = _form(tokenizer, by_name=by_name)
+    said = _said(tokenizer, form, [("f", ARGUMENTS[1]), ("g", ARGUMENTS[1])])
+    for length in range(len(said)):
+        parser = _parser(tokenizer, form)
+        told = joined([delta for token_id in said[:length] for delta in parser.push(token_id)])
+        assert all(ARGUMENTS[1].startswith(call.arguments) for call in told)
+        assert [call.arguments for call in told[:-1]] == [ARGUMENTS[1]] * len(told[:-1])
+        assert [call.name for call in told] == ["f", "g"][: len(told)]
+
+
+def test_text_before_a_call_is_nobodys_call(tokenizer: Tokenizer) -> None:
+    form = _form(tokenizer, by_name=False)
+    parser = _parser(tokenizer, form)
+    for token_id in tokenizer.encode('[{"name": "f", "arguments": {}}]'):
+        assert parser.push(token_id) == []
+        assert not parser.is_calling
+    parser.push(form.calls)
+    assert parser.is_calling
+
+
+def test_openais_shapes() -> None:
+    call = {"index": 1, "id": "abc", "type": "function", "function": {"name": "f", "arguments": ""}}
+    assert CallDelta(1, "", "abc", "f").as_openai() == call
+    assert CallDelta(1, "{").as_openai() == {"index": 1, "function": {"arguments": "{"}}
+    assert as_openai([ToolCall("abc", "f", "{}")]) == [
+        {"id": "abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    ]
+    ids = {new_call_id() for _ in range(50)}
+    assert len(ids) == 50
+    assert all(len(call_id) == 9 and call_id.isalnum() and call_id.isascii() for call_id in ids)

@@ -1,0 +1,107 @@
+"""A place for batch jobs in tests: a store, an engine that echoes, and everybody's view of both."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tramontane.router.batch.claims import JobClaims
+from tramontane.router.batch.database import Database
+from tramontane.router.batch.input_lines import JobLimits
+from tramontane.router.batch.jobs import ResultLine
+from tramontane.router.batch.runner import Answer, BatchRunner
+from tramontane.router.batch.service import BatchService, JobSettings
+from tramontane.router.batch.storage import JobStorage
+
+LIMITS = JobLimits(max_line_bytes=2000, max_lines=5000, max_bytes=2**20, max_open_jobs=20)
+POLL_S = 0.005
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    return {"said": body["prompt"]}
+
+
+def request(custom_id: str, prompt: object, **more: object) -> bytes:
+    line = {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": prompt}}
+    return json.dumps(line | more).encode() + b"\n"
+
+
+def requests(count: int) -> bytes:
+    return b"".join(request(f"r{i}", i) for i in range(count))
+
+
+async def pieces(text: bytes, size: int = 7919) -> AsyncIterator[bytes]:
+    for start in range(0, len(text), size):
+        yield text[start : start + size]
+
+
+@dataclass
+class Place:
+    """``database`` is a URL; runners of their own claims each."""
+
+    database: str
+    storage: str
+    clock: Clock = field(default_factory=Clock)
+    opened: list[Callable[[], None]] = field(default_factory=list)  # what closes it
+
+    def service(self, queue: str = "tiny", keep_s: float | None = None, **more: Any) -> BatchService:  # noqa: ANN401
+        settings = JobSettings(self.database, self.storage, queue, limits=replace(LIMITS, keep_s=keep_s), **more)
+        service = BatchService(settings, self.clock, POLL_S)
+        self.opened.append(service.close)
+        return service
+
+    def claims(self, queue: str = "tiny") -> JobClaims:
+        database = Database(self.database)
+        self.opened.append(database.close)
+        return JobClaims(database, queue, self.clock)
+
+    def close(self) -> None:
+        for close in self.opened:
+            close()
+
+    def runner(self, answer: Answer = echo, concurrency: int = 8, claims: JobClaims | None = None) -> BatchRunner:
+        async def turn(_seconds: float) -> None:
+            await asyncio.sleep(POLL_S)
+
+        return BatchRunner(claims or self.claims(), JobStorage(self.storage), answer, concurrency, sleep=turn)
+
+    @asynccontextmanager
+    async def running(self, runner: BatchRunner) -> AsyncIterator[None]:
+        task = asyncio.create_task(runner.run())
+        try:
+            yield
+        finally:
+            assert not task.done(), task.result()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+def place_in(folder: Path) -> Place:
+    return Place(f"sqlite:///{folder}/deep/jobs.sqlite", f"{folder}/storage")
+
+
+async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine]:
+    return [line async for line in service.results(job_id)]
+
+
+async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
+    await asyncio.sleep(0.01)
+    return {"said": body["prompt"]}
+
+
+def run_until_killed(database: str, storage: str, now: float) -> None:
+    place = Place(database, storage)
+    place.clock.now = now
+    asyncio.run(place.runner(_slow_echo).run())

@@ -1,0 +1,141 @@
+"""Doors that die, as Ray Serve's proxy shows it: a response that does not end, or does not even begin. Without Ray."""
+
+import asyncio
+import json
+import pickle
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tramontane.cluster.http.failover_response import ANSWER, NODE
+from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+
+TIMES = RequestTimes(0.0, 0.0, 0.0)
+
+
+class MortalDoors:
+    """The door that is asked first lets ``lives[0]`` messages of its answer through and dies when it says the next.
+
+    Those after the last live.
+
+    What proxy and door tell each other is pickled on its way.
+    """
+
+    def __init__(self, door: ASGIApp, lives: Sequence[int] = ()) -> None:
+        self._door, self._lives = door, lives
+        self.num_asked = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        life = self._lives[self.num_asked] if self.num_asked < len(self._lives) else None
+        self.num_asked += 1
+        dead, num_said = asyncio.Event(), 0
+
+        async def send_alive(message: Message) -> None:
+            nonlocal num_said
+            if num_said == life and message["type"] != NODE:
+                dead.set()
+                await asyncio.Event().wait()
+            num_said += message["type"] != NODE
+            await send(pickle.loads(pickle.dumps(message)))
+
+        scope = {**scope, ANSWER: pickle.loads(pickle.dumps(scope[ANSWER]))} if ANSWER in scope else scope
+        ways = [asyncio.ensure_future(self._door(scope, receive, send_alive)), asyncio.ensure_future(dead.wait())]
+        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in ways:
+            way.cancel()
+        await asyncio.wait(ways)
+
+
+@dataclass
+class Client:
+    """Of one request, as an ASGI server shows it. It stays until it is told to leave."""
+
+    body: bytes
+    messages: list[Message] = field(default_factory=list)
+    leaves: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_sent: int = 0
+
+    async def receive(self) -> Message:
+        """The body comes in two parts."""
+        self._num_sent += 1
+        half = len(self.body) // 2
+        match self._num_sent:
+            case 1:
+                return {"type": "http.request", "body": self.body[:half], "more_body": True}
+            case 2:
+                return {"type": "http.request", "body": self.body[half:], "more_body": False}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.messages.append(message)
+
+    async def ask(self, app: ASGIApp, path: str, **headers: str) -> None:
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": "POST", "path": path, "headers": encoded, "query_string": b"", "root_path": ""}
+        await app(scope, self.receive, self.send)
+
+    @property
+    def is_answered(self) -> bool:
+        """Begun once, ended once, and nothing in between that a server would not understand."""
+        is_last = [not message.get("more_body", False) for message in self.messages[1:]]
+        return self.is_answered_so_far and is_last.index(True) == len(is_last) - 1
+
+    @property
+    def is_answered_so_far(self) -> bool:
+        first, *rest = (message["type"] for message in self.messages)
+        told = {key for message in self.messages for key in message}
+        assert told <= {"type", "status", "headers", "trailers", "body", "more_body"}
+        return first == "http.response.start" and set(rest) == {"http.response.body"}
+
+    @property
+    def status(self) -> int:
+        status: int = self.messages[0]["status"]
+        return status
+
+    @property
+    def text(self) -> str:
+        return b"".join(message.get("body", b"") for message in self.messages).decode()
+
+
+async def answered(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
+    client = Client(json.dumps(body).encode())
+    await client.ask(app, path, **headers)
+    return client
+
+
+class GoingOn:
+    """A source whose choice c of every prompt says ``token_ids[c:]``, each token on its own, after those already told."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = tuple(token_ids)
+        self.seeds: list[int] = []
+
+    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+        """There always is."""
+
+    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+        self.seeds += [spec.sampling.seed for spec in specs]
+        said = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
+        for spec, all_ids in zip(specs, said, strict=True):
+            assert len(spec.output_ids) < len(all_ids)
+            assert spec.output_ids == all_ids[: len(spec.output_ids)]
+        for step in range(max(map(len, said))):
+            await asyncio.sleep(0)
+            going = [i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(said[i])]
+            if going:
+                events = tuple(self._event(i, specs[i], said[i], step) for i in going)
+                yield TokenBatch(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in going))
+
+    def _event(self, index: int, spec: SequenceSpec, said: tuple[int, ...], step: int) -> TokenEvent:
+        finish = FinishReason.LENGTH if len(said) == spec.sampling.max_tokens else FinishReason.STOP
+        return TokenEvent(index, said[step], finish if step == len(said) - 1 else None)
+
+    def _logprobs(self, index: int, spec: SequenceSpec, step: int) -> Logprobs:
+        """Of each token another; and of the prompt, where that is new."""
+        start = len(spec.prompt_ids) + step if spec.output_ids or step else 1
+        positions = range(start, len(spec.prompt_ids) + step + 1)
+        return Logprobs(index, start, tuple(-float(place) for place in positions), (((300, -0.25),),) * len(positions))

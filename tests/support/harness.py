@@ -1,0 +1,132 @@
+"""Run prompts through a router and a chain of stages, all at once or one by one."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
+
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.pipeline.lifecycle import running_pipeline
+from tramontane.cluster.pipeline.local_chain import LocalStageChain
+from tramontane.cluster.pipeline.stage_chain import RayStageChain
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.ports import StageChain
+from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
+from tramontane.proto.step import StepResult
+from tramontane.router.engine.router import STEP_TIMEOUT_S, Router
+from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.balanced_policy import BalancedPolicy
+from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.scheduler import Scheduler
+from tramontane.workers.stage.stage_worker import StageWorker
+
+T = TypeVar("T")
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
+
+
+def random_ids(num_tokens: int, seed: int, vocab_size: int = 96) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(num_tokens)]
+
+
+def _prompts() -> list[list[int]]:
+    """32 prompts: the lengths around every border of window 24 and pages of 16 and 64, and random ones up to 600."""
+    rng = random.Random(7)
+    lengths = [1, 2, 3, 6, 7, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 63, 64, 65, 127, 128, 600, 599]
+    lengths += [rng.randint(1, 600) for _ in range(32 - len(lengths))]
+    return [random_ids(n, seed) for seed, n in enumerate(lengths)]
+
+
+PROMPTS = _prompts()
+
+
+def scheduler_for(plan: ClusterPlan, budget: int = 512, policy: Policy | None = None) -> Scheduler:
+    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size)
+    return Scheduler(plan.cache, limits, policy or BalancedPolicy(len(plan.stages), budget))
+
+
+async def run_prompts(
+    chain: StageChain,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    together: bool = True,
+    observe: Callable[[StepResult], None] | None = None,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+) -> list[list[int]]:
+    """Token ids of every prompt's continuation; afterwards every page must be free."""
+    answers = await run_answers(
+        chain, scheduler, prompts, sampling, together=together, observe=observe, step_timeout_s=step_timeout_s
+    )
+    return [[event.token_id for event in answer.events] for answer in answers]
+
+
+async def run_answers(
+    chain: StageChain,
+    scheduler: Scheduler,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    together: bool = True,
+    observe: Callable[[StepResult], None] | None = None,
+    step_timeout_s: float = STEP_TIMEOUT_S,
+) -> list[TokenBatch]:
+    """As ``run_prompts``, with all that was told of every prompt in one piece."""
+    router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
+    running = asyncio.create_task(router.run())
+
+    async def one(prompt: list[int]) -> TokenBatch:
+        specs = [SequenceSpec(tuple(prompt), sampling)]
+        return TokenBatch.merged([batch async for batch in router.generate(specs)])
+
+    outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
+    scheduler.check_integrity()
+    assert scheduler.is_idle
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+    return outputs
+
+
+@contextmanager
+def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[RayStageChain]:
+    """``running_pipeline`` for code that is not asynchronous; a thread renews the lease meanwhile."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
+    thread.start()
+
+    def run(step: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(step, loop).result()
+
+    pipeline = running_pipeline(spec, report)
+    try:
+        chain = run(pipeline.__aenter__())
+        try:
+            yield chain
+        finally:
+            run(pipeline.__aexit__(None, None, None))
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def run_in_process(
+    plan: ClusterPlan,
+    workers: list[StageWorker],
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams = GREEDY,
+    *,
+    budget: int = 512,
+    max_in_flight: int | None = None,
+    together: bool = True,
+) -> list[list[int]]:
+    chain = LocalStageChain(workers)
+    try:
+        scheduler = scheduler_for(plan, budget, EvenPolicy(max_in_flight, budget) if max_in_flight else None)
+        return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
+    finally:
+        chain.close()

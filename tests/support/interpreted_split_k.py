@@ -1,0 +1,35 @@
+"""xformers' split-K kernel as it is, run by Triton's interpreter on the CPU: a program of its own, for the interpreter is chosen
+before Triton is imported.
+
+What it is given, the masks of ``PagesInPlace`` over a pool of pages, is what a GPU is given. Prints the largest difference
+from the plain reference for every case.
+"""
+
+import torch
+from test_attention import _decode_index, _expected, _filled, _random
+from xformers.ops.fmha import triton_splitk
+
+from tramontane.workers.attention.xformers_backend import PagesInPlace
+
+HEADS, HEAD_DIM = 4, 32
+POSITIONS = [3, 0, 15, 16, 2, 50, 133]
+
+
+def main() -> None:
+    for page_size, num_keys in ((16, 16), (64, 64)):
+        for window in (None, 1, 16, 40):
+            for kv_heads, splits in ((2, 1), (1, 2), (4, 3)):
+                print(_difference(page_size, num_keys, window, kv_heads, splits))
+
+
+def _difference(page_size: int, num_keys: int, window: int | None, kv_heads: int, splits: int) -> float:
+    attributes = {"BLOCK_N": num_keys, "SPLIT_K": splits, "SUPPORTED_DEVICES": {"cpu"}, "SUPPORTED_DTYPES": {torch.float32}}
+    kernel = PagesInPlace(type("OnCpu", (triton_splitk.FwOp,), attributes))
+    index = _decode_index(POSITIONS, window, page_size)
+    cached, q_BHd = _filled(index, kv_heads, torch.float32, HEAD_DIM), _random(len(POSITIONS), HEADS, HEAD_DIM, seed=1)
+    out_BHd = kernel.attend(q_BHd, cached, kernel.bias(index))
+    return float((out_BHd - _expected(index, q_BHd, cached)).abs().max())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Documents of k8s/ as kubectl renders them, and what their schemas say."""
+
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import best_match
+from k8s_rules import Document
+
+ROOT = Path(__file__).parents[2]
+K8S = ROOT / "k8s"
+CRDS = ROOT.parent / "shared" / "schemas" / "kuberay"
+OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
+PIECES = ("base", "models-volume", "models-bucket", "ingress", "monitoring", "redis")
+WITHOUT_A_SCHEMA = {"PodMonitor", "PrometheusRule"}  # of the Prometheus operator
+
+
+@cache
+def rendered(folder: Path) -> tuple[Document, ...]:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed here")
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return tuple(document for document in yaml.safe_load_all(done.stdout) if document)
+
+
+def overlay(name: str) -> tuple[Document, ...]:
+    return rendered(K8S / "overlays" / name)
+
+
+def ray_service(documents: tuple[Document, ...]) -> Document:
+    (service,) = (document for document in documents if document["kind"] == "RayService")
+    return service
+
+
+def serve_config(service: Document) -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
+    return config
+
+
+def check_schema(document: Document) -> None:
+    """Raises a validation error. Fields that no schema names are wrong too: Kubernetes would drop them without a word."""
+    if document["apiVersion"] == "ray.io/v1":
+        if error := best_match(_crd(document["kind"]).iter_errors(document)):
+            raise error
+    elif document["kind"] not in WITHOUT_A_SCHEMA:
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+@cache
+def _crd(kind: str) -> Draft202012Validator:
+    path = CRDS / f"ray.io_{kind.lower()}s.yaml"
+    if not path.is_file():
+        pytest.skip("needs the KubeRay CRDs, which are not part of the project")
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the file has a megabyte and a half
+    versions = yaml.load(path.read_text(encoding="utf-8"), Loader=loader)["spec"]["versions"]
+    schema: Document = next(version for version in versions if version["name"] == "v1")["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"]["additionalProperties"] = True
+    return Draft202012Validator(_closed(schema))
+
+
+def _closed(schema: Document) -> Document:
+    """Nothing but the properties that are named."""
+    for part in [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]:
+        if isinstance(part, dict):
+            _closed(part)
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        schema.setdefault("additionalProperties", False)
+    return schema

@@ -1,0 +1,165 @@
+"""A GPU that takes its time: nothing is done when it is begun, and two processes' work is done in any order that events allow.
+
+As CUDA has it, a wait is for what had been recorded when the wait was asked for, and memory that is given back while somebody
+has it open, or is about to use it, is an error.
+"""
+
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.links.ipc_memory import Event, Memory
+
+
+@dataclass(eq=False)
+class LazyMemory:
+    bytes_N: Tensor
+    handle: bytes
+    stream: "Stream"  # of whoever made it, or opened it
+    opened_of: "LazyMemory | None" = None
+    num_open: int = 0
+    is_closed: bool = False
+
+    def close(self) -> None:
+        assert not self.is_closed
+        assert not self.num_open, "the neighbour has it open"
+        assert not any(self.bytes_N.data_ptr() == other.data_ptr() for _, used in self.stream.begun for other in used), "in use"
+        self.is_closed = True
+        if self.opened_of is not None:
+            self.opened_of.num_open -= 1
+
+
+@dataclass(eq=False)
+class LazyEvent:
+    handle: bytes
+    gpu: "LazyGpu"
+    stream: "Stream"  # of whoever records
+    num_asked: int = 0
+    num_done: int = 0
+    is_closed: bool = False
+
+    def record(self) -> None:
+        self.num_asked += 1
+        self.stream.begin(self._done(self.num_asked))
+
+    def _done(self, number: int) -> Callable[[], bool]:
+        def done() -> bool:
+            self.num_done = number
+            return True
+
+        return done
+
+    def finish(self) -> None:
+        while not self.gpu.is_done(self):
+            self.gpu.work_a_little()
+
+    def wait(self) -> None:
+        raise AssertionError("the other end waits")
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(eq=False)
+class OpenedEvent:
+    event: LazyEvent
+    stream: "Stream"  # of whoever waits
+    handle: bytes = b""
+
+    def record(self) -> None:
+        raise AssertionError("the other end records")
+
+    def finish(self) -> None:
+        raise AssertionError("the other end knows")
+
+    def wait(self) -> None:
+        assert not self.event.is_closed
+        number = self.event.num_asked
+        self.stream.begin(lambda: self.event.num_done >= number)
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Stream:
+    """Of one process. What is begun says whether it could be done, or is still to wait."""
+
+    begun: deque[tuple[Callable[[], bool], tuple[Tensor, ...]]] = field(default_factory=deque)
+
+    def begin(self, operation: Callable[[], bool], *used: Tensor) -> None:
+        self.begun.append((operation, used))
+
+
+class LazyGpu:
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._turn = threading.Lock()
+        self._memories: list[LazyMemory] = []
+        self._events: list[LazyEvent] = []
+        self._streams: list[Stream] = []
+
+    def process(self) -> "LazySharing":
+        self._streams.append(Stream())
+        return LazySharing(self, self._streams[-1], self._memories, self._events)
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(stream.begun for stream in self._streams)
+
+    @property
+    def num_kept(self) -> int:
+        """Pieces of memory that nobody has closed."""
+        return sum(not memory.is_closed for memory in self._memories)
+
+    def is_done(self, event: LazyEvent) -> bool:
+        """Not while somebody is about to take what was done off its stream."""
+        with self._turn:
+            return event.num_done >= event.num_asked
+
+    def work_a_little(self) -> None:
+        """One operation of one process, if it is not one that waits."""
+        with self._turn:  # ends that take leave come from threads of their own
+            busy = [stream for stream in self._streams if stream.begun]
+            stream = self._random.choice(busy) if busy else None
+            if stream is not None and stream.begun[0][0]():
+                stream.begun.popleft()
+
+
+@dataclass(frozen=True)
+class LazySharing:
+    """One process's ``Sharing``."""
+
+    gpu: LazyGpu
+    stream: Stream
+    memories: list[LazyMemory]
+    events: list[LazyEvent]
+
+    def memory(self, num_bytes: int) -> Memory:
+        self.memories.append(LazyMemory(torch.zeros(num_bytes, dtype=torch.uint8), bytes([len(self.memories)]), self.stream))
+        return self.memories[-1]
+
+    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+        made = self.memories[handle[0]]
+        assert not made.is_closed
+        assert len(made.bytes_N) == num_bytes
+        made.num_open += 1
+        return LazyMemory(made.bytes_N, handle, self.stream, opened_of=made)
+
+    def event(self) -> Event:
+        self.events.append(LazyEvent(bytes([len(self.events)]), self.gpu, self.stream))
+        return self.events[-1]
+
+    def open_event(self, handle: bytes) -> Event:
+        return OpenedEvent(self.events[handle[0]], self.stream)
+
+    def copy(self, target_N: Tensor, source_N: Tensor) -> None:
+        def done() -> bool:
+            target_N.copy_(source_N)
+            return True
+
+        self.stream.begin(done, target_N, source_N)

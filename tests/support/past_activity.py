@@ -1,0 +1,31 @@
+"""What a pipeline of two stages has done: a prompt and two decodes."""
+
+from typing import Any
+
+from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.router.engine.activity_log import ActivityLog
+
+BEGAN_AT, ENDED_AT = 1000.0, 1004.0
+STEPS = ((8, 0), (4, 1), (0, 2))  # prefill tokens, decodes
+
+
+def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
+    """One step each second; the first stage takes half of one, and the other one as long, half of which it waits for experts."""
+    now = [BEGAN_AT]
+    log = ActivityLog(lambda: now[0])
+    for step, (prefill, decodes) in enumerate(steps):
+        began = BEGAN_AT + step
+        now[0] = began + 1
+        chunks = (Chunk(9, 0, (1,) * prefill, ((),), None, wants_token=True),) if prefill else ()
+        batch = MicroBatch(5, step, chunks, (), Decodes(*([tuple(range(decodes))] * 3)))
+        timings = (StageTiming(0, began, 0.5, prefill + decodes), StageTiming(1, began + 0.5, 0.25, prefill + decodes, 0.5))
+        log.note(batch, StepResult(5, step, (5,) * len(batch.sampled_ids), timings))
+    now[0] = ENDED_AT
+    return log
+
+
+def pipeline_data(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> dict[str, Any]:
+    """As ``RouterReplica.activity`` tells it."""
+    numbers = {"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "epoch": 5, "recoveries": 1}
+    stages = [{"label": f"Stage {1 + stage}/2 layers {4 * stage}-{4 * stage + 3}", "stage": stage} for stage in range(2)]
+    return {"name": name, "stages": stages} | numbers | (log or log_of()).as_data(2, after)

@@ -1,0 +1,214 @@
+"""A Tramontane server for tests: the real application on a Ray of its own, and what it holds."""
+
+import json
+import random
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.client import HTTPResponse
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import psutil
+import ray
+from ray import serve
+from ray.serve import context as serve_context
+from ray.serve.config import HTTPOptions
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
+
+PORT, GRPC_PORT = 8765, 8766
+URL = f"http://127.0.0.1:{PORT}"
+GRPC = f"127.0.0.1:{GRPC_PORT}"
+
+
+def free_port() -> int:
+    """A free port that nothing takes before the server does.
+
+    Ray's own processes listen at ports of 10000 to 19999 and at ones the kernel chooses (32768 and above on Linux): a
+    port the kernel named free would often be theirs by the time Ray Serve asks for it.
+    """
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@contextmanager
+def served(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
+    """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
+    start_serve(port, grpc_port)
+    with TemporaryDirectory() as folder:
+        serve.run(application(EngineConfig.build(None, jobs_in(folder) | settings)), name=APPLICATION, route_prefix="/")
+        wait_until_ready(f"http://127.0.0.1:{port}")
+        try:
+            yield
+        finally:
+            serve.delete(APPLICATION)
+
+
+def start_serve(port: int, grpc_port: int) -> None:
+    serve.start(
+        proxy_location="HeadOnly",  # which no test takes away: a client's connection dies with its proxy
+        http_options=HTTPOptions(host="127.0.0.1", port=port),
+        grpc_options=grpc_options(grpc_port),
+        logging_config={"log_level": "WARNING"},
+    )
+
+
+def jobs_in(folder: str) -> dict[str, str]:
+    return {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder}
+
+
+def deploy(settings: dict[str, Any], num_routers: int = 1, **of_routers: Any) -> None:  # noqa: ANN401
+    """What ``serve deploy`` sends to Ray Serve's controller; no routers is no application."""
+    described = {
+        "name": APPLICATION,
+        "route_prefix": "/",
+        "import_path": "tramontane.cluster.serving.app:build",
+        "args": settings,
+        "deployments": [{"name": "Router", "num_replicas": num_routers, **of_routers}],
+    }
+    client: Any = _get_global_client()
+    client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_routers else []}))
+
+
+def is_rolled_in(former: list[dict[str, Any]], num_left: int = 4) -> bool:
+    """Whether nothing is left of the version whose routers these were; of one pipeline 4 actors and groups stay."""
+    application = serve.status().applications[APPLICATION]
+    states = {state for each in application.deployments.values() for state in each.replica_states}
+    if application.status != "RUNNING" or states != {"RUNNING"} or len(leftovers()) != num_left:
+        return False
+    return not {stats["pid"] for stats in former} & {stats["pid"] for stats in router_stats(stages=False)}
+
+
+def wait_until_ready(url: str = URL) -> None:
+    """Bounded by pytest's own timeout."""
+    while True:
+        try:
+            if httpx.get(f"{url}/health", timeout=10).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+
+
+def router_stats(stages: bool = True) -> list[dict[str, Any]]:
+    """Of every Router replica. Without ``stages`` also while those stand still."""
+    handle = serve.get_deployment_handle("Router", APPLICATION)
+    answers: list[dict[str, Any]] = handle.broadcast("stats", stages).results()
+    return answers
+
+
+@contextmanager
+def standing_still(routers: list[dict[str, Any]]) -> Iterator[None]:
+    """Stop the processes of these routers' stages, and let them go on at the end."""
+    stages = [psutil.Process(stage["pid"]) for router in routers for stage in router["stages"]]
+    for stage in stages:
+        stage.suspend()
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.resume()
+
+
+def ingress_stats() -> dict[str, Any]:
+    handle = serve.get_deployment_handle("Ingress", APPLICATION)
+    answer: dict[str, Any] = handle.stats.remote().result()
+    return answer
+
+
+def calls_of_proxy() -> int:
+    """To replicas, of which Ray Serve's HTTP and gRPC proxy has not heard the end."""
+
+    def num_calls(_proxy: object) -> int:  # in here, so that it travels whole: a proxy cannot import this file
+        return sum(map(len, serve_context._in_flight_requests.values()))
+
+    (proxy,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "SERVE_PROXY_ACTOR" in actor["name"]]
+    handle: Any = ray.get_actor(**proxy)
+    found: int = ray.get(handle.__ray_call__.remote(num_calls))
+    return found
+
+
+def processes() -> dict[str, Any]:
+    """Who answers now, and in which epoch: the same before and after something that harmed nobody."""
+    (listener,) = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == PORT}
+    routers = sorted((s["pid"], s["epoch"], *(stage["pid"] for stage in s["stages"])) for s in router_stats())
+    return {"proxy": listener, "ingress": ingress_stats()["pid"], "routers": routers}
+
+
+def wait_until_idle() -> list[dict[str, Any]]:
+    """Every place, page and waiting request given back; returns the last look."""
+    while True:
+        stats = router_stats()
+        if all(s["sequences"] == s["waiting"] == s["pages_held"] == 0 for s in stats) and ingress_stats()["requests"] == 0:
+            return stats
+        time.sleep(0.05)
+
+
+def complete(**body: Any) -> dict[str, Any]:  # noqa: ANN401
+    response = httpx.post(f"{URL}/v1/completions", json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def post_of(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
+    """A request as it travels, with no other headers than these and a host."""
+    return b"\r\n".join([line, b"Host: door", *headers, b"", body])
+
+
+def length_of(body: bytes) -> bytes:
+    return b"Content-Length: %d" % len(body)
+
+
+def exchange(request: bytes) -> tuple[int, bytes]:
+    """Send exactly these bytes; returns the answer's status and body."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(request)
+        with HTTPResponse(connection) as response:
+            response.begin()
+            return response.status, response.read()
+
+
+def send_and_leave(request: bytes, *, abruptly: bool, having_read: int = 0) -> None:
+    """Send these bytes, read the beginning of the answer and go; ``abruptly`` as when a cable is cut."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(request)
+        while having_read > 0:
+            having_read -= len(connection.recv(having_read))
+        if abruptly:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Server-sent events of a whole stream, without the last."""
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def listening(process: psutil.Process) -> set[tuple[str, str]]:
+    """Addresses at which this process and all it started listen, with who listens."""
+    found = set()
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            found |= {(each.name(), c.laddr.ip) for c in each.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def leftovers(prefix: str = APPLICATION) -> list[str]:
+    """Named actors of pipelines, and placement groups that are not removed."""
+    actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    groups = [g["name"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
+    return [name for name in actors + groups if name.startswith(f"{prefix}-")]

@@ -1,0 +1,155 @@
+"""Tiny random models for tests: their geometry, their checkpoints, and workers that run them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import torch
+from safetensors.torch import save_file
+
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.plan import ClusterPlan
+from tramontane.workers.model.experts import ByExpert
+from tramontane.workers.model.grouped_gemm import places_together
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.sampling.structured_output import ReadPieces
+from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+GIB = 2**30
+SINGLE_NAME, INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+
+
+def tiny_args(
+    *,
+    n_layers: int = 8,
+    window: int | None = 24,
+    windows: Sequence[int | None] | None = None,
+    moe: bool = True,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    head_dim: int = 8,
+    max_seq_len: int = 1024,
+    tied: bool = False,
+) -> ModelArgs:
+    return ModelArgs(
+        dim=32,
+        n_layers=n_layers,
+        head_dim=head_dim,
+        hidden_dim=48,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        norm_eps=1e-5,
+        vocab_size=96,
+        rope_theta=10_000.0,
+        max_seq_len=max_seq_len,
+        windows=tuple(windows) if windows is not None else (window,) * n_layers,
+        moe=MoeArgs(4, 2) if moe else None,
+        tied_embeddings=tied,
+        dtype="float32",
+    )
+
+
+def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
+    """The whole model in float32, with weights large enough that its logits differ clearly."""
+    generator = torch.Generator().manual_seed(seed)
+    model = StageModel(args, range(args.n_layers))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            std = 1.0 if "tok_embeddings" in name else 1.2 / parameter.shape[1] ** 0.5
+            parameter.data = torch.randn(parameter.shape, generator=generator) * std
+    if args.tied_embeddings:
+        assert model.output is not None
+        assert model.tok_embeddings is not None
+        model.output.weight = model.tok_embeddings.weight
+    return model.eval()
+
+
+def split_model(
+    whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = tuple, means: Means | None = None
+) -> list[StageWorker]:
+    """Stages that share the whole model's weights."""
+    workers = []
+    state = whole.state_dict()
+    for stage in plan.stages:
+        with torch.device("meta"):
+            part = StageModel(plan.args, stage.layers)
+        part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
+        workers.append(StageWorker(stage, part, read_pieces=read_pieces, means=means))
+    return workers
+
+
+def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> StageModel:
+    """The same model, whose experts lie together."""
+    args = model.args
+    places = places_together(stage_tensors(args, model.global_layers), dtype, "cpu")
+    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    for name, place in places.items():
+        state[name] = place.copy_(state[name])
+    with torch.device("meta"):
+        made = StageModel(args, model.global_layers)
+    made.load_state_dict(state, assign=True)
+    made.settle(torch.device("cpu"))
+    return made.eval()
+
+
+def groups_of(sizes: Sequence[int]) -> ByExpert:
+    """As many rows for each expert."""
+    expert_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    return ByExpert.of(expert_ids[:, None], len(sizes))
+
+
+def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
+    """What a stage has read, by parameter."""
+    return unpacked(worker.model.state_dict())
+
+
+def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Packed weights in plain order again."""
+    return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
+
+
+def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> ClusterPlan:  # noqa: ANN401
+    request = PlanRequest(
+        rooms=(StageRoom(4 * GIB),) * num_stages,
+        dtype="float32",
+        max_model_len=args.max_seq_len,
+        max_num_seqs=max_num_seqs,
+        page_size=page_size,
+    )
+    return make_plan(args, replace(request, **changes))
+
+
+def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
+    """A checkpoint in the Hugging Face layout (without a tokenizer); random weights if no model is given."""
+    state = (model or random_model(args)).state_dict()
+    tensors = {s.name: state[s.parameter][s.rows].clone() for s in stage_tensors(args, range(args.n_layers))}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(hf_config_of(args)))
+    return folder
+
+
+SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times, it was the worst of times.\n"
+
+
+def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:
+    """A SentencePiece model with few pieces, so that most characters fall back to bytes."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SAMPLE.splitlines() * 20),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=vocab_size,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder

@@ -1,0 +1,258 @@
+"""Every way to attend computes the reference, and every mask is the one the definition gives, entry by entry."""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.attention.backend import DecodeKernel, reference_attention, visible_keys
+from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, build_step_index
+from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
+from tramontane.workers.attention.sdpa_kernels import GatheredDecode, PagedDecode, SdpaPrefill
+
+WINDOWS = [None, 1, 3, 16]
+TOLERANCES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]
+# (start, tokens) of every chunk: first and later ones, shorter and longer than the windows
+PREFILLS = [
+    pytest.param([(0, 5)], id="one first chunk"),
+    pytest.param([(0, 20), (0, 2), (0, 33)], id="first chunks"),
+    pytest.param([(7, 2), (40, 25), (2, 16), (100, 3)], id="later chunks"),
+    pytest.param([(16, 9), (0, 17), (15, 2), (0, 3), (1, 4)], id="mixed"),
+]
+# positions of single tokens
+DECODES = [
+    pytest.param([0], id="one first token"),
+    pytest.param([25], id="one token"),
+    pytest.param([3, 0, 15, 16, 2, 50, 1], id="mixed"),
+    pytest.param([1030, 2500, 1023], id="long"),
+]
+HEADS, HEAD_DIM = 4, 8
+MAX_LEN = 8192
+
+
+def _indexes(
+    chunks: Seq[tuple[int, int]], window: int | None, page_size: int = 4
+) -> tuple[PrefillIndex | None, DecodeIndex | None]:
+    """What the stage builds for these chunks, each of a sequence of its own with ``start`` tokens behind it."""
+    ring = ring_pages(window, page_size, MAX_LEN)
+    cache = CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),))
+    table = SequenceTable(cache, len(chunks), torch.device("cpu"))
+    mixed = torch.randperm(ring * len(chunks), generator=torch.Generator().manual_seed(3)).tolist()
+    pages = [(tuple(mixed[ring * i : ring * (i + 1)]),) for i in range(len(chunks))]
+    sampling = SamplingParams()
+    past = tuple(Chunk(i, 0, (0,) * start, pages[i], sampling, False) for i, (start, _) in enumerate(chunks) if start)
+    now = tuple(
+        Chunk(i, start, (0,) * n, ((),) if start else pages[i], None if start else sampling, False)
+        for i, (start, n) in enumerate(chunks)
+    )
+    if past:
+        table.update(MicroBatch(0, 0, past))
+    batch = MicroBatch(0, 1, now)
+    table.update(batch)
+    index = build_step_index(batch, table, torch.device("cpu"))
+    return index.prefill[0], index.decode[0]
+
+
+def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillIndex:
+    index, _ = _indexes(chunks, window)
+    assert index is not None
+    return index
+
+
+def _decode_index(positions: Seq[int], window: int | None, page_size: int = 4) -> DecodeIndex:
+    _, index = _indexes([(position, 1) for position in positions], window, page_size)
+    assert index is not None
+    return index
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# The reference itself, against loops
+
+
+def _sees(query_position: int, key_position: int, window: int | None) -> bool:
+    return key_position <= query_position and (window is None or query_position - key_position < window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 9), (4, 4), (3, 20), (20, 20), (25, 40)])
+def test_visible_keys_by_definition(num_queries: int, num_keys: int, window: int | None) -> None:
+    first = num_keys - num_queries
+    expected = [[_sees(first + i, j, window) for j in range(num_keys)] for i in range(num_queries)]
+    assert visible_keys(num_queries, num_keys, window).tolist() == expected
+
+
+def test_visible_keys_worked_example() -> None:
+    assert visible_keys(2, 4, 3).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_reference_by_definition(kv_heads: int, window: int | None) -> None:
+    q, k, v = (
+        _random(n, heads, HEAD_DIM, seed=n + i) for i, (n, heads) in enumerate([(6, HEADS), (20, kv_heads), (20, kv_heads)])
+    )
+    out = reference_attention(q, k, v, window)
+    for i in range(6):
+        keys = [j for j in range(20) if _sees(14 + i, j, window)]
+        for head in range(HEADS):
+            shared = head * kv_heads // HEADS
+            weights = torch.softmax((k[keys, shared] @ q[i, head]).double() / HEAD_DIM**0.5, 0)
+            torch.testing.assert_close(out[i, head].double(), weights @ v[keys, shared].double(), rtol=0, atol=1e-6)
+
+
+# PyTorch's kernels against the reference
+
+
+@pytest.mark.parametrize(("dtype", "atol"), TOLERANCES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunks", PREFILLS)
+def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_heads: int, dtype: torch.dtype, atol: float) -> None:
+    index = _prefill_index(chunks, window)
+    q = _random(sum(index.query_lens), HEADS, HEAD_DIM, dtype=dtype, seed=1)
+    k, v = (_random(sum(index.key_lens), kv_heads, HEAD_DIM, dtype=dtype, seed=s) for s in (2, 3))
+    kernel = SdpaPrefill()
+    out = kernel.attend(q, k, v, kernel.bias(index))
+    blocks = zip(q.split(index.query_lens), k.split(index.key_lens), v.split(index.key_lens), strict=True)
+    expected = torch.cat([reference_attention(*block, window) for block in blocks])
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, expected, rtol=0, atol=atol)
+
+
+def _filled(index: DecodeIndex, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
+    """A cache with a scratch page. What no token sees would be noticed."""
+    cached = LayerCache.zeros((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim, dtype, torch.device("cpu"))
+    cached.k_NGd.fill_(50.0)
+    cached.v_NGd.fill_(1e4)
+    for token, rows in enumerate(_seen_rows(index)):
+        cached.k_NGd[rows], cached.v_NGd[rows] = (
+            _random(len(rows), kv_heads, head_dim, dtype=dtype, seed=seed + 9 * token) for seed in (2, 3)
+        )
+    return cached
+
+
+def _seen_rows(index: DecodeIndex) -> list[Tensor]:
+    """Of each token, in position order, from the rows of positions alone."""
+    window = index.ring.window
+    seen = []
+    for slot, position in zip(index.slots.tolist(), index.starts, strict=True):
+        positions = torch.arange(0 if window is None else max(0, position - window + 1), position + 1)
+        seen.append(index.ring.rows(torch.full_like(positions, slot), positions))
+    return seen
+
+
+def _expected(index: DecodeIndex, q: Tensor, cached: LayerCache) -> Tensor:
+    return torch.cat(
+        [
+            reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], index.ring.window)
+            for token, rows in enumerate(_seen_rows(index))
+        ]
+    )
+
+
+@pytest.mark.parametrize(("dtype", "atol"), TOLERANCES)
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("positions", DECODES)
+@pytest.mark.parametrize("kernel", [GatheredDecode(), PagedDecode()], ids=["gathered", "paged"])
+def test_sdpa_decode(
+    kernel: DecodeKernel, positions: list[int], window: int | None, kv_heads: int, dtype: torch.dtype, atol: float
+) -> None:
+    index = _decode_index(positions, window)
+    q, cached = _random(len(positions), HEADS, HEAD_DIM, dtype=dtype, seed=1), _filled(index, kv_heads, dtype)
+    out = kernel.attend(q, cached, kernel.bias(index))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, _expected(index, q, cached), rtol=0, atol=atol)
+
+
+# xformers: its kernels need CUDA, its masks are built here as there
+
+
+@pytest.fixture(scope="module")
+def xformers_kernels() -> Any:  # noqa: ANN401 - the module is not there on every platform
+    pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
+    from tramontane.workers.attention import xformers_backend as xformers_kernels
+
+    return xformers_kernels
+
+
+def _additive(visible: list[list[bool]]) -> Tensor:
+    return torch.zeros(len(visible), len(visible[0])).masked_fill(~torch.tensor(visible), -torch.inf)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("chunks", PREFILLS)
+def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, int]], window: int | None) -> None:  # noqa: ANN401
+    index = _prefill_index(chunks, window)
+    shape = (sum(index.query_lens), sum(index.key_lens))
+    mask = xformers_kernels.PackedPrefill(None).bias(index).materialize(shape)
+
+    blocks = [visible_keys(n, m, window) for n, m in zip(index.query_lens, index.key_lens, strict=True)]
+    assert torch.equal(mask, _additive(torch.block_diag(*blocks).bool().tolist()))
+
+    # The same from absolute positions, without anything of the code under test.
+    queries = [(i, start + t) for i, (start, n) in enumerate(chunks) for t in range(n)]
+    keys = [
+        (i, position)
+        for i, (start, n) in enumerate(chunks)
+        for position in range(0 if window is None else max(0, start - window + 1), start + n)
+    ]
+    assert shape == (len(queries), len(keys))
+    assert torch.equal(mask, _additive([[i == j and _sees(p, s, window) for j, s in keys] for i, p in queries]))
+
+
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("positions", DECODES)
+def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None, page_size: int) -> None:  # noqa: ANN401
+    """Over the whole pool: a token sees the rows of its positions, wherever its pages lie, and nothing else."""
+    index = _decode_index(positions, window, page_size)
+    mask = xformers_kernels.PagesInPlace(None).bias(index)
+    assert mask.q_seqinfo.seqstart.tolist() == mask.q_seqinfo.seqstart_py == [*range(len(mask.block_tables) + 1)]
+    assert (mask.q_seqinfo.min_seqlen, mask.q_seqinfo.max_seqlen) == (1, 1)
+    assert mask.k_seqinfo.max_seqlen == mask.block_tables.shape[1] * page_size
+    assert {mask.block_tables.dtype, mask.k_seqinfo.seqstart.dtype, mask.k_seqinfo.seqlen.dtype} == {torch.int32}
+    if window is None and max(positions) > 1000:
+        assert mask.block_tables.shape[1] * page_size < MAX_LEN, "narrower than the ring"
+    padded, num_rows = len(mask.block_tables), (index.ring.num_pages + 1) * page_size
+    assert padded == 2 ** (len(positions) - 1).bit_length()
+    expected = torch.zeros(padded, num_rows, dtype=torch.bool)
+    for token, rows in enumerate(_seen_rows(index)):
+        expected[token, rows] = True
+    expected[len(positions) :, index.ring.num_pages * page_size] = True  # padding sees one row of the scratch page
+    assert torch.equal(_materialized(mask, num_rows), _additive(expected.tolist()))
+
+
+def _materialized(mask: Any, num_rows: int) -> Tensor:  # noqa: ANN401
+    """xformers' own, from the tensors that its kernels read: this needs what the host does not know otherwise."""
+    starts, ends = mask.k_seqinfo.seqstart.tolist(), mask.k_seqinfo.seqlen.tolist()
+    keys = dataclasses.replace(mask.k_seqinfo, seqstart_py=starts, seqlen_py=ends)
+    known = dataclasses.replace(mask, k_seqinfo=keys)
+    batch = len(mask.block_tables)
+    whole = torch.full((batch, num_rows), -torch.inf)
+    for token in range(batch):  # by itself: a page that stands in a table twice, behind the token's own, is not seen there
+        used = -(-ends[token] // mask.page_size)
+        alone = dataclasses.replace(
+            known,
+            q_seqinfo=type(mask.q_seqinfo).from_seqlens([1], device=torch.device("cpu")),
+            k_seqinfo=dataclasses.replace(
+                keys,
+                seqstart=keys.seqstart[[token, -1]],
+                seqlen=keys.seqlen[[token]],
+                seqstart_py=[starts[token], starts[-1]],
+                seqlen_py=[ends[token]],
+            ),
+            block_tables=mask.block_tables[[token], :used],
+        )
+        row = alone.materialize((1, used * mask.page_size))[0]
+        whole[token, : len(row)] = row
+    return whole

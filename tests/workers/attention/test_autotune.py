@@ -1,0 +1,224 @@
+"""Kernels are tried before they are used: the fastest of those that are right, and PyTorch's where there is none."""
+
+import dataclasses
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_args, tiny_plan
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tramontane.workers.attention.autotune import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    Compute,
+    _chosen_decode,
+    _chosen_prefill,
+    fastest,
+    timed_trials_of,
+    trials_of,
+)
+from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex
+from tramontane.workers.attention.sdpa_kernels import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
+
+CPU = torch.device("cpu")
+RIGHT = torch.arange(1.0, 5.0)
+
+
+def _at_once(_compute: Compute) -> float:
+    return 1.0
+
+
+def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], caplog: pytest.LogCaptureFixture) -> str | None:
+    last: list[str] = []
+
+    def prepare(name: str) -> Compute:
+        def compute() -> Tensor:
+            last[:] = [name]
+            outcome = computed[name]
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        return compute
+
+    def clock(compute: Compute) -> float:
+        compute()
+        return seconds[last[0]]
+
+    with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
+        best = fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
+        return best and best[0]
+
+
+def test_the_fastest_of_the_right_ones(caplog: pytest.LogCaptureFixture) -> None:
+    computed: dict[str, Tensor | Exception] = {
+        "slow": RIGHT,
+        "fast": RIGHT * 1.001,
+        "wrong": RIGHT + torch.tensor([0.0, 0.0, 0.5, 0.0]),
+        "none": RIGHT * float("nan"),
+        "absent": NotImplementedError("not built for this GPU\na long story\nwhich ends"),
+    }
+    seconds = {"slow": 3e-5, "fast": 2e-5, "wrong": 1e-6, "none": 1e-6}
+    assert _chosen(computed, seconds, caplog) == "fast"
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "decode by fast (slow 30 us; fast 20 us; wrong differs by 0.091; none differs by nan; "
+        "absent not built for this GPU ... which ends)"
+    )
+
+
+def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    assert _chosen({"absent": NotImplementedError("not built for this GPU")}, {}, caplog) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == "decode by PyTorch's attention (absent not built for this GPU)"
+
+
+class _WiderWindow(SdpaPrefill):
+    """By one."""
+
+    def bias(self, index: PrefillIndex) -> list[Block]:
+        return super().bias(dataclasses.replace(index, window=index.window and index.window + 1))
+
+
+class _NoWindow(SdpaPrefill):
+    def bias(self, index: PrefillIndex) -> list[Block]:
+        return super().bias(dataclasses.replace(index, window=None))
+
+
+class _ForgetsTheOldest(PagedDecode):
+    """A key of each token is not seen."""
+
+    def bias(self, index: DecodeIndex) -> GatheredKeys:
+        keys = super().bias(index)
+        return GatheredKeys(keys.rows_BL, keys.mask & (keys.mask.cumsum(-1) > 1))
+
+
+class _FromTheFirstRow(PagedDecode):
+    """Where in the first page the window begins is not looked at."""
+
+    def bias(self, index: DecodeIndex) -> GatheredKeys:
+        keys = super().bias(index)
+        return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
+
+
+@pytest.mark.parametrize("windows", [(None,), (24,), (1024,), (5000,), (None, 4096), (64, 4096, None)], ids=str)
+def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, ...]) -> None:
+    """Of every window class, however wide."""
+    plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
+    has_window = any(windows)
+    wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
+    trials, right = trials_of(plan, CPU, FEW_TOKENS), SdpaPrefill()
+    assert _chosen_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
+    assert _chosen_prefill(trials, trials, wrong, _at_once) not in wrong.values()
+    wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
+    gathered = GatheredDecode()
+    assert _chosen_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
+    assert type(_chosen_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, MANY_TOKENS])
+def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
+    """As most are while a sequence grows, with the stage's own window. Split-K gives each part as much of a table."""
+    plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
+    trials, timed = trials_of(plan, CPU, num_tokens), timed_trials_of(plan, CPU, num_tokens)
+    seen: list[Tensor] = []
+
+    def clock(compute: Compute) -> float:
+        seen.append(compute())
+        return 1.0
+
+    _chosen_decode(trials, timed, {"right": PagedDecode()}, clock)
+    torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
+    index = timed[0].decode_index
+    assert index.ring.window == window
+    filled = [(start // page_size + 1) / index.num_pages for start in index.positions.tolist()]
+    assert min(filled) > 2 / 3
+    assert max(filled) < 0.85
+
+
+def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
+    plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    few, many = GatheredDecode(), PagedDecode()
+    kernel = BySize(few, many, FEW_TOKENS)
+    for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
+        (trial,) = trials_of(plan, CPU, num_tokens)
+        assert isinstance(kernel.bias(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
+        torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
+
+
+def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[str]:  # noqa: ANN401
+    """What xformers says against an operator on a GPU of capability 9; tensors of a fake one have shapes only."""
+    from xformers.ops.fmha import common
+
+    with FakeTensorMode():
+        q, k = (torch.empty(1, n, 2, 4, 128, dtype=torch.bfloat16, device="cuda") for n in (num_tokens, num_keys))
+    return list(operator.not_supported_reasons(common.Inputs(q, k, k, mask)))
+
+
+def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its wheel's extension does not load beside a torch for CUDA 13, as it does not beside one for CPUs."""
+    kernels = pytest.importorskip(
+        "tramontane.workers.attention.xformers_backend", reason="xformers is published for Linux on x86-64 only"
+    )
+    from xformers.ops.fmha import common
+
+    monkeypatch.setattr(common, "_built_with_cuda", False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    prefill_index, decode_index = _packed_indexes()
+    prefill, decode = kernels.prefill_kernels(), kernels.decode_kernels(16, 8)
+    packed = kernels.PackedPrefill(None).bias(prefill_index)
+    paged = kernels.PagesInPlace(None).bias(decode_index)
+    split_k = next(kernel for name, kernel in decode.items() if name.startswith("split-K"))
+
+    def refusals() -> dict[str, list[str]]:
+        return {
+            "cutlass": _refusals(prefill["cutlass"].operator, packed, 7, 13),
+            "flash 2": _refusals(prefill["flash 2"].operator, packed, 7, 13),
+            "split-K": _refusals(split_k.operator, paged, 2, 64),
+        }
+
+    kernels.allow_cuda_without_extension()
+    assert all(refusals().values()), "a torch without CUDA has none of them"
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    kernels.allow_cuda_without_extension()
+    said = refusals()
+    assert (said["cutlass"], said["split-K"]) == ([], [])
+    has_flash = prefill["flash 2"].operator.is_available()  # a torch for CPUs has not
+    assert said["flash 2"] == [] if has_flash else all("operator wasn't built" in why for why in said["flash 2"])
+    assert _refusals(split_k.operator, packed, 7, 13), "what it cannot do it still refuses"
+    monkeypatch.delattr(common, "_built_with_cuda")
+    kernels.allow_cuda_without_extension()
+    assert not hasattr(common, "_built_with_cuda")
+
+
+def _packed_indexes() -> tuple[PrefillIndex, DecodeIndex]:
+    """Two chunks of 3 and 4 tokens, seeing 5 and 8 keys; two single tokens."""
+    none = torch.empty(0, dtype=torch.int64)
+    plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
+    return PrefillIndex(None, (3, 4), (5, 8), none, none, none, none), trials_of(plan, CPU, 2)[0].decode_index
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")
+def test_the_split_k_kernel_sees_what_the_reference_sees() -> None:
+    """The kernel itself, in Triton's interpreter: pages in any order, windows, several splits, padding."""
+    pytest.importorskip("xformers", reason="xformers is published for Linux on x86-64 only")
+    pytest.importorskip("triton", reason="Triton is published for Linux only")
+    program = Path(__file__).parents[2] / "support" / "interpreted_split_k.py"
+    path = os.pathsep.join([str(program.parent), str(Path(__file__).parent), *sys.path])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    differences = [float(line) for line in done.stdout.split()]
+    assert len(differences) == 24
+    assert max(differences) < 1e-5

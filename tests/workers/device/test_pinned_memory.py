@@ -1,0 +1,101 @@
+"""Hidden states between a GPU and the host, with a driver that copies late and gives memory out again as torch does."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tramontane.workers.device.pinned_memory import Leaving, Pinning, leaving, to_device, to_host
+from tramontane.workers.stage.activation import Activation, Outbox
+
+CPU = torch.device("cpu")
+
+
+class LatePinning:
+    """Copies are done when they are waited for."""
+
+    def __init__(self) -> None:
+        self.begun: list[Callable[[], object]] = []
+        self.num_done = 0
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return torch.full(tensor.shape, -1, dtype=tensor.dtype)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.begun.append(lambda: target.copy_(source))
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        """Only what has been begun by now is done."""
+        until = len(self.begun) + self.num_done
+
+        def wait() -> None:
+            while self.num_done < until:
+                self.begun.pop(0)()
+                self.num_done += 1
+
+        return wait
+
+    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+        arriving = torch.full_like(pinned, -2)
+        self.copy(arriving, pinned)
+        return arriving
+
+
+def test_what_goes_to_the_host_is_there_when_it_is_given() -> None:
+    hidden_TD = torch.arange(12, dtype=torch.bfloat16).view(4, 3)
+    late = LatePinning()
+    for given_TD in (hidden_TD, hidden_TD.T):
+        on_host = to_host(given_TD, late)
+        assert torch.equal(on_host, given_TD)
+        assert on_host.is_contiguous()
+        assert not late.begun
+
+
+def test_what_goes_to_the_device_may_be_gone_at_once() -> None:
+    """As an array of Ray's object store, which is freed with the call that it came by."""
+    late = LatePinning()
+    source_TD = torch.arange(12.0).view(4, 3)
+    arriving = to_device(source_TD, CPU, late)
+    source_TD.zero_()
+    late.mark(CPU)()
+    assert torch.equal(arriving, torch.arange(12.0).view(4, 3))
+
+
+def test_on_the_host_nothing_is_copied() -> None:
+    hidden_TD = torch.arange(12.0).view(4, 3)
+    assert to_host(hidden_TD) is hidden_TD
+    assert to_device(hidden_TD, CPU) is hidden_TD
+    header, array = Activation(hidden_TD, ()).pack()
+    assert array.ctypes.data == hidden_TD.data_ptr()
+    assert Activation.unpack((header, array), CPU).hidden_TD.data_ptr() == hidden_TD.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_and_unpacked_it_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by way of a device."""
+    hidden_TD = torch.randn(5, 8).to(dtype)
+    pinning: list[Pinning | None] = [None, LatePinning()]
+    for way in pinning:
+        monkeypatch.setattr("tramontane.workers.stage.activation.to_host", lambda tensor, way=way: to_host(tensor, way))
+        header, array = Activation(hidden_TD, ()).pack()
+        assert array.dtype == np.uint8
+        assert torch.equal(Activation.unpack((header, array)).hidden_TD, hidden_TD)
+
+
+def test_what_leaves_waits_for_nothing_that_is_begun_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step, for one."""
+    late = LatePinning()
+
+    def leaving_late(tensor: Tensor) -> Leaving:
+        return leaving(tensor, late)
+
+    monkeypatch.setattr("tramontane.workers.stage.activation.leaving", leaving_late)
+    hidden_TD, outbox = torch.randn(5, 8), Outbox()
+    outbox.put(hidden_TD)
+    assert len(late.begun) == 1, "it is on its way already"
+    late.copy(torch.empty(3), torch.empty(3))  # what the next step asks for
+    packed = outbox.packed(Activation(torch.empty(5, 8), ()))
+    assert torch.equal(Activation.unpack(packed).hidden_TD, hidden_TD)
+    assert len(late.begun) == 1

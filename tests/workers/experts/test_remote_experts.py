@@ -1,0 +1,289 @@
+"""Experts elsewhere: the tokens are the same, whoever runs which expert, and whoever dies meanwhile."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
+from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
+
+from tramontane.proto.errors import PipelineError, StaleEpochError
+from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
+from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.workers.experts.remote_experts import RemoteExperts
+from tramontane.workers.links.channel import Edges
+from tramontane.workers.links.gpu_channel import GpuEdges, Place, Ways
+from tramontane.workers.links.ipc_memory import HostSharing
+from tramontane.workers.links.process_group_channel import GroupEdges
+from tramontane.workers.stage.ping_pong_executor import PingPong
+from tramontane.workers.stage.stage_worker import StageWorker
+
+ARGS = tiny_args(n_layers=4)
+SHORT = [prompt for prompt in PROMPTS if len(prompt) <= 130]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("model"), ARGS, random_model(ARGS))
+
+
+@cache
+def _inside() -> list[list[int]]:
+    plan = tiny_plan(ARGS)
+    return run_in_process(plan, split_model(random_model(ARGS), plan), SHORT)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_actors", "replicas", "max_open"),
+    [
+        (1, 1, 1, 1),
+        (1, 2, 1, 2),
+        (2, 4, 1, 2),
+        (4, 8, 1, 3),
+        (4, 2, 2, 2),
+        (2, 4, 2, 4),
+        (1, 8, 4, 2),
+    ],
+)
+def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, max_open: int) -> None:
+    plan = tiny_plan(ARGS, num_stages)
+    actors = ExpertActors(expert_plan(ARGS, num_actors, replicas), folder)
+    with open_chain(plan, folder, actors, max_open) as chain:
+        scheduler = scheduler_for(plan, 64, EvenPolicy(4 * num_stages, 64))
+        assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
+        given = [sum(tokens) for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
+    assert given == [given[0]] * ARGS.n_layers, "every token passes every layer"
+    assert sum(worker.num_rows for worker in actors.workers) == sum(given)
+    assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
+
+
+GROUPS = GroupEdges("gloo")
+ON_ONE_GPU = GpuEdges(Ways(Place("this boot", "GPU-1"), torch.device("cpu"), HostSharing(), GROUPS))
+
+
+@pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU], ids=["groups", "one GPU"])
+def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: Edges) -> None:
+    """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)
+    with open_chain(plan, folder, actors) as chain:
+        assert _generate(chain, plan, SHORT[:8]) == _inside()[:8]
+
+
+def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        epoch = asyncio.run(chain.fence())
+        gate = threading.Event()
+        actors.before_call[0] = lambda _: gate.wait()
+        with ThreadPoolExecutor(1) as thread:
+            waiting = thread.submit(chain._run, _prompt_batch(epoch))
+            wait_until(lambda: chain.stages[0].num_open == 1)
+            with pytest.raises(StaleEpochError, match="cannot go back"):
+                chain.stages[0].fence(epoch)
+            gate.set()
+            assert len(waiting.result().token_ids) == 1
+        assert len(chain._run(_prompt_batch(epoch, 1, 1)).token_ids) == 1
+
+
+def test_a_fence_fails_where_experts_are_lost_for_good(folder: Path) -> None:
+    """So that whoever drives the pipeline hears of it, rather than of every request."""
+    plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        asyncio.run(chain.fence())
+        actors.failure = "the disk is gone"
+        actors.kill(1)
+        wait_until(lambda: chain.experts[0].failure((1,)) is not None)
+        with pytest.raises(PipelineError, match="the disk is gone"):
+            asyncio.run(chain.fence())
+
+
+def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
+    """Its old actor has forgotten it, and the plan is only recorded a little later."""
+    first = expert_plan(ARGS, 2)
+    actors = ExpertActors(first, folder)
+    moved = first.holding([actor.experts for actor in reversed(first.actors)])
+    asked: list[ExpertPlan] = []
+
+    def current_plan() -> ExpertPlan:
+        asked.append(first if len(asked) < 3 else moved)
+        return asked[-1]
+
+    for worker, actor in zip(actors.workers, moved.actors, strict=True):
+        worker.hold(actor.experts)
+        worker.release(actor.experts)
+        assert worker.num_bytes == actor.weight_bytes
+    experts = RemoteExperts(first, actors.connect, current_plan)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    rows = torch.randn(9, ARGS.dim)
+    answer = experts.ask(2, rows, groups_of([2, 3, 0, 4]))
+    while not answer.advance():
+        answer.wait()
+    assert asked[-1] == moved
+    with torch.inference_mode():
+        inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
+        assert torch.equal(answer.result(), inside.ask(2, rows, groups_of([2, 3, 0, 4])).result())
+    experts.close()
+
+
+def _generate(chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]]) -> list[list[int]]:
+    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, EvenPolicy(4, 64)), prompts))
+
+
+def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[], None] = lambda: None) -> None:
+    """Actor dies when it has been given its call of that number, and before it answers."""
+    calls = itertools.count()
+
+    def die(_: object) -> None:
+        if next(calls) == number:
+            actors.kill(actor_id)
+            then()
+
+    actors.before_call[actor_id] = die
+
+
+def test_a_replica_takes_over_at_once(folder: Path) -> None:
+    """Nobody revives the actor: what it was given, and all that follows, has to find another."""
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    _dies_at(actors, 0, 9)
+    with open_chain(plan, folder, actors) as chain:
+        assert _generate(chain, plan, SHORT) == _inside()
+        assert _generate(chain, plan, SHORT[:3]) == _inside()[:3]
+
+
+def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder)
+    _dies_at(actors, 1, 9, lambda: threading.Timer(0.3, actors.revive, [1]).start())
+    _dies_at(actors, 0, 50, lambda: actors.revive(0))
+    with open_chain(plan, folder, actors) as chain:
+        assert _generate(chain, plan, SHORT) == _inside()
+
+
+def test_an_actor_that_is_gone_for_good_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
+    plan, actors = tiny_plan(ARGS, 1), ExpertActors(expert_plan(ARGS, 2), folder)
+    with open_chain(plan, folder, actors) as chain:
+        actors.kill(0)
+        with ThreadPoolExecutor(1) as thread:
+            epoch = asyncio.run(chain.fence())
+            waiting = thread.submit(chain._run, _prompt_batch(epoch))
+            wait_until(lambda: chain.stages[0].num_open == 1)
+            assert asyncio.run(chain.fence()) > epoch
+            with pytest.raises(StaleEpochError, match="interrupted"):
+                waiting.result()
+            actors.failure = "the disk is gone"
+            with pytest.raises(PipelineError, match="the disk is gone"):
+                chain._run(_prompt_batch(epoch + 1))
+
+
+def _prompt_batch(epoch: int, step_id: int = 0, seq_id: int = 0) -> MicroBatch:
+    sampling = SamplingParams(temperature=0.0)
+    return MicroBatch(epoch, step_id, (Chunk(seq_id, 0, (1, 2, 3, 4, 5), ((seq_id,),), sampling, True),))
+
+
+def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(folder: Path) -> None:
+    actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    experts = RemoteExperts(actors.plan, actors.connect)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    rows = torch.randn(12, ARGS.dim)
+    groups = groups_of([5, 0, 4, 3])
+    asked = experts.ask(1, rows, groups)
+    while not asked.advance():
+        asked.wait()
+    assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
+    assert asked.usage.asked_s > 0
+    with torch.inference_mode():
+        inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
+        assert torch.equal(asked.result(), inside.ask(1, rows, groups).result())
+    experts.close()
+
+
+def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
+    """5 rows wait at the first actor, the second has done 9: the next one goes there."""
+    actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
+    gate = threading.Event()
+    actors.before_call[0] = lambda _: gate.wait()
+    experts = RemoteExperts(actors.plan, actors.connect)
+    wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
+    slow = experts.ask(0, torch.randn(5, ARGS.dim), groups_of([5, 0, 0, 0]))
+    quick = experts.ask(0, torch.randn(9, ARGS.dim), groups_of([9, 0, 0, 0]))
+    while not quick.advance():
+        quick.wait()
+    assert [actor for actor, *_ in quick.usage.actors] == [1]
+    assert experts.assign(0, {0: 1})[0] == {1: (0,)}
+    gate.set()
+    while not slow.advance():
+        slow.wait()
+    assert [actor for actor, *_ in slow.usage.actors] == [0]
+    experts.close()
+
+
+class HeldExperts:
+    """Experts that answer with what they are given, when a test lets them; knows who asked, in which order."""
+
+    def __init__(self) -> None:
+        self.news = threading.Condition()
+        self.asked: list[HeldAnswer] = []
+
+    def ask(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
+        answer = HeldAnswer(layer, rows_CD)
+        with self.news:
+            self.asked.append(answer)
+        return answer
+
+    def check(self) -> None:
+        """None is lost."""
+
+    def let(self, number: int) -> None:
+        with self.news:
+            self.asked[number].has_news = True
+            self.news.notify_all()
+
+
+class HeldAnswer:
+    usage = ExpertUsage()
+
+    def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
+        self.layer, self._rows_CD, self.has_news = layer, rows_CD, False
+
+    def advance(self) -> bool:
+        return self.has_news
+
+    def result(self) -> torch.Tensor:
+        return self._rows_CD
+
+
+def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path) -> None:
+    """Asked in the order of number, layer: a is let go after b, and must still be the first in every layer."""
+    plan = tiny_plan(ARGS)
+    worker, held = StageWorker.load(replace(plan.stages[0], experts_inside=False), folder), HeldExperts()
+    stage = PingPong(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
+    stage.fence(0)
+    ended: list[int] = []
+    with ThreadPoolExecutor(3) as threads:
+        for step in (2, 0, 1):  # arrive in any order
+            threads.submit(stage.step, _prompt_batch(0, step, step), lambda: None, lambda _, step=step: ended.append(step))
+        for layer in range(4):
+            first = 2 * layer
+            wait_until(lambda first=first: len(held.asked) == first + 2)
+            assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
+            with held.news:
+                held.asked[first + 1].has_news = True
+                assert stage._next() is None, "the later one has its answer, but must not overtake"
+            held.let(first)
+        wait_until(lambda: len(held.asked) == 9)
+        assert held.asked[8].layer == 0, "the third began when the first had ended"
+        for number in range(8, 12):
+            wait_until(lambda number=number: len(held.asked) == number + 1)
+            held.let(number)
+    assert ended == [0, 1, 2]
+    stage.close()

@@ -1,0 +1,70 @@
+"""What is fused computes what it was, and nothing is lost where nothing can be fused."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from harness import run_in_process
+from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
+
+from tramontane.proto.request import SamplingParams
+from tramontane.workers.attention.sdpa_kernels import sdpa_kernels
+from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
+from tramontane.workers.model.layers import Attention, FeedForward
+from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.stage_worker import StageWorker
+
+CPU = torch.device("cpu")
+
+
+def test_compiled_functions_agree_with_plain_ones() -> None:
+    program = Path(__file__).parents[2] / "support" / "compiled_ops.py"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(program.parent), *sys.path])}
+    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    differences = [float(line) for line in done.stdout.split()]
+    if not differences:
+        pytest.skip(f"torch.compile needs a C++ compiler: {done.stderr.splitlines()[-1]}")
+    assert len(differences) == 8
+    assert max(differences) < 1e-5
+
+
+def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object, **__: object) -> object:
+        def fails(*_: object) -> object:
+            raise RuntimeError("Failed to find a compiler.\nMore lines.")
+
+        return fails
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with caplog.at_level(logging.WARNING, logger="tramontane.workers.kernels.fused_ops"):
+        assert compiled(tiny_args(), CPU, torch.float32) is PLAIN
+    (record,) = caplog.records
+    assert record.getMessage().endswith("(Failed to find a compiler. ... More lines.)")
+
+
+def test_every_layer_uses_what_its_stage_has() -> None:
+    args = tiny_args(n_layers=2, moe=False)
+    mine = Pointwise(gated=lambda x: PLAIN.gated(x))
+    (worker,) = split_model(random_model(args), tiny_plan(args, 1), means=Means(sdpa_kernels(), mine))
+    users = [module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))]
+    assert len(users) == 4
+    assert all(module.pointwise is mine for module in users)
+
+
+def test_experts_that_lie_together_use_it_too() -> None:
+    args = tiny_args(n_layers=2)
+    plan, num_rows = tiny_plan(args, 1), []
+
+    def gated(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+        num_rows.append(len(gate_up_T2F))
+        return PLAIN.gated(gate_up_T2F)
+
+    means = Means(sdpa_kernels(), Pointwise(gated=gated))
+    worker = StageWorker(plan.stages[0], experts_together(random_model(args)), means=means)
+    run_in_process(plan, [worker], [[1, 2, 3]], SamplingParams(max_tokens=1))
+    assert num_rows == [6, 6], "two experts of each token, in two layers"

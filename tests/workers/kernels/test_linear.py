@@ -1,0 +1,107 @@
+"""Products by way of float32 blocks are those of the definition, whatever the processor can do itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tramontane.workers.kernels import linear
+from tramontane.workers.kernels.linear import (
+    FEW_TOKENS,
+    WEIGHTS_FIRST,
+    Linear,
+    has_products,
+    packed,
+    padded_len,
+    product_in_blocks,
+)
+
+# of numbers near one, rounded once at the end
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def _random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _linear(out_features: int, in_features: int, dtype: torch.dtype) -> Linear:
+    layer = Linear(in_features, out_features)
+    layer.weight = torch.nn.Parameter(_random(out_features, in_features, dtype=dtype) * in_features**-0.5)
+    return layer
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("with_scale", [False, True])
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 8), (64, 16), (65, 16), (200, 16), (5, 2000)], ids=str)
+def test_blocks_together_are_the_product(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], threads: int, with_scale: bool, dtype: torch.dtype
+) -> None:
+    """Of 1024 elements: 64 rows of 16, with a last one that is full, or not, or a row that is longer than a block."""
+    monkeypatch.setattr(linear, "BLOCK", {"cpu": 1024})
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    weight_NK = _random(*shape, dtype=dtype) * shape[1] ** -0.5
+    scale_N = torch.linspace(1, 2, shape[0]) if with_scale else None
+    exact_NK = weight_NK.double() * scale_N.double()[:, None] if scale_N is not None else weight_NK.double()
+    for tokens in (0, 1, 9, WEIGHTS_FIRST[0], WEIGHTS_FIRST[-1], WEIGHTS_FIRST[-1] + 1):
+        x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
+        out_TN = product_in_blocks(x_TK, weight_NK, torch.float32, scale_N)
+        assert out_TN.dtype == dtype
+        assert out_TN.is_contiguous()
+        torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("can", [False, True])
+def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: torch.dtype) -> None:
+    went_in_blocks: list[int] = []
+
+    def watched(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
+        went_in_blocks.append(len(x_TK))
+        return product_in_blocks(x_TK, weight_NK, dtype)
+
+    monkeypatch.setattr(linear, "has_products", lambda _device, _dtype: can)
+    monkeypatch.setattr(linear, "product_in_blocks", watched)
+    layer = _linear(48, 32, dtype)
+    lengths = (1, FEW_TOKENS, FEW_TOKENS + 1, 70)
+    with torch.inference_mode():
+        for tokens in lengths:
+            x_TK = _random(tokens, 32, dtype=dtype, seed=1)
+            out_TN = layer(x_TK)
+            assert out_TN.dtype == dtype
+            expected = x_TK.double() @ layer.weight.double().T
+            torch.testing.assert_close(out_TN.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    assert went_in_blocks == ([] if can else [FEW_TOKENS + 1, 70])
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (3, 5), (1, 1), (48, 32)], ids=str)
+def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
+    layer = _linear(*shape, torch.float32)
+    exact_NK = layer.weight.detach().double()
+    layer.weight = torch.nn.Parameter(packed(layer.weight.detach()), requires_grad=False)
+    assert layer.weight.is_mkldnn == torch.backends.mkldnn.is_available()
+    with torch.inference_mode():
+        for tokens in (0, 1, 2, 9, 16, 70, 96):
+            x_TK = _random(tokens, shape[1], dtype=torch.float32, seed=1)
+            across_TK = x_TK.T.contiguous().T
+            for given_TK in (x_TK, across_TK):
+                out_TN = layer(given_TK)
+                assert out_TN.shape == (tokens, shape[0])
+                assert out_TN.is_contiguous()
+                torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=1e-5, atol=1e-5)
+
+
+def test_packed_products_are_of_few_lengths() -> None:
+    """For each of which oneDNN keeps code and buffers."""
+    padded = [padded_len(tokens) for tokens in range(1, 513)]
+    assert len(set(padded)) == 29
+    assert all(tokens <= length < 1.5 * tokens or length - tokens < 8 for tokens, length in enumerate(padded, start=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_only_float32_is_packed(dtype: torch.dtype) -> None:
+    assert not packed(_random(48, 32, dtype=dtype)).is_mkldnn
+
+
+def test_float32_and_gpus_need_no_help() -> None:
+    assert has_products("cpu", torch.float32)
+    assert all(has_products("cuda", dtype) for dtype in TOLERANCES)

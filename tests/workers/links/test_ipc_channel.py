@@ -1,0 +1,376 @@
+"""Edges between processes that share memory, on a GPU that takes its time, and how two ends choose their kind of edge."""
+
+import logging
+import multiprocessing
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+from lazy_gpu import LazyGpu
+
+from tramontane.proto.errors import LinkError
+from tramontane.workers.links.channel import MAX_UNSENT, Address, Edge
+from tramontane.workers.links.control_socket import Line
+from tramontane.workers.links.gpu_channel import AnnouncedEdge, GpuEdges, Place, StagedEdge, Ways
+from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcInlet, IpcOutlet, offer, take_offer
+from tramontane.workers.links.ipc_memory import Event, HostEvent, HostSharing, Memory, Sharing
+from tramontane.workers.links.process_group_channel import GroupEdges
+from tramontane.workers.links.tcp_channel import SocketListener, connection_to
+
+HOST = "127.0.0.1"
+HERE, THERE = Place("this boot", "GPU-1"), Place("this boot", "GPU-2")
+ROUNDS = 60
+
+
+def _lines() -> tuple[Line, Line]:
+    listener = SocketListener(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept_connection)
+        connected = connection_to(listener.address)
+        return Line(accepted.result()), Line(connected)
+
+
+def _pair(sending: Sharing, receiving: Sharing) -> tuple[IpcOutlet, IpcInlet]:
+    at_outlet, at_inlet = _lines()
+    with ThreadPoolExecutor(1) as thread:
+        offered = thread.submit(offer, at_outlet, sending)
+        inlet = take_offer(at_inlet, receiving)
+        return offered.result(), inlet
+
+
+def _leave(*edges: Edge) -> None:
+    for edge in edges:
+        edge.close()
+    for thread in threading.enumerate():
+        if thread.name == "edge-leave":
+            thread.join()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_whatever_the_gpu_does_first_what_arrives_is_what_was_sent(seed: int) -> None:
+    """Also with slots that grow, and an end that closes while the GPU has work to do."""
+    gpu, choice = LazyGpu(seed), random.Random(seed)
+    outlet, inlet = _pair(gpu.process(), gpu.process())
+    sent, received = [], []
+    while len(received) < ROUNDS:
+        on_its_way = len(sent) - len(received)
+        begin = choice.choice(["send", "receive", "work", "work", "work"])
+        if begin == "send" and on_its_way < MAX_UNSENT and len(sent) < ROUNDS:
+            num_rows = choice.choice([1, 3, 3 * len(sent) + 1])
+            sent.append(torch.full((num_rows, 2**14), float(len(sent) + 1)))  # 64 KiB a row
+            outlet.send(sent[-1])
+        elif begin == "receive" and on_its_way:
+            received.append(torch.zeros_like(sent[len(received)]))
+            inlet.receive(received[-1])
+        elif begin == "work" and not gpu.is_idle:
+            gpu.work_a_little()
+    assert max(tensor.nbytes for tensor in sent) > MIN_BYTES, "slots have grown"
+    _leave(inlet, outlet)  # both finish what they have begun
+    assert gpu.is_idle
+    assert all(torch.equal(one, other) for one, other in zip(sent, received, strict=True))
+    assert gpu.num_kept == 0
+
+
+def test_memory_stays_until_the_neighbour_has_let_go() -> None:
+    gpu = LazyGpu(0)
+    outlet, inlet = _pair(gpu.process(), gpu.process())
+    outlet.send(torch.ones(4))
+    outlet.close()
+    with pytest.raises(LinkError, match="it was closed"):
+        _receive_all_that_comes(inlet)
+    assert gpu.num_kept == 1, "the inlet has it open"
+    _leave(inlet)
+    assert gpu.num_kept == 0
+
+
+def _receive_all_that_comes(inlet: Edge) -> None:
+    """Of what was sent last the end may hear or not."""
+    for _ in range(MAX_UNSENT + 1):
+        inlet.receive(torch.zeros(4))
+
+
+def test_who_waits_is_woken_by_its_own_end_s_close() -> None:
+    outlet, inlet = _pair(HostSharing(), HostSharing())
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(inlet.receive, torch.zeros(4))
+        inlet.close()
+        with pytest.raises(LinkError, match="closed"):
+            waiting.result()
+    with pytest.raises(LinkError):
+        _send_all_that_goes(outlet)
+    _leave(outlet)
+
+
+def _send_all_that_goes(outlet: Edge) -> None:
+    """More than may be on its way to a neighbour that takes nothing."""
+    for _ in range(MAX_UNSENT + 1):
+        outlet.send(torch.ones(4))
+
+
+def test_slots_may_be_made_while_a_model_runs_and_written_when_it_does_not() -> None:
+    outlet, inlet = _pair(HostSharing(), HostSharing())
+    received = torch.zeros(2**20)
+    for mode in (True, True, False, False, True):
+        with torch.inference_mode(mode):
+            outlet.send(torch.ones(2**20))
+            inlet.receive(received)
+        assert torch.equal(received, torch.ones(2**20))
+        received.zero_()
+    _leave(outlet, inlet)
+
+
+class _BusyEvent(HostEvent):
+    """Of a GPU that has still to do."""
+
+    def __init__(self, done: threading.Event) -> None:
+        self._done = done
+
+    def finish(self) -> None:
+        self._done.wait()
+
+
+class _Busy(HostSharing):
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def event(self) -> Event:
+        return _BusyEvent(self.done)
+
+
+def test_a_neighbour_hears_of_a_close_before_the_gpu_is_done() -> None:
+    busy = _Busy()
+    outlet, inlet = _pair(busy, HostSharing())
+    outlet.close()
+    with pytest.raises(LinkError, match="it was closed"):
+        inlet.receive(torch.zeros(4))
+    assert not busy.done.is_set()
+    busy.done.set()
+    _leave(inlet)
+
+
+class _Said:
+    """A line and an edge that write down what was asked of them."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+
+    def send(self, tensor_or_message: object) -> None:
+        self.order.append("announce" if tensor_or_message is None else "send")
+
+    def receive(self, _into: object = None) -> None:
+        self.order.append("hear" if _into is None else "receive")
+
+    def close(self) -> None: ...
+
+
+def test_between_gpus_both_ends_begin_the_same_and_only_so_much() -> None:
+    said = _Said()
+    outlet = AnnouncedEdge(cast(Line, said), said)
+    for _ in range(MAX_UNSENT + 2):
+        outlet.send(torch.ones(4))
+    assert said.order == ["send", "announce"] * MAX_UNSENT + ["hear", "send", "announce"] * 2
+    said.order.clear()
+    outlet.receive(torch.ones(4))
+    assert said.order == ["hear", "receive", "announce"]
+
+
+def _send(pipe: "Connection[Address, str]") -> None:
+    """And tell what was sent; then wait to be killed."""
+    listener = _edges(HERE).listen(HOST)
+    pipe.send(listener.address)
+    edge = listener.accept()
+    edge.send(torch.ones(2**20))
+    pipe.send(("sent", 0, ""))
+    pipe.recv()
+
+
+def test_nothing_stays_behind_of_a_sender_that_is_killed() -> None:
+    in_shm = set(os.listdir("/dev/shm"))
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    sender = context.Process(target=_send, args=(theirs,))
+    sender.start()
+    edge = _edges(HERE).connect(ours.recv(), HOST)
+    assert isinstance(edge, IpcInlet)
+    ours.recv()
+    received = torch.zeros(2**20)
+    edge.receive(received)
+    assert torch.equal(received, torch.ones(2**20))
+    made = set(os.listdir("/dev/shm")) - in_shm  # by whomever: other processes have something there for a moment
+    waits = threading.Thread(target=sender.kill)
+    waits.start()
+    with pytest.raises(LinkError, match="is broken"):
+        edge.receive(received)
+    waits.join()
+    sender.join()
+    assert _shared_here() > 0
+    _leave(edge)
+    assert _shared_here() == 0
+    assert not made & set(os.listdir("/dev/shm"))
+
+
+def test_epochs_leave_no_memory_behind() -> None:
+    for _ in range(5):
+        outlet, inlet = _pair(HostSharing(), HostSharing())
+        outlet.send(torch.ones(2**20))
+        inlet.receive(torch.zeros(2**20))
+        assert _shared_here() > 0
+        _leave(outlet, inlet)
+        assert _shared_here() == 0
+
+
+def _shared_here() -> int:
+    """Pieces of shared memory that this process has mapped, and files of them that it has open."""
+    mapped = Path("/proc/self/maps").read_text().count("memfd:edge")
+    files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return mapped + sum("memfd:edge" in name for name in files)
+
+
+def _edges(place: Place, sharing: Sharing | None = None) -> GpuEdges:
+    return GpuEdges(Ways(place, torch.device("cpu"), sharing or HostSharing(), GroupEdges("gloo")))
+
+
+def _chosen(listening: GpuEdges, connecting: GpuEdges) -> tuple[Edge, Edge]:
+    listener = listening.listen(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept)
+        connected = connecting.connect(listener.address, HOST)
+        return accepted.result(), connected
+
+
+def _carry(outlet: Edge, inlet: Edge) -> None:
+    for number in range(5):
+        sent_TD, received_TD = torch.full((3, 4), float(number), dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16)
+        outlet.send(sent_TD)
+        inlet.receive(received_TD)
+        assert torch.equal(sent_TD, received_TD)
+    _leave(outlet, inlet)
+
+
+@pytest.mark.parametrize(
+    ("there", "kinds"),
+    [
+        (HERE, (IpcOutlet, IpcInlet)),
+        (THERE, (AnnouncedEdge, AnnouncedEdge)),
+        (Place("another boot", HERE.gpu), (AnnouncedEdge, AnnouncedEdge)),
+    ],
+    ids=["one GPU", "two GPUs", "two machines whose GPUs say they were one"],
+)
+def test_ends_choose_by_where_they_are(there: Place, kinds: tuple[type, type]) -> None:
+    outlet, inlet = _chosen(_edges(HERE), _edges(there))
+    assert (type(outlet), type(inlet)) == kinds
+    _carry(outlet, inlet)
+
+
+class _CannotOpen(HostSharing):
+    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+        raise RuntimeError("CUDA: cudaErrorInvalidContext")
+
+
+class _CannotMake(HostSharing):
+    def memory(self, num_bytes: int) -> Memory:
+        raise RuntimeError("CUDA: cudaErrorNotSupported")
+
+
+@pytest.mark.parametrize(
+    ("sending", "receiving", "why"),
+    [(HostSharing(), _CannotOpen(), "InvalidContext"), (_CannotMake(), HostSharing(), "NotSupported")],
+)
+def test_where_memory_cannot_be_shared_both_say_so_and_go_by_way_of_the_host(
+    sending: Sharing, receiving: Sharing, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        outlet, inlet = _chosen(_edges(HERE, sending), _edges(HERE, receiving))
+    assert [why in record.message for record in caplog.records] == [True, True]
+    assert (type(outlet), type(inlet)) == (StagedEdge, StagedEdge)
+    _carry(outlet, inlet)
+    assert _shared_here() == 0
+
+
+def _says(*messages: object) -> Callable[[Address], None]:
+    """A neighbour that knows the word, says this much, hears as much, and dies."""
+
+    def neighbour(address: Address) -> None:
+        connection = connection_to(address)
+        line = Line(connection)
+        for message in messages:
+            line.receive(60)
+            line.send(message)
+        connection.close()
+        _gone(line)
+
+    return neighbour
+
+
+@pytest.mark.parametrize(
+    "neighbour",
+    [_says(), _says((HERE.boot_id, HERE.gpu)), _says((THERE.boot_id, THERE.gpu))],
+    ids=["before a word of where it is", "in the middle of an offer", "before the groups are made"],
+)
+def test_a_neighbour_that_dies_while_they_choose_is_missed_at_once(
+    neighbour: Callable[[Address], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import timedelta
+
+    monkeypatch.setattr("tramontane.workers.links.process_group_channel.CONNECT_TIMEOUT", timedelta(seconds=1))
+    listener = _edges(HERE).listen(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept)
+        neighbour(listener.address)
+        with pytest.raises((OSError, RuntimeError)):
+            accepted.result()
+    listener.close()
+    _leave()
+    assert _shared_here() == 0
+
+
+def test_a_listener_that_dies_while_they_choose_is_missed_at_once() -> None:
+    listener = SocketListener(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        connected = thread.submit(_edges(HERE).connect, listener.address, HOST)
+        connection = listener.accept_connection()
+        line = Line(connection)
+        line.send((HERE.boot_id, HERE.gpu))
+        connection.close()
+        _gone(line)
+        with pytest.raises(ConnectionError, match="is broken"):
+            connected.result()
+
+
+def test_a_listener_that_is_closed_while_they_choose_waits_no_longer() -> None:
+    listener = _edges(HERE).listen(HOST)
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(listener.accept)
+        line = Line(connection_to(listener.address))
+        line.receive(60)  # where it is; it waits for us to say as much
+        listener.close()
+        with pytest.raises(ConnectionError, match="is closed"):
+            accepted.result()
+        _gone(line)
+
+
+def _gone(line: Line) -> None:
+    line.close()
+    line.dispose()
+
+
+@pytest.mark.parametrize("said", [b"", b"0" * 16])
+def test_a_stranger_is_told_nothing(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tramontane.workers.links.tcp_channel.WORD_TIMEOUT_S", 0.1)
+    listener = _edges(HERE).listen(HOST)
+    with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
+        stranger.sendall(said)
+        neighbour = connection_to(listener.address)  # it has said the word before anybody waits for that
+        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connection_to", lambda _address: neighbour)
+        accepted = thread.submit(listener.accept)
+        inlet = _edges(HERE).connect(listener.address, HOST)
+        assert stranger.recv(1) == b"", "it was hung up on"
+        _carry(accepted.result(), inlet)

@@ -1,0 +1,199 @@
+"""Sampling against a plain implementation, and what a draw may depend on: seed, choice and position, nothing else."""
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tramontane.proto.request import SamplingParams
+from tramontane.workers.sampling import sampler
+from tramontane.workers.sampling.sampler import uniform
+
+VOCAB = 40
+
+
+def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
+    ids: list[int] = sampler.sample(logits_SV, params, positions).tolist()
+    return ids
+
+
+def _params(**changes: Any) -> SamplingParams:  # noqa: ANN401 - any field of SamplingParams
+    return SamplingParams(**{"temperature": 1.0, **changes})
+
+
+def _logits(rows: int, seed: int = 0, vocab: int = VOCAB, std: float = 2.0) -> Tensor:
+    return std * torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed))
+
+
+def _kept(logits: list[float], p: SamplingParams) -> list[tuple[int, float]]:
+    """(token, probability) after temperature, then min-p, top-k and top-p, likeliest first: as one would write it by hand."""
+    top = max(logits)
+    ranked = sorted(((math.exp((x - top) / p.temperature), token) for token, x in enumerate(logits)), reverse=True)
+    ranked = [(weight, token) for weight, token in ranked if weight >= p.min_p][: p.top_k or None]
+    total = sum(weight for weight, _ in ranked)
+    kept, mass = [], 0.0
+    for weight, token in ranked:
+        kept.append((token, weight / total))
+        mass += weight / total
+        if mass >= p.top_p:
+            break
+    return [(token, probability / mass) for token, probability in kept]
+
+
+def _pick(kept: list[tuple[int, float]], u: float) -> tuple[int, float]:
+    """The token in whose share of [0, 1) u falls, and how close u is to the border of that share."""
+    ends = list(itertools.accumulate(probability for _, probability in kept))
+    rank = min(sum(end <= u for end in ends), len(kept) - 1)
+    return kept[rank][0], min(abs(u - end) for end in ends)
+
+
+SETTINGS = [
+    _params(),
+    _params(temperature=0.3),
+    _params(temperature=3.0),
+    _params(top_k=5),
+    _params(top_k=1000),
+    _params(top_p=0.5),
+    _params(top_p=0.95),
+    _params(temperature=0.7, top_k=7, top_p=0.8),
+    _params(temperature=2.0, top_k=3, top_p=0.99),
+    _params(min_p=0.2),
+    _params(temperature=1.5, min_p=0.05),
+    _params(temperature=2.0, min_p=0.1, top_k=9, top_p=0.8),
+]
+
+
+@pytest.mark.parametrize("params", SETTINGS, ids=lambda p: f"T{p.temperature}-m{p.min_p}-k{p.top_k}-p{p.top_p}")
+def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
+    logits = _logits(300)
+    tokens = sample(logits, [params] * 300, range(300))
+    borders = 0
+    for row, token in enumerate(tokens):
+        expected, distance = _pick(_kept(logits[row].tolist(), params), uniform(params.seed, params.choice, row))
+        if distance < 1e-6:  # float32 may fall on either side
+            borders += 1
+        else:
+            assert token == expected
+    assert borders < 3
+    greedy = logits.argmax(-1).tolist()
+    assert tokens != greedy
+
+
+def test_min_p_keeps_what_has_its_share_of_the_best_after_the_temperature() -> None:
+    """Probabilities 0.5, 0.25, ...: 0.3 of the best keeps two; at temperature 2 the shares are 1, 0.71, 0.5, 0.35, 0.25, ..."""
+    row = torch.tensor([[-math.log(2) * i for i in range(1, 21)]])
+    for min_p, temperature, expected in ((0.3, 1.0, {0, 1}), (0.3, 2.0, {0, 1, 2, 3}), (1.0, 1.0, {0}), (0.0, 1.0, None)):
+        params = _params(min_p=min_p, temperature=temperature)
+        tokens = set(sample(row.expand(2000, -1), [params] * 2000, range(2000)))
+        assert tokens == expected if expected else len(tokens) > 6
+
+
+@pytest.mark.parametrize("top_k", [2, 6])
+def test_top_k_keeps_k_and_no_more(top_k: int) -> None:
+    row = _logits(1, seed=3, std=0.3)
+    tokens = sample(row.expand(2000, -1), [_params(top_k=top_k)] * 2000, range(2000))
+    assert set(tokens) == set(row[0].topk(top_k).indices.tolist())
+
+
+def test_top_p_keeps_the_token_that_reaches_it() -> None:
+    """Probabilities 0.5, 0.25, 0.125, ...: p = 0.7 needs two tokens, 0.75 just two, 0.8 three."""
+    row = torch.tensor([[-math.log(2) * i for i in range(1, 21)]])
+    for top_p, expected in ((0.4, {0}), (0.7, {0, 1}), (0.7499, {0, 1}), (0.8, {0, 1, 2})):
+        assert set(sample(row.expand(2000, -1), [_params(top_p=top_p)] * 2000, range(2000))) == expected
+
+
+def test_greedy_is_argmax() -> None:
+    logits = _logits(200, seed=1)
+    assert sample(logits, [_params(temperature=0.0, top_k=3, top_p=0.5)] * 200, range(200)) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        _params(top_k=1),
+        _params(top_p=1e-9),
+        _params(temperature=1e-10),
+        _params(temperature=1e-300),
+        _params(top_p=1e-300),  # 0 in float32
+    ],
+    ids=lambda p: f"T{p.temperature}-k{p.top_k}-p{p.top_p}",
+)
+def test_extremes_are_greedy(params: SamplingParams) -> None:
+    logits = _logits(200, seed=2, std=20.0)
+    assert sample(logits, [params] * 200, range(200)) == logits.argmax(-1).tolist()
+
+
+def test_extremes_of_logits_stay_in_the_vocabulary() -> None:
+    """Huge, equal and all but one excluded: no nan, never a token of no weight."""
+    huge = torch.tensor([[3e4, -3e4, 2.9e4, 0.0]])
+    one = torch.tensor([[-torch.inf, 1.0, -torch.inf, -torch.inf]])
+    for params in (_params(), _params(temperature=1e-10), _params(temperature=1e6, top_k=9, top_p=0.999)):
+        assert set(sample(one.expand(500, -1), [params] * 500, range(500))) == {1}
+        assert sample(huge, [_params(temperature=1e-10)], [0]) == [0]
+    assert set(sample(torch.zeros(500, 4), [_params(top_k=10**9)] * 500, range(500))) == {0, 1, 2, 3}
+
+
+def test_a_draw_does_not_depend_on_its_company() -> None:
+    logits = _logits(60, seed=4)
+    rng = random.Random(0)
+    params = [
+        _params(
+            temperature=rng.choice([0.0, 0.5, 1.0]),
+            top_k=rng.choice([0, 4]),
+            top_p=rng.choice([0.6, 1.0]),
+            min_p=rng.choice([0.0, 0.1]),
+            seed=row,
+        )
+        for row in range(60)
+    ]
+    positions = [rng.randrange(1000) for _ in range(60)]
+    together = sample(logits, params, positions)
+    alone = [sample(logits[row : row + 1], [params[row]], [positions[row]])[0] for row in range(60)]
+    assert together == alone
+    order = rng.sample(range(60), 60)
+    shuffled = sample(logits[order], [params[row] for row in order], [positions[row] for row in order])
+    assert shuffled == [together[row] for row in order]
+
+
+def test_seed_choice_and_position_each_make_another_draw() -> None:
+    base = {(seed, choice, position) for seed in (-5, 0, 1) for choice in (0, 1, 2) for position in range(50)}
+    assert len({uniform(*key) for key in base}) == len(base)
+    flat = torch.zeros(1, 1000).expand(50, -1)
+    draws = [
+        sample(flat, [_params(seed=seed, choice=choice)] * 50, range(first, first + 50))
+        for seed, choice, first in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 50))
+    ]
+    for one, other in itertools.combinations(draws, 2):
+        assert sum(a == b for a, b in zip(one, other, strict=True)) < 5
+    assert sample(flat, [_params()] * 50, range(50)) == draws[0]
+
+
+def test_uniform_is_pinned() -> None:
+    """Replays on another machine, or by a later version, must continue with the same numbers."""
+    assert uniform(0, 0, 0) == 0.156742553465558
+    assert uniform(-(2**63), 3, 32767) == 0.8022540742961797
+    draws = [uniform(11, 0, position) for position in range(4000)]
+    assert all(0.0 <= u < 1.0 for u in draws)
+    tenths = Counter(int(10 * u) for u in draws)
+    assert all(320 < tenths[i] < 480 for i in range(10))
+
+
+@pytest.mark.parametrize("params", [_params(seed=5), _params(seed=6, temperature=0.6), _params(seed=7, top_k=4, top_p=0.9)])
+def test_frequencies_are_those_of_softmax(params: SamplingParams) -> None:
+    """Pearson's statistic over 20 000 positions: above 35 by chance once in 10 000 times with 10 degrees of freedom."""
+    row, num_draws = _logits(1, seed=9, vocab=11, std=1.0), 20_000
+    counts = Counter(sample(row.expand(num_draws, -1), [params] * num_draws, range(num_draws)))
+    expected = dict(_kept(row[0].tolist(), params))
+    assert set(counts) <= set(expected)
+    assert sum((counts[t] - num_draws * p) ** 2 / (num_draws * p) for t, p in expected.items()) < 35
+
+
+def test_logits_that_are_not_numbers_do_not_crash() -> None:
+    ids = sample(torch.full((2, 40), float("nan")), [_params(), SamplingParams(temperature=0.0)], [0, 1])
+    assert all(0 <= token < 40 for token in ids)

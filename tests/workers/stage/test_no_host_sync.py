@@ -1,0 +1,134 @@
+"""What a step asks of a GPU waits for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
+
+Beside it nothing may mix what is here with what is there, and nothing may get there but through pinned memory: either would wait
+for all that the GPU has been given, and neither can be recorded in a CUDA graph.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from harness import random_ids
+from tiny_models import tiny_args, tiny_plan
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import StagePlan
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import Chunk, Decodes, MicroBatch
+from tramontane.workers.attention.backend import Kernels
+from tramontane.workers.attention.metadata import DecodeIndex
+from tramontane.workers.attention.sdpa_kernels import PagedDecode, SdpaPrefill
+from tramontane.workers.device import pinned_memory as pinned
+from tramontane.workers.model.grouped_gemm import places_together
+from tramontane.workers.model.transformer import StageModel
+from tramontane.workers.stage.activation import Activation
+from tramontane.workers.stage.cuda_graphs import Compute
+from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.tensor_specs import stage_tensors
+
+META = torch.device("meta")
+SAMPLINGS = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(seed=3),
+    SamplingParams(temperature=0.7, top_k=4, top_p=0.9, min_p=0.1),
+    SamplingParams(presence_penalty=0.5, repetition_penalty=1.1, logit_bias=((3, 1.0),)),
+]
+
+
+class OnePlace(TorchDispatchMode):
+    """Refuses operations on tensors of two devices. Single numbers travel with what a GPU is asked to do."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        kwargs = kwargs or {}
+        devices = {each.device.type for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.dim()}
+        if devices and kwargs.get("device"):
+            devices.add(torch.device(kwargs["device"]).type)
+        assert len(devices) < 2, f"{func} moves, or mixes, what is on {devices}"
+        return func(*args, **kwargs)
+
+
+class OtherMemory(pinned.CudaPinning):
+    """Of a driver that is not there."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert target.shape == source.shape
+
+    def mark(self, device: torch.device) -> Callable[[], None]:
+        return lambda: None
+
+    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+        return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
+
+
+class Once:
+    """Records nothing, and computes twice, as CUDA graphs are warmed up."""
+
+    def record(self, compute: Compute) -> Compute:
+        compute()
+        return compute
+
+
+class InPlace(PagedDecode):
+    """Also makes the mask that xformers would be given."""
+
+    def bias(self, index: DecodeIndex) -> Any:  # noqa: ANN401
+        xformers_kernels = pytest.importorskip("tramontane.workers.attention.xformers_backend")
+        xformers_kernels.PagesInPlace(None).bias(index)
+        return super().bias(index)
+
+
+def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
+    """Its experts together, as grouped products want them."""
+    with META:
+        model = StageModel(args, stage.layers).eval().bfloat16()
+    places = places_together(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
+    model.load_state_dict(model.state_dict() | places, assign=True)
+    return StageWorker(stage, model, "meta", means=Means(Kernels(SdpaPrefill(), InPlace()), recorder=Once()))
+
+
+def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
+    """A prompt; another's first half beside a decode; its second half beside another; decodes alone, twice."""
+
+    def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
+        pages = () if start else (seq_id,)
+        return Chunk(seq_id, start, tuple(random_ids(num_tokens, seq_id)), (pages, pages), sampling, wants_token)
+
+    yield MicroBatch(0, 0, (chunk(0, 0, 9, True),))
+    yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=Decodes((0,), (9,), (4,)))
+    yield MicroBatch(0, 2, (chunk(1, 5, 4, True),), decodes=Decodes((0,), (10,), (4,)))
+    yield MicroBatch(0, 3, (), decodes=Decodes((0, 1), (11, 9), (4, 5)))
+    yield MicroBatch(0, 4, (), decodes=Decodes((0, 1), (12, 10), (4, 5)))
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "seeded", "of few", "changed logits"])
+def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
+    sampling: SamplingParams, num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned, "CudaPinning", OtherMemory)
+    args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
+    for stage in tiny_plan(args, num_stages, dtype="bfloat16").stages:
+        worker = _worker(stage, args)
+        worker.fence(0)
+        assert worker.graphs is not None
+        for batch in _batches(sampling):
+            hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
+            with OnePlace():
+                unread = worker.begin(batch, None if stage.is_first else Activation(hidden_TD, ()))
+            assert (unread.hidden_TD is None) == stage.is_last
+        assert len(worker.graphs.sizes) == 1

@@ -1,0 +1,215 @@
+"""Pieces of tensors on their way to a GPU: what was stored arrives, whenever copies are done. Here with the host's memory."""
+
+import os
+import random
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_args, unpacked
+from torch import Tensor
+
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.model_args import DTYPE_BYTES, Quantization
+from tramontane.proto.model_folder import Layout
+from tramontane.workers.weights import staging
+from tramontane.workers.weights import tensor_specs as tensor_names
+from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.quantize import hold
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
+from tramontane.workers.weights.safetensors_file import STORED_TYPES, tensors_in
+from tramontane.workers.weights.staging import LEAST_PART, Staging, Wait
+from tramontane.workers.weights.tensor_reader import DTYPES, MappedRows, RowsOf, StagedFiles, reading_for
+from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
+
+ARGS = tiny_args(n_layers=2)
+SIZES = (700, 3 * LEAST_PART, 1, 9 * LEAST_PART + 5, 40, 2 * LEAST_PART, 2 * LEAST_PART + 1, 8)
+
+
+class HostLane:
+    """A device whose memory is the host's, and that is quick."""
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
+        return staged_B.clone(), lambda: None
+
+
+class LateLane(HostLane):
+    """A device that fetches nothing before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.buffers: set[int] = set()
+
+    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
+        number = sum(event.startswith("send") for event in self.events)
+        there_B = torch.zeros_like(staged_B)
+        self.events.append(f"send {number}")
+        self.buffers.add(staged_B.data_ptr())
+
+        def wait() -> None:
+            self.events.append(f"wait {number}")
+            there_B.copy_(staged_B)
+
+        return there_B, wait
+
+
+def _pieces(lane: HostLane, path: Path, sizes: Sequence[int]) -> list[bytes]:
+    """Carried one after the other, and looked at when all are there."""
+    staging_ = Staging(lane)
+    with path.open("rb") as file:
+        there = [staging_.carry(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    staging_.close()
+    return [piece.numpy().tobytes() for piece in there]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "bytes"
+    path.write_bytes(random.Random(1).randbytes(sum(SIZES)))
+    return path
+
+
+def _cut(path: Path, sizes: Sequence[int]) -> list[bytes]:
+    data = path.read_bytes()
+    return [data[sum(sizes[:i]) :][:size] for i, size in enumerate(sizes)]
+
+
+def test_every_byte_arrives_however_late_copies_are(stored: Path) -> None:
+    assert _pieces(LateLane(), stored, SIZES) == _cut(stored, SIZES)
+
+
+def test_a_piece_is_read_while_the_one_before_is_on_its_way(stored: Path) -> None:
+    """And only two buffers are there, however many pieces."""
+    lane = LateLane()
+    _pieces(lane, stored, [100] * 5)
+    assert lane.events == ["send 0", "send 1", "wait 0", "send 2", "wait 1", "send 3", "wait 2", "send 4", "wait 4", "wait 3"]
+    assert len(lane.buffers) == 2
+
+
+def test_a_system_that_gives_less_than_it_was_asked_for_is_asked_again(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = os.preadv
+    monkeypatch.setattr(staging.os, "preadv", lambda file, to, start: read(file, [to[0][: 2**17 + 1]], start))
+    assert _pieces(HostLane(), stored, SIZES) == _cut(stored, SIZES)
+
+
+# Tensors of a checkpoint
+
+
+@pytest.fixture(params=list(Layout), ids=lambda layout: layout.name)
+def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of either layout, in several files, and tensors are read in several pieces."""
+    write_random_checkpoint(tmp_path / "model", ARGS, request.param, part_bytes=30_000)
+    monkeypatch.setattr(tensor_names, "PIECE", 300)
+    return tmp_path / "model"
+
+
+def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
+    specs = largest_first(stage_tensors(ARGS, range(ARGS.n_layers), found.layout))
+    return [(found.files[spec.name], spec) for spec in specs]
+
+
+def _state(found: Checkpoint, rows_of: RowsOf, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = {}
+    for path, spec in _specs(found):
+        hold(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
+    return unpacked(state)
+
+
+def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
+    """Piece by piece, in halves where they are stored as pairs, and counted alike."""
+    found, staging_ = Checkpoint(folder), Staging(HostLane())
+    assert len(set(found.files.values())) > 1
+    rows_of = StagedFiles(staging_).rows
+    num_pieces = 0
+    for path, spec in _specs(found):
+        staged, mapped = rows_of(path, spec), MappedRows(path, spec)
+        for here, there in zip(mapped, staged, strict=True):
+            num_pieces += 1
+            assert (here.dtype, here.shape) == (there.dtype, there.shape)
+            assert torch.equal(here, there)
+            assert mapped.num_read == staged.num_read
+        assert staged.num_read == spec.num_elements * DTYPE_BYTES[ARGS.dtype]
+    staging_.close()
+    assert num_pieces > 2 * len(_specs(found))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quantize: Quantization | None) -> None:
+    found, staging_ = Checkpoint(folder), Staging(HostLane())
+    staged = _state(found, StagedFiles(staging_).rows, dtype, quantize)
+    staging_.close()
+    loaded = unpacked(found.load(partial(stage_tensors, ARGS, range(2)), dtype, "cpu", quantize))
+    assert staged.keys() == loaded.keys()
+    assert all(torch.equal(staged[name], loaded[name]) for name in loaded)
+
+
+def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
+    assert set(DTYPES) == set(STORED_TYPES)
+
+
+def test_only_a_gpu_is_reached_by_way_of_buffers() -> None:
+    """Nothing is asked of CUDA before there is something to read."""
+    for device, kind in (("cpu", "MappedRows"), ("meta", "MappedRows"), ("cuda", "rows"), ("cuda:1", "rows")):
+        with reading_for(device) as rows_of:
+            assert getattr(rows_of, "__name__", "") == kind
+
+
+# What may be wrong with a file
+
+
+def _first(folder: Path) -> tuple[Path, TensorSpec]:
+    return _specs(Checkpoint(folder))[0]
+
+
+def test_a_file_that_got_shorter_is_named(folder: Path) -> None:
+    path, spec = _first(folder)
+    staging_ = Staging(HostLane())
+    rows = StagedFiles(staging_).rows(path, spec)
+    path.write_bytes(path.read_bytes()[: tensors_in(path)[spec.name].start + 100])
+    with pytest.raises(CheckpointError, match=f"weights file {path} is damaged or truncated: it ends too soon"):
+        list(rows)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=f"weights file {path} cannot be read: No such file"):
+        list(rows)
+    staging_.close()
+
+
+@pytest.mark.parametrize("change", ["missing", "short", "misshapen", "unknown"])
+def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str) -> None:
+    path, spec = _first(folder)
+    if change == "missing":
+        path.unlink()
+    elif change == "short":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif change == "misshapen":
+        spec = TensorSpec(spec.name, spec.parameter, (spec.shape[1], spec.shape[0]))
+    else:
+        spec = TensorSpec("another", spec.parameter, spec.shape)
+    staging_ = Staging(HostLane())
+    with pytest.raises(CheckpointError, match=f"weights file {path} (is missing|is damaged|has no tensor)"):
+        StagedFiles(staging_).rows(path, spec)
+    staging_.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", [None, Quantization.INT8])
+def test_a_gpu_gets_what_a_processor_gets(folder: Path, dtype: str, quantize: Quantization | None) -> None:
+    wanted = partial(stage_tensors, ARGS, range(2))
+    heard: dict[str, list[tuple[int, int]]] = {"cpu": [], "cuda": []}
+    here, there = (
+        Checkpoint(folder).load(wanted, dtype, device, quantize, lambda *sizes, heard_of=heard_of: heard_of.append(sizes))
+        for device, heard_of in heard.items()
+    )
+    assert heard["cuda"] == heard["cpu"]
+    assert {tensor.device.type for tensor in there.values()} == {"cuda"}
+    for name, held in unpacked(here).items():
+        difference = (there[name].cpu().float() - held.float()).abs().max()
+        # a scale's last bit, or a number where a quotient is rounded the other way
+        assert difference <= (0 if quantize is None else 1 if held.dtype == torch.int8 else 1e-2 * held.float().abs().max())

@@ -1,0 +1,93 @@
+"""Attention over the rolling cache: what it computes, and how a micro-batch is put before the kernels that compute it.
+
+Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads,
+G key/value heads, d head_dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, StepIndex
+from tramontane.workers.attention.rolling_cache import LayerCache, RollingCache
+
+
+def visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
+    """Boolean [queries, keys]: causal from the bottom-right corner, within the window.
+
+    2 queries, 4 keys, W = 3: the queries stand at keys 2 and 3, so the first sees keys
+    0..2 and the second 1..3: [[1, 1, 1, 0], [0, 1, 1, 1]].
+    """
+    own = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = own[:, None] - torch.arange(num_keys, device=device)[None, :]
+    causal = distance >= 0
+    return causal if window is None else causal & (distance < window)
+
+
+def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int | None) -> Tensor:
+    """One sequence, its T last positions against all S: softmax(q k / sqrt(d)) v, masked. Returns THd."""
+    groups = q_THd.shape[1] // k_SGd.shape[1]
+    k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
+    scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
+    mask = visible_keys(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
+    weights_HTS = scores_HTS.masked_fill(~mask, -torch.inf).softmax(-1)
+    return torch.einsum("hts,shd->thd", weights_HTS, v_SHd.float()).to(q_THd.dtype)
+
+
+class PrefillKernel(Protocol):
+    """Packed queries against the keys of their chunks: ``bias`` once per step and window class, ``attend`` per layer."""
+
+    def bias(self, index: PrefillIndex) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
+
+
+class DecodeKernel(Protocol):
+    """Likewise, for single tokens: each against the keys of its sequence in the cache."""
+
+    def bias(self, index: DecodeIndex) -> Any: ...  # noqa: ANN401
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor: ...  # noqa: ANN401
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """How a stage attends."""
+
+    prefill: PrefillKernel
+    decode: DecodeKernel
+
+
+class CachedAttention:
+    """The ``Attend`` of one micro-batch: reads and writes the rolling cache around the kernels."""
+
+    def __init__(self, cache: RollingCache, index: StepIndex, kernels: Kernels) -> None:
+        self.cache, self.index, self.kernels = cache, index, kernels
+        self.prefill_bias = [p and kernels.prefill.bias(p) for p in index.prefill]
+        self.decode_bias = [d and kernels.decode.bias(d) for d in index.decode]
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
+        outs = []
+        if (prefill := self.index.prefill[window_class]) is not None:
+            outs.append(self._prefill(layer, prefill, q_THd[:split], k_TGd[:split], v_TGd[:split]))
+        if (decode := self.index.decode[window_class]) is not None:
+            outs.append(self._decode(layer, decode, q_THd[split:], k_TGd[split:], v_TGd[split:]))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _prefill(self, layer: int, index: PrefillIndex, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        """Unrotate, attend, then write: the chunk may be longer than what the cache keeps."""
+        cached = self.cache.layers[layer]
+        k_SGd, v_SGd = k_TGd, v_TGd
+        if len(index.cached_rows):
+            k_CGd, v_CGd = cached.read(index.cached_rows)
+            k_SGd, v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order], torch.cat((v_CGd, v_TGd))[index.key_order]
+        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_bias[self.cache.class_of[layer]])
+        cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
+        return out_THd
+
+    def _decode(self, layer: int, index: DecodeIndex, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
+        """Write, then attend: the token's own key is in the cache like any other."""
+        cached = self.cache.layers[layer]
+        cached.write(index.write_rows, k_BGd, v_BGd)
+        return self.kernels.decode.attend(q_BHd, cached, self.decode_bias[self.cache.class_of[layer]])

@@ -1,0 +1,156 @@
+"""Index tensors of one micro-batch: built once per window class, used by every layer.
+
+Worked example, W = 3, three prompts of 4, 1 and 3 tokens, two tokens per sequence
+and step. First step: queries [2, 1, 2], keys [2, 1, 2]. Second step, if the short
+prompt waits: queries [2, 0, 1], keys [4, 1, 3]: a chunk sees min(start, W-1) cached
+keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position + 1).
+
+Chunks of several tokens come first in the row and read their cached keys in position
+order ("unrotated"), then write. Single tokens come last; they write first, then read:
+gathered (``decode_groups``) or by the page (``page_table``), as the kernels like it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.step import Chunk, MicroBatch
+from tramontane.workers.attention.page_table import table_width
+from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable
+from tramontane.workers.device.pinned_memory import on_device, to_device
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillIndex:
+    """Chunks of several tokens, for one window class.
+
+    ``cached_rows`` [C]: cache rows of all keys from earlier chunks. ``key_order``: for the
+    concatenation of those C keys and the row's own, the order that puts each chunk's keys
+    together, oldest first. ``written`` [N]: tokens of the row that stay in the cache, and
+    ``write_rows`` [N] where.
+    """
+
+    window: int | None
+    query_lens: tuple[int, ...]
+    key_lens: tuple[int, ...]
+    cached_rows: Tensor
+    key_order: Tensor
+    written: Tensor
+    write_rows: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeIndex:
+    """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B], on the device.
+
+    ``starts`` are the positions as the host knows them; ``num_pages`` is wide enough for a table of what any of them sees.
+    """
+
+    ring: PageRings
+    slots: Tensor
+    positions: Tensor
+    write_rows: Tensor
+    num_pages: int
+    starts: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepIndex:
+    """``prefill`` and ``decode`` have one entry per window class, None where there are no such chunks."""
+
+    token_ids: Tensor
+    positions: Tensor
+    num_prefill_tokens: int
+    sampled_rows: Tensor
+    prefill: tuple[PrefillIndex | None, ...]
+    decode: tuple[DecodeIndex | None, ...]
+
+
+def num_cached_keys(start: int, window: int | None) -> int:
+    """Earlier positions that a chunk starting at ``start`` can still see."""
+    return start if window is None else min(start, window - 1)
+
+
+def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.device) -> StepIndex:
+    runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
+    ones = batch.chunks[len(runs) :]
+    assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
+    starts = [*(chunk.start for chunk in ones), *batch.decodes.starts]
+    slots = [table.slots[seq_id] for seq_id in (*(chunk.seq_id for chunk in ones), *batch.decodes.seq_ids)]
+    positions = _ranges([*((chunk.start, chunk.num_tokens) for chunk in runs), *((start, 1) for start in starts)])
+    num_prefill, positions_T = sum(chunk.num_tokens for chunk in runs), to_device(positions, device)
+    slots_B, positions_B = on_device(slots, torch.int64, device), positions_T[num_prefill:]
+    token_ids = [*(t for chunk in batch.chunks for t in chunk.token_ids), *batch.decodes.token_ids]
+    return StepIndex(
+        token_ids=on_device(token_ids, torch.int64, device),
+        positions=positions_T,
+        num_prefill_tokens=num_prefill,
+        sampled_rows=on_device(_sampled_rows(batch), torch.int64, device),
+        prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
+        decode=tuple(
+            decode_index(ring, slots_B, positions_B, table_width(starts, ring), starts) if starts else None
+            for ring in table.rings
+        ),
+    )
+
+
+def _sampled_rows(batch: MicroBatch) -> list[int]:
+    """Chunks of 3 and 2 tokens, of which the second wants one, and two decodes: rows 4, 5 and 6."""
+    ends = _ends([chunk.num_tokens for chunk in batch.chunks])
+    wanting = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.wants_token]
+    first = ends[-1] if ends else 0
+    return [*wanting, *range(first, first + len(batch.decodes.seq_ids))]
+
+
+def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillIndex:
+    window = ring.window
+    cached = [num_cached_keys(chunk.start, window) for chunk in runs]
+    kept = [chunk.num_tokens if window is None else min(chunk.num_tokens, window) for chunk in runs]
+    lens = [chunk.num_tokens for chunk in runs]
+    slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
+    cached_positions = _ranges([(c.start - n, n) for c, n in zip(runs, cached, strict=True)])
+    written_positions = _ranges([(c.start + c.num_tokens - n, n) for c, n in zip(runs, kept, strict=True)])
+    return PrefillIndex(
+        window=window,
+        query_lens=tuple(lens),
+        key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
+        cached_rows=ring.rows(to_device(_repeat(slots, cached), device), to_device(cached_positions, device)),
+        key_order=to_device(_key_order(cached, lens), device),
+        written=to_device(_ranges([(e - n, n) for e, n in zip(_ends(lens), kept, strict=True)]), device),
+        write_rows=ring.rows(to_device(_repeat(slots, kept), device), to_device(written_positions, device)),
+    )
+
+
+def _key_order(cached: list[int], lens: list[int]) -> Tensor:
+    """cached [2, 1], own [2, 1]: rows are c0 c0 c1 o0 o0 o1, wanted c0 c0 o0 o0 c1 o1: [0, 1, 3, 4, 2, 5]."""
+    total = sum(cached)
+    ranges = []
+    for cached_end, num_cached, own_end, num_own in zip(_ends(cached), cached, _ends(lens), lens, strict=True):
+        ranges += [(cached_end - num_cached, num_cached), (total + own_end - num_own, num_own)]
+    return _ranges(ranges)
+
+
+def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeIndex:
+    return DecodeIndex(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
+
+
+def _ranges(ranges: list[tuple[int, int]]) -> Tensor:
+    """[(5, 2), (0, 3)] -> [5, 6, 0, 1, 2]"""
+    starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
+    lens = torch.tensor([n for _, n in ranges], dtype=torch.int64)
+    offsets = torch.arange(int(lens.sum())) - torch.repeat_interleave(lens.cumsum(0) - lens, lens)
+    return torch.repeat_interleave(starts, lens) + offsets
+
+
+def _repeat(values: Tensor, counts: list[int]) -> Tensor:
+    return torch.repeat_interleave(values, torch.tensor(counts))
+
+
+def _ends(lens: list[int]) -> list[int]:
+    """[2, 3] -> [2, 5]"""
+    ends, total = [], 0
+    for n in lens:
+        total += n
+        ends.append(total)
+    return ends

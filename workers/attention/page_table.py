@@ -1,0 +1,65 @@
+"""Where single tokens find the keys they see, as tables of pages: what kernels read that need nothing gathered.
+
+Shape letters: B single tokens, N pages of a table, P rows of a page, L = N * P.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tramontane.workers.attention.rolling_cache import PageRings
+
+MIN_KEYS = 1024  # in a table: narrower ones would be faster by nothing, and each width has kernels of its own
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """``pages_BN``: of each token's sequence, in position order, from the page of the oldest key that the token sees. Of their
+    rows, counted through, it sees those from ``first_B`` up to and without ``end_B``. All int32, on the device.
+
+    P = 4, W = 6, hence R = 3, ring [7, 2, 5], a token at position 9: it sees 4 to 9, pages 1 and 2 of the sequence. The table of
+    3 pages is [2, 5, 7], first 0, end 6; at position 8 it sees 3 to 8, and it is [7, 2, 5], 3, 9.
+    """
+
+    pages_BN: Tensor
+    first_B: Tensor
+    end_B: Tensor
+
+
+def page_table(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int) -> PageTable:
+    """Computed where the tensors are, by shapes alone. Entries past a token's own page are any page that there is."""
+    oldest_B = torch.zeros_like(positions_B) if ring.window is None else (positions_B - ring.window + 1).clamp(min=0)
+    first_page_B = oldest_B // ring.page_size
+    entries_BN = (first_page_B[:, None] + torch.arange(num_pages, device=positions_B.device)) % ring.ring_pages
+    start_B = first_page_B * ring.page_size
+    return PageTable(
+        ring.pages_SR[slots_B[:, None], entries_BN].int(), (oldest_B - start_B).int(), (positions_B - start_B + 1).int()
+    )
+
+
+def table_width(starts: list[int], ring: PageRings) -> int:
+    """Pages for tokens at these positions: a power of two, the middle between two, or the whole ring, so that there are few
+    widths, and little of a table lies behind its keys: split-K gives each part as much of the table, and some of them could
+    have none.
+
+    P = 16, no window, positions 100 and 2000: 126 pages are needed, 128 given. Position 1024: 65, 96, of which three parts in
+    four have keys (in 128 it were two of four, and one key). Position 70000 of 81920: 4376, 5120.
+    """
+    needed = max(start // ring.page_size - ring.oldest(start) // ring.page_size + 1 for start in starts)
+    return min(ring.ring_pages, max(_step(needed), -(-MIN_KEYS // ring.page_size)))
+
+
+def _step(number: int) -> int:
+    """The first that is not smaller of the powers of two and the middles between them, two for each doubling.
+
+    64, 96, 128, 192, 256: 64 -> 64, 65 -> 96, 97 -> 128; 2, 3, 4: 3 -> 3.
+    """
+    power = power_of_two(number)
+    middle = 3 * power // 4
+    return middle if number <= middle else power
+
+
+def power_of_two(number: int) -> int:
+    """The first that is not smaller: 1, 5 -> 8, 8."""
+    return 1 << (number - 1).bit_length()

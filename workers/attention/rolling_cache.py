@@ -1,0 +1,156 @@
+"""The rolling key/value cache of one stage: bytes in pages, and who holds which page.
+
+Position p of a sequence lives in entry (p // P) mod R of its page ring, row p mod P
+of that page, so it overwrites position p - R*P. The router decides which pages a
+sequence holds; here they are only remembered and turned into row numbers.
+
+Worked example, W = 3, P = 1, hence R = 3, pages [7, 2, 5]: positions 0..4 written in
+one chunk leave (only the last W rows are written) page 7 with position 3, page 2 with
+position 4, page 5 with position 2: in ring order [3, 4, 2]. After 5..9: [9, 7, 8].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
+from tramontane.proto.request import SamplingParams
+from tramontane.proto.step import MicroBatch
+from tramontane.workers.device.pinned_memory import on_device
+
+
+class PageRings:
+    """Page rings of all sequences on this stage, for one window class.
+
+    ``scratch_slot`` belongs to no sequence. Its one page lies behind those of the plan: padding is written there.
+    """
+
+    def __init__(self, window_class: WindowClass, page_size: int, max_num_seqs: int, device: torch.device) -> None:
+        self.window = window_class.window
+        self.page_size = page_size
+        self.ring_pages = window_class.ring_pages
+        self.num_pages = window_class.num_pages
+        self.scratch_slot = max_num_seqs
+        self.pages_SR = torch.zeros(max_num_seqs + 1, self.ring_pages, dtype=torch.int64, device=device)
+        self.pages_SR[self.scratch_slot] = self.num_pages
+        self.held = [0] * max_num_seqs
+        self._appended: list[tuple[int, int, int]] = []  # slot, entry and page that are not written down yet
+
+    def append(self, slot: int, pages: tuple[int, ...]) -> None:
+        first = self.held[slot]
+        assert first + len(pages) <= self.ring_pages
+        assert all(0 <= page < self.num_pages for page in pages)
+        self._appended += [(slot, first + i, page) for i, page in enumerate(pages)]
+        self.held[slot] = first + len(pages)
+
+    def write_down(self) -> None:
+        """What has been appended, in one copy."""
+        if self._appended:
+            slots, entries, pages = on_device(list(zip(*self._appended, strict=True)), torch.int64, self.pages_SR.device)
+            self.pages_SR[slots, entries] = pages
+            self._appended.clear()
+
+    def clear(self, slot: int) -> None:
+        self.held[slot] = 0
+
+    def oldest(self, position: int) -> int:
+        """The first position that the token at this one sees."""
+        return 0 if self.window is None else max(position - self.window + 1, 0)
+
+    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Cache rows of positions, any shape. P = 16, R = 5, position 83: entry 83//16 % 5 = 0, row 3 of that page."""
+        pages = self.pages_SR[slots, positions // self.page_size % self.ring_pages]
+        return pages * self.page_size + positions % self.page_size
+
+
+class SequenceTable:
+    """What the router has told this stage about each live sequence."""
+
+    def __init__(self, cache: CachePlan, max_num_seqs: int, device: torch.device) -> None:
+        self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
+        self.slots: dict[int, int] = {}
+        self.sampling: dict[int, SamplingParams] = {}
+        self.watched: dict[int, tuple[int, ...]] = {}  # layers whose experts a sequence asks for; few do, so only theirs
+        self.request_ids: dict[int, str] = {}  # for logs, of those that have one
+        self._free_slots = list(range(max_num_seqs))
+
+    def update(self, batch: MicroBatch) -> None:
+        """Forget released sequences, meet new ones, append new pages."""
+        for seq_id in batch.released:
+            self._forget(seq_id)
+        for chunk in batch.chunks:
+            if chunk.start == 0:
+                assert chunk.sampling is not None
+                assert chunk.seq_id not in self.slots
+                self.slots[chunk.seq_id] = self._free_slots.pop()
+                self.sampling[chunk.seq_id] = chunk.sampling
+                if chunk.sampling.return_experts:
+                    self.watched[chunk.seq_id] = chunk.sampling.return_experts
+                if chunk.request_id:
+                    self.request_ids[chunk.seq_id] = chunk.request_id
+            self._append(chunk.seq_id, chunk.new_pages)
+        for place, new_pages in batch.decodes.new_pages:
+            self._append(batch.decodes.seq_ids[place], new_pages)
+        for ring in self.rings:
+            ring.write_down()
+
+    def clear(self) -> None:
+        for seq_id in list(self.slots):
+            self._forget(seq_id)
+
+    def _append(self, seq_id: int, new_pages: tuple[tuple[int, ...], ...]) -> None:
+        slot = self.slots[seq_id]
+        for ring, pages in zip(self.rings, new_pages, strict=True):
+            if pages:
+                ring.append(slot, pages)
+
+    def _forget(self, seq_id: int) -> None:
+        slot = self.slots.pop(seq_id)
+        del self.sampling[seq_id]
+        self.watched.pop(seq_id, None)
+        self.request_ids.pop(seq_id, None)
+        for ring in self.rings:
+            ring.clear(slot)
+        self._free_slots.append(slot)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """Keys and values of one layer: every page of its window class, row after row."""
+
+    k_NGd: Tensor
+    v_NGd: Tensor
+
+    @classmethod
+    def zeros(cls, num_rows: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> "LayerCache":
+        shape = (num_rows, num_kv_heads, head_dim)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of rows of any shape. As rows of an embedding: that copies each in one piece, indexing does not."""
+        k, v = (F.embedding(rows, whole_NGd.flatten(1)) for whole_NGd in (self.k_NGd, self.v_NGd))
+        shape = (*rows.shape, *self.k_NGd.shape[1:])
+        return k.view(shape), v.view(shape)
+
+    def write(self, rows: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> None:
+        self.k_NGd.index_copy_(0, rows, k_TGd)
+        self.v_NGd.index_copy_(0, rows, v_TGd)
+
+
+class RollingCache:
+    """One ``LayerCache`` per layer of the stage, by global layer number; ``has_scratch``: with a page for padding."""
+
+    def __init__(self, plan: StagePlan, dtype: torch.dtype, device: torch.device, has_scratch: bool = False) -> None:
+        self.class_of = {layer: plan.cache.class_of(plan.args.windows[layer]) for layer in plan.layers}
+        self.layers = {
+            layer: LayerCache.zeros(
+                (plan.cache.classes[self.class_of[layer]].num_pages + has_scratch) * plan.cache.page_size,
+                plan.args.n_kv_heads,
+                plan.args.head_dim,
+                dtype,
+                device,
+            )
+            for layer in plan.layers
+        }

@@ -1,0 +1,150 @@
+"""Edges that are process groups of two: between GPUs with NCCL, beside a line (``gpu_edge``); in tests with gloo."""
+
+import os
+import re
+import socket
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import psutil
+from torch import Tensor
+from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
+
+from tramontane.proto.errors import LinkError
+from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_UNSENT, Address
+
+Group = Any  # one of torch's backends, of whose methods its type stubs know few
+
+STEP_TIMEOUT = timedelta(seconds=600)  # of a neighbour that neither sends nor dies; a group that has timed out is broken
+SENDER, RECEIVER = 0, 1  # ranks
+TAG = 0  # of all messages: they are taken in the order in which they were sent
+
+
+class GroupEdge:
+    """A process group apart from torch's default group.
+
+    A group has no way to be closed but to be forgotten, by its object and by all that was
+    started on it; the neighbour, also one that waits for us, hears of that at once.
+    """
+
+    def __init__(self, group: Group, timeout: timedelta | None) -> None:
+        self._group: Group | None = group
+        self._timeout = timeout
+        self._unsent: deque[tuple[Work, Tensor]] = deque()  # a tensor lives until it is sent
+
+    def send(self, hidden_TD: Tensor) -> None:
+        self._wait_for_room()
+        hidden_TD = hidden_TD.contiguous()
+        self._unsent.append((self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD))
+
+    def receive(self, hidden_TD: Tensor) -> None:
+        self._finish(self._start(lambda group: group.recv([hidden_TD], SENDER, TAG)))
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        self._unsent.clear()
+        if group is not None:
+            group.abort()  # NCCL needs it, gloo does nothing
+
+    def _wait_for_room(self) -> None:
+        while len(self._unsent) >= MAX_UNSENT:
+            try:
+                work, _ = self._unsent.popleft()
+            except IndexError:  # closed meanwhile
+                return
+            self._finish(work)
+
+    def _start(self, operation: Callable[[Group], Work]) -> Work:
+        group = self._group
+        if group is None:
+            raise LinkError("the link to a neighbour is closed")
+        try:
+            return operation(group)
+        except RuntimeError as error:
+            raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
+        finally:
+            del group  # an exception's traceback would keep it open
+
+    def _finish(self, work: Work) -> None:
+        """With NCCL the current stream waits for it from now on, and the host goes on: with a time limit it would wait too."""
+        try:
+            work.wait() if self._timeout is None else work.wait(self._timeout)
+        except RuntimeError as error:
+            del work  # an exception's traceback would keep the group open
+            raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
+
+
+class GroupListener:
+    """The store through which the two find each other. It asks for no word."""
+
+    def __init__(self, host: str, backend: str) -> None:
+        self._backend, self._host = backend, host
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, 0), family=family)  # TCPStore by itself listens on all interfaces
+        self.address: Address = (host, listener.getsockname()[1], "")
+        port, descriptor = self.address[1], listener.detach()
+        self._store: TCPStore | None = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, master_listen_fd=descriptor
+        )
+
+    def accept(self) -> GroupEdge:
+        assert self._store is not None
+        return _edge(self._backend, self._store, SENDER, self._host)
+
+    def close(self) -> None:
+        self._store = None
+
+
+class GroupEdges:
+    """``Edges`` of process groups; ``backend`` is nccl or gloo."""
+
+    def __init__(self, backend: str) -> None:
+        self._backend = backend
+
+    def listen(self, host: str) -> GroupListener:
+        return GroupListener(host, self._backend)
+
+    def connect(self, address: Address, host: str, /) -> GroupEdge:
+        store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
+        return _edge(self._backend, store, RECEIVER, host)
+
+
+def _edge(backend: str, store: TCPStore, rank: int, host: str) -> GroupEdge:
+    return GroupEdge(BACKENDS[backend](store, rank, host), TIMEOUTS[backend])
+
+
+def _gloo(store: TCPStore, rank: int, host: str) -> Group:
+    gloo: Any = ProcessGroupGloo  # whose options are called otherwise in torch's type stubs
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
+    options._threads = 1  # they are for collective operations
+    options._timeout = CONNECT_TIMEOUT
+    return gloo(store, rank, 2, options)
+
+
+def _nccl(store: TCPStore, rank: int, host: str) -> Group:
+    from torch.distributed import ProcessGroupNCCL  # not in every build of torch
+
+    # NCCL, and what watches it, have no other way to be told. Left alone, it ends the whole process where a neighbour is lost.
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # end the group only
+    return ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
+
+
+BACKENDS: dict[str, Callable[[TCPStore, int, str], Group]] = {"gloo": _gloo, "nccl": _nccl}
+TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
+
+
+def interface_of(host: str) -> str:
+    """The name of the interface that has this address: ``lo`` for 127.0.0.1."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == host for a in addresses):
+            return name
+    raise OSError(f"no network interface has the address {host}")
+
+
+def why(error: Exception) -> str:
+    """gloo's messages begin with a line of its source and go on with advice."""
+    return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

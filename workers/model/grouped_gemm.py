@@ -1,0 +1,136 @@
+"""All experts of a layer as one grouped product: how their weights lie in memory, and where torch has a kernel for it.
+
+Shape letters: E experts, C choices (rows sorted by expert), D model width, F feed-forward width, N rows and K columns of
+one expert's matrix.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tramontane.proto.plan import StagePlan
+from tramontane.workers.device.self_test import check, failure
+from tramontane.workers.kernels.fused_ops import PLAIN
+from tramontane.workers.weights.tensor_specs import TensorSpec
+
+logger = logging.getLogger(__name__)
+
+# Elsewhere torch reads the sizes of the groups on the host and multiplies one after the other.
+KERNEL_CAPABILITIES = (9, 10)  # the first number of it: Hopper and Blackwell
+KERNEL_STEP = 8  # bfloat16 numbers in the 16 bytes that rows must begin at
+FEW_ROWS = 8  # up to which each row reads its expert's weights by itself; not measured yet
+CLOSE = 2e-2  # of bfloat16 products added in another order, by relative norm
+
+
+class Stack(NamedTuple):
+    """The weights of all experts of one layer. ``for_few``: the kernels of ``few_rows`` do up to ``FEW_ROWS`` rows."""
+
+    w13_E2FD: Tensor
+    w2_EDF: Tensor
+    for_few: bool = False
+
+    def run(self, rows_CD: Tensor, ends_E: Tensor, gated: Callable[[Tensor], Tensor] = PLAIN.gated) -> Tensor:
+        """Each expert on its group of rows, [C, D]; those with none are not read. ``ends_E`` (int32) stays on the device.
+        ``gated``: as of ``Pointwise``.
+
+        Rows after the last group are nobody's: what comes out there is whatever was in memory.
+        """
+        if self.for_few and len(rows_CD) <= FEW_ROWS:
+            return self.row_by_row(rows_CD, ends_E)
+        both_C2F = F.grouped_mm(rows_CD, self.w13_E2FD.transpose(1, 2), offs=ends_E)
+        return F.grouped_mm(gated(both_C2F), self.w2_EDF.transpose(1, 2), offs=ends_E)
+
+    def row_by_row(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+        """The same, by kernels that read an expert's weights for each of its rows."""
+        from tramontane.workers.kernels.triton_moe import gated, product  # Triton comes with torch for CUDA only
+
+        return product(gated(rows_CD, self.w13_E2FD, ends_E), self.w2_EDF, ends_E)
+
+
+def with_few_rows(stacks: Mapping[int, Stack]) -> dict[int, Stack]:
+    """The same, for few rows too where that works, which is tried with the first: it compiles, and waits for the device."""
+    first = next(iter(stacks.values()), None)
+    if first is None or not _is_on_gpu(first):
+        return dict(stacks)
+    if why := failure(lambda: _try(first)):
+        logger.warning("experts on %s: no kernel for few rows (%s)", first.w13_E2FD.device, why)
+        return dict(stacks)
+    return {layer: stack._replace(for_few=True) for layer, stack in stacks.items()}
+
+
+def _is_on_gpu(stack: Stack) -> bool:
+    return stack.w13_E2FD.device.type == "cuda"
+
+
+@torch.inference_mode()
+def _try(stack: Stack) -> None:
+    """Groups of 0, 1, 1, ... rows: of 8 rows and 8 experts the last row is nobody's, of one row expert 1 has it."""
+    num_experts, _, width = stack.w13_E2FD.shape
+    like = stack.w13_E2FD
+    for num_rows in (1, FEW_ROWS):
+        rows_CD = torch.randn(num_rows, width, dtype=like.dtype, device=like.device)
+        ends_E = torch.arange(num_experts, dtype=torch.int32, device=like.device).clamp(max=num_rows)
+        own = slice(min(num_rows, num_experts - 1))
+        check(stack.row_by_row(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
+
+
+def stacked(weights: Sequence[Tensor]) -> Tensor | None:
+    """These matrices as one tensor [E, N, K] in the memory where they are, if they lie one after the other there.
+
+    Three of [2, 4] in one block, from its numbers 8, 16 and 24 on: strides 8, 4, 1 from 8 on.
+    """
+    if not weights or any(each.is_mkldnn for each in weights):  # packed ones have no such memory
+        return None
+    first, size = weights[0], weights[0].numel()
+    for number, each in enumerate(weights):
+        is_alike = each.shape == first.shape and each.dtype == first.dtype and each.is_contiguous()
+        is_beside = each.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (is_alike and is_beside and each.storage_offset() == first.storage_offset() + number * size):
+            return None
+    return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()), first.storage_offset())
+
+
+def places_together(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
+    """Where to load experts' matrices to, by parameter: those of a layer one after the other, w13 and w2 each by itself.
+
+    ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
+    """
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for spec in specs:
+        path = spec.parameter.split(".")
+        if path[0] == "experts" and spec.parameter not in shapes:
+            _, _, layer, _, matrix, _ = path
+            kinds.setdefault((layer, matrix), []).append(spec.parameter)
+            shapes[spec.parameter] = spec.parameter_shape
+    places: dict[str, Tensor] = {}
+    for parameters in kinds.values():
+        block_ENK = torch.empty(len(parameters), *shapes[parameters[0]], dtype=dtype, device=device)
+        places |= dict(zip(parameters, block_ENK, strict=True))
+    return places
+
+
+def are_together(plan: StagePlan, device: str) -> bool:
+    """Whether a stage's experts are to be loaded for grouped products. Where a GPU goes without, says why."""
+    if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
+        return False
+    if why := _obstacle(plan, torch.device(device)):
+        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, why)
+    return not why
+
+
+def _obstacle(plan: StagePlan, device: torch.device) -> str:
+    capability = torch.cuda.get_device_capability(device)
+    if plan.quantize:
+        return f"weights are {plan.quantize}"
+    if plan.dtype != "bfloat16":
+        return f"weights are {plan.dtype}, not bfloat16"
+    if capability[0] not in KERNEL_CAPABILITIES:
+        return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
+    if plan.args.dim % KERNEL_STEP or plan.args.hidden_dim % KERNEL_STEP:
+        return f"widths {plan.args.dim} and {plan.args.hidden_dim} are not multiples of {KERNEL_STEP}"
+    return ""

@@ -1,0 +1,110 @@
+"""The parts of a Mistral-family transformer layer, as the paper writes them.
+
+No cache, no scheduling, no device choice: a layer gets rotary tables and a
+function that attends.
+
+Shape letters: T tokens of a micro-batch in one packed row, D model width (dim),
+H query heads, G key/value heads, d head_dim, F feed-forward width (hidden_dim).
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.model.rotary import Rotary
+
+# (layer, q_THd, k_TGd, v_TGd) -> attended values THd
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention: H query heads share G key/value heads. Queries, keys and values are one product."""
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = args.head_dim
+        self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
+        self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
+        self.wo = Linear(args.n_heads * args.head_dim, args.dim)
+        self.pointwise = PLAIN
+
+    def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+        num_queries, num_keys, _ = self.num_heads
+        qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
+        qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
+        turned_THd = self.pointwise.turned(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        q_THd, k_TGd = rotary.scaled(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
+        out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
+        out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
+        return out_TD
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), of which w1 and w3 are one product. Also the shape of one expert."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.w13 = Linear(args.dim, 2 * args.hidden_dim)
+        self.w2 = Linear(args.hidden_dim, args.dim)
+        self.pointwise = PLAIN
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        out_TD: Tensor = self.w2(self.pointwise.gated(self.w13(x_TD)))
+        return out_TD
+
+
+class Gate(nn.Module):
+    """Chooses each token's experts: top-k of the logits first, softmax over those k after."""
+
+    def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.num_experts, self.top_k = num_experts, top_k
+        self.scores = Linear(dim, num_experts)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return expert ids [T, k] and weights [T, k] that sum to 1 per token."""
+        logits_Tk, expert_ids_Tk = torch.topk(self.scores(x_TD), self.top_k, dim=-1)
+        return expert_ids_Tk, torch.softmax(logits_Tk, dim=-1, dtype=torch.float32).to(x_TD.dtype)
+
+
+class TransformerBlock(nn.Module):
+    """One layer, numbered globally: the same layer has the same number in every split."""
+
+    def __init__(self, args: ModelArgs, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.attention = Attention(args, layer)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+        self.feed_forward = None if args.moe else FeedForward(args)
+        self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
+
+    def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
+        attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
+        return self.attention.pointwise.added_and_normed(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+
+
+def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:
+    """In every layer."""
+    for module in model.modules():
+        if isinstance(module, (Attention, FeedForward)):
+            module.pointwise = pointwise

@@ -1,0 +1,58 @@
+"""Hidden states on their way between stages: a small header and the raw bytes."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tramontane.proto import wire
+from tramontane.proto.request import ExpertChoices
+from tramontane.proto.step import StageTiming
+from tramontane.workers.device.pinned_memory import Leaving, leaving, to_device, to_host
+
+HOST = torch.device("cpu")
+
+# (header, bytes as a uint8 array): numpy arrays travel out of band and are read without a copy
+Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """``hidden_TD`` as it leaves a stage; the timings of the stages it has passed, and the experts that were chosen there."""
+
+    hidden_TD: Tensor
+    timings: tuple[StageTiming, ...]
+    choices: tuple[ExpertChoices, ...] = ()
+
+    def pack(self) -> Packed:
+        """On a GPU it waits until the bytes are on the host: whoever is given them reads them at once."""
+        hidden_TD = to_host(self.hidden_TD)
+        dtype = str(hidden_TD.dtype).removeprefix("torch.")
+        header = wire.encode_header(dtype, tuple(hidden_TD.shape), self.timings, self.choices)
+        return header, hidden_TD.view(torch.uint8).reshape(-1).numpy()
+
+    @classmethod
+    def unpack(cls, packed: Packed, device: torch.device = HOST) -> "Activation":
+        """On the host the tensor shares the array's memory, which may be read-only: never write to it in place."""
+        dtype, shape, timings, choices = wire.decode_header(packed[0])
+        hidden_TD = torch.from_numpy(packed[1]).view(getattr(torch, dtype)).view(shape)
+        return cls(to_device(hidden_TD, device), timings, choices)
+
+
+class Outbox:
+    """Where a step's hidden states leave the GPU by way of the host: they begin to when they are delivered, before the GPU is
+    given the next step.
+    """
+
+    def __init__(self) -> None:
+        self._leaving: Leaving | None = None
+
+    def put(self, hidden_TD: Tensor | None) -> None:
+        self._leaving = None if hidden_TD is None else leaving(hidden_TD)
+
+    def packed(self, outcome: Activation) -> Packed:
+        """The outcome of that step; waits until its bytes are on the host."""
+        assert self._leaving is not None
+        self._leaving.wait()
+        return replace(outcome, hidden_TD=self._leaving.tensor).pack()

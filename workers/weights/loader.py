@@ -1,0 +1,48 @@
+"""Modules with their weights in place: read or made, straight to their dtype and device."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.model_folder import Layout, RandomWeights, Weights
+from tramontane.workers.kernels.quantized_linear import try_products
+from tramontane.workers.model.grouped_gemm import places_together
+from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.quantize import quantize_linears
+from tramontane.workers.weights.random_weights import random_state
+from tramontane.workers.weights.tensor_specs import OnTensor, TensorsOf
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def with_weights(
+    make: Callable[[], M],
+    args: ModelArgs,
+    tensors_of: TensorsOf,
+    weights: Weights,
+    dtype: str,
+    quantize: Quantization | None,
+    device: str,
+    on_tensor: OnTensor,
+    experts_together: bool = False,
+) -> M:
+    """The module that ``make`` makes, which has the parameters of these tensors and no others.
+
+    ``experts_together``: those of a layer one after the other in memory, for grouped products.
+    """
+    with torch.device("meta"):
+        module = make()
+        if quantize:
+            quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype, quantize)
+    specs = tensors_of(Layout.HUGGING_FACE) if experts_together else ()
+    places = places_together(specs, getattr(torch, dtype), device)
+    if isinstance(weights, RandomWeights):
+        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, places)
+    else:
+        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, places)
+    module.load_state_dict(state, assign=True)
+    try_products(module, getattr(torch, dtype))
+    return module.eval()

@@ -1,0 +1,104 @@
+"""A whole checkpoint of random weights on disk, in either layout, written with little memory."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tramontane.proto.byte_size import readable_size
+from tramontane.proto.errors import ConfigError
+from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.mistral_params import mistral_params_of
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.model_folder import Layout
+from tramontane.workers.model.rotary import rows_in_pairs
+from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
+from tramontane.workers.weights.random_weights import random_parameter
+from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
+
+PART_BYTES = 2**28  # of one file; what is in memory at once
+
+
+def write_random_checkpoint(
+    folder: Path,
+    args: ModelArgs,
+    layout: Layout,
+    on_written: Callable[[int], None] = lambda _: None,
+    part_bytes: int = PART_BYTES,
+) -> None:
+    """Configuration and weights, both layouts with the same model. ``on_written`` hears the bytes of each file's tensors.
+
+    Raises ConfigError if something is there already, or there is not enough room; nothing is left then.
+    """
+    made = not folder.exists()
+    try:
+        if not made and any(folder.iterdir()):
+            raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise ConfigError(f"--out {folder} cannot be made: {error.strerror}") from error
+    parts = list(_parts(args, layout, part_bytes))
+    needed = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
+    try:
+        if needed > free:
+            raise ConfigError(f"--out {folder} needs {readable_size(needed)}, and {readable_size(free)} are free there")
+        _write(folder, args, layout, parts, on_written)
+    except BaseException:  # also Ctrl-C: half a checkpoint is of no use, and in the way of the next
+        for path in folder.iterdir():
+            path.unlink()
+        if made:
+            folder.rmdir()
+        raise
+
+
+def _write(
+    folder: Path, args: ModelArgs, layout: Layout, parts: Sequence[Sequence[TensorSpec]], on_written: Callable[[int], None]
+) -> None:
+    weight_map: dict[str, str] = {}
+    for number, specs in enumerate(parts, start=1):
+        name = _file_name(layout, number, len(parts))
+        _save({spec.name: _as_stored(spec, args.dtype) for spec in specs}, folder / name)
+        weight_map |= {spec.name: name for spec in specs}
+        on_written(sum(spec.num_bytes(args.dtype) for spec in specs))
+    if len(parts) > 1:
+        total_size = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
+    config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
+    (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # the library makes files that only their owner may read
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:
+    """Tensors in the order of the model, so many to a file that it stays below ``part_bytes``, or one."""
+    part: list[TensorSpec] = []
+    specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
+    for spec in specs.values():
+        if part and sum(s.num_bytes(args.dtype) for s in (*part, spec)) > part_bytes:
+            yield part
+            part = []
+        part.append(spec)
+    yield part
+
+
+def _file_name(layout: Layout, number: int, num_parts: int) -> str:
+    """model-00002-of-00007.safetensors, as both publish them."""
+    single = SINGLE_NAMES[layout]
+    return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
+
+
+def _as_stored(spec: TensorSpec, dtype: str) -> Tensor:
+    tensor = random_parameter(spec, dtype)
+    return rows_in_pairs(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor

@@ -1,0 +1,58 @@
+"""Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.model_folder import Layout
+from tramontane.workers.weights.quantize import hold
+from tramontane.workers.weights.tensor_specs import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first
+
+EMBEDDINGS = {names.embedding for names in NAMES.values()}
+
+
+def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
+    """All of ``random_pieces`` together."""
+    return torch.cat(list(random_pieces(spec, dtype, device)))
+
+
+def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
+    """The same numbers for a parameter however the model is split, in every layout, on one kind of device.
+
+    Norms are near one, and no two alike, or taking one for another would not show; every other matrix keeps the
+    size of what it multiplies, embeddings have a size of one.
+    """
+    is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
+    name = "tok_embeddings.weight" if is_embedding else spec.parameter
+    for rows in replace(spec, interleaved_heads=0).pieces:
+        generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
+        shape = (len(rows), *spec.shape[1:])
+        numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
+        if len(shape) == 1:
+            yield numbers.mul_(0.1).add_(1)
+        else:
+            yield numbers if is_embedding else numbers.mul_(spec.shape[1] ** -0.5)
+
+
+def random_state(
+    tensors_of: TensorsOf,
+    stored_dtype: str,
+    dtype: str,
+    device: str,
+    quantize: Quantization | None = None,
+    on_tensor: OnTensor = lambda _read, _made: None,
+    places: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
+    """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
+
+    Numbers are drawn in the dtype in which they would be stored, and then converted or quantised. ``places`` as there.
+    """
+    state = dict(places or {})
+    for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
+        hold(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
+        on_tensor(0, spec.num_bytes(dtype, quantize))
+    return state
