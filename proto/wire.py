@@ -21,7 +21,7 @@ from tramontane.proto.errors import (
     RequestError,
     TramontaneError,
 )
-from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId
+from tramontane.proto.plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,

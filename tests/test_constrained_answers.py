@@ -12,7 +12,7 @@ from json_schemas import Schema, random_schema
 from jsonschema import Draft202012Validator
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.actors.pieces import PiecesOf
+from tramontane.cluster.actors.pipeline_spec import PiecesOf
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args

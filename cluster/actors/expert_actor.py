@@ -13,8 +13,8 @@ from tramontane.cluster.actors.step_guard import OwnFailures
 from tramontane.cluster.actors.worker_actor import WorkerActor, WorkerHealth
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import ExpertLostError
-from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.model_folder import Weights
+from tramontane.proto.plan import ExpertId
 from tramontane.workers.weights.fingerprint import Fingerprint
 
 if TYPE_CHECKING:

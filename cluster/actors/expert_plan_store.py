@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 

@@ -11,7 +11,7 @@ from tramontane.cluster.actors.expert_plan_store import record_plan
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.planning.expert_planner import moves
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ExpertPlan
 
 if TYPE_CHECKING:
     from tramontane.cluster.actors.pipeline_spec import PipelineSpec

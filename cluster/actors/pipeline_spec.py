@@ -1,13 +1,31 @@
-"""What a pipeline is made of: everything that its supervisor needs to know, and what its actors are called."""
+"""What a pipeline is made of: everything that its supervisor needs to know, and what its actors are called.
+
+What the last stage needs of the tokenizer: the text that every token stands for, read where it works, and when it must.
+"""
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from tramontane.cluster.actors.pieces import PiecesOf
 from tramontane.cluster.actors.stage_actor import ExpertActors
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.model_folder import Weights
 from tramontane.proto.plan import ClusterPlan, Link
+from tramontane.router.tokenization.loader import open_tokenizer
 from tramontane.workers.weights.fingerprint import Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesOf:
+    """Of a checkpoint's tokenizer; of a folder without one, nothing."""
+
+    folder: Path
+    vocab_size: int
+
+    def __call__(self) -> tuple[bytes, ...]:
+        """Raises CheckpointError for what ``open_tokenizer`` raises it for."""
+        tokenizer = open_tokenizer(self.folder, self.vocab_size)
+        return tokenizer.vocabulary() if tokenizer else ()
+
 
 SUPERVISOR, STAGE, EXPERTS = "-supervisor", "-stage-", "-experts-"  # after the pipeline's name; a number follows the last two
 UNITS = 10_000  # that Ray divides a GPU into

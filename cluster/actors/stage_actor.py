@@ -11,21 +11,18 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tramontane.cluster.actors.expert_plan_store import current_plan
-from tramontane.cluster.actors.step_guard import OwnFailures
-from tramontane.cluster.actors.step_log import failures_logged
+from tramontane.cluster.actors.step_guard import OwnFailures, failures_logged
 from tramontane.cluster.actors.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import Link, StagePlan
+from tramontane.proto.plan import ExpertPlan, Link, StagePlan
 from tramontane.proto.step import StepResult
 from tramontane.workers.weights.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from tramontane.cluster.actors.pieces import PiecesOf
-    from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+    from tramontane.cluster.actors.pipeline_spec import PiecesOf, PipelineSpec
     from tramontane.workers.experts.remote_experts import RemoteExperts
     from tramontane.workers.links.channel import Address
     from tramontane.workers.stage.stage_link import StageLink

@@ -1,4 +1,7 @@
-"""Creates a pipeline's actors, grants its lease, and removes what nobody drives; it is on no step's path."""
+"""Creates a pipeline's actors, grants its lease, and removes what nobody drives; it is on no step's path.
+
+What a supervisor asks, and tells, of the application that its pipeline belongs to, when it seems to be abandoned.
+"""
 
 import contextlib
 import logging
@@ -10,27 +13,58 @@ from typing import Any, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import ActorUnavailableError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors.applications import end_application, head_answers, is_claimable
 from tramontane.cluster.actors.expert_actor import create_experts
 from tramontane.cluster.actors.expert_plan_store import forget_plan
 from tramontane.cluster.actors.expert_rebalancing import move_experts
-from tramontane.cluster.actors.found_workers import existing_stages, existing_workers, lease_in_stages
 from tramontane.cluster.actors.hang_detector import Silences, replace_stuck
-from tramontane.cluster.actors.holders import must_make_way
-from tramontane.cluster.actors.lease import LeaseBook
-from tramontane.cluster.actors.pipeline_spec import EXPERTS, STAGE, PipelineSpec
+from tramontane.cluster.actors.lease import Lease, LeaseBook, deployed_at, must_make_way
+from tramontane.cluster.actors.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
 from tramontane.cluster.actors.stage_actor import create_stage
-from tramontane.cluster.actors.stage_control import fence_stages
+from tramontane.cluster.actors.stage_control import existing_stages, existing_workers, fence_stages, lease_in_stages
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
+from tramontane.cluster.common.deployments import is_superseded
 from tramontane.cluster.common.node_labels import off_head
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ExpertPlan
 
 logger = logging.getLogger(__name__)
+
+HEAD_ANSWERS_WITHIN_S = 5.0
+
+
+def head_answers() -> bool:
+    """Whether it does, and has done so for some time: Ray makes whoever asks wait while it is away."""
+    asked_at = time.monotonic()
+    try:
+        ray.util.list_named_actors()
+    except RayError:
+        return False
+    return time.monotonic() - asked_at < HEAD_ANSWERS_WITHIN_S
+
+
+def is_claimable(application: Application | None, last: Lease | None) -> bool:
+    """Whether a router of a living application may still come for its pipeline; those of a newer deployment would have come."""
+    from ray import serve  # rarely needed, and slow to import
+
+    if application is None or application.name not in serve.status().applications:
+        return False
+    return last is None or not is_superseded(application.name, deployed_at(last.holder))
+
+
+def end_application(application: Application) -> None:
+    """Ray Serve does the rest by itself, if this actor is removed meanwhile."""
+    from ray import serve
+
+    applications = serve.status().applications
+    if application.owns_serve and applications.keys() <= {application.name}:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+    elif application.name in applications:
+        serve.delete(application.name)
+
 
 LEASE_TTL_S = 10.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it

@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tramontane.cluster.bench.bench_rounds import Outcome, PipelineUse, Round, Rounds
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import RequestTrace
+from tramontane.cluster.bench.results import Outcome, PipelineUse, RequestTrace, Round, Rounds
 from tramontane.cluster.bench.workload import BenchRequest, Workload
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine

@@ -10,11 +10,10 @@ from typing import Any
 
 import httpx
 
-from tramontane.cluster.bench.bench_rounds import Outcome, Round, Rounds
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import Failure, Figures, RequestTrace
+from tramontane.cluster.bench.results import Failure, Figures, Outcome, RequestTrace, Round, Rounds
 from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
-from tramontane.cluster.console.server_url import base_url, check_allowed
+from tramontane.cluster.console.server_client import base_url, check_allowed
 from tramontane.proto.errors import ConfigError, PipelineError
 
 PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from tramontane.cluster.console.batch_output import LineStream, PartFile
-from tramontane.cluster.console.client_key import Key, KeyFile, key_headers
+from tramontane.cluster.console.batch_client import LineStream, PartFile
 from tramontane.cluster.console.options import flag, option
+from tramontane.cluster.console.server_client import Key, KeyFile, key_headers
 from tramontane.proto.errors import ConfigError, PipelineError
-from tramontane.router.batch.job_problems import LineProblem, none_is_a_request
+from tramontane.router.batch.store import LineProblem, none_is_a_request
 
 if TYPE_CHECKING:
     from tramontane.cluster.console.batch_client import BatchClient

@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 
 from tramontane.cluster.common.signals import stoppable
-from tramontane.cluster.console.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.console.options import BATCHING, PIPELINE, RUN, configured, given_options, option, takes
 from tramontane.cluster.console.plotting import check_plot
+from tramontane.cluster.console.server_client import Key, KeyFile, key_headers
 from tramontane.proto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tramontane.cluster.bench.bench_rounds import Outcome
+    from tramontane.cluster.bench.results import Outcome
 
 ONLINE = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
 OF_ENGINE = {*PIPELINE, *BATCHING, *RUN} - {"seed", "json", "config"}
@@ -52,8 +52,8 @@ def bench(
     plot: Annotated[Path | None, option("--plot", help="Write a picture: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
-    from tramontane.cluster.bench.bench_rounds import Rounds
     from tramontane.cluster.bench.report import BenchDisplay
+    from tramontane.cluster.bench.results import Rounds
     from tramontane.cluster.bench.workload import Workload
 
     _check_flags(given_options(context), url)
@@ -81,8 +81,7 @@ def bench(
 
 
 def _show(outcome: "Outcome", plot: Path | None, as_json: bool) -> None:
-    from tramontane.cluster.bench.bench_plot import write_plot
-    from tramontane.cluster.bench.report import as_data, summary
+    from tramontane.cluster.bench.report import as_data, summary, write_plot
 
     if plot is not None:
         write_plot(plot, outcome)

@@ -1,4 +1,7 @@
-"""A conversation with a model: what is said comes in lines, what is answered goes to standard output."""
+"""A conversation with a model: what is said comes in lines, what is answered goes to standard output.
+
+``tramontane chat``.
+"""
 
 import asyncio
 import json
@@ -9,11 +12,23 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import aclosing, nullcontext, suppress
 from dataclasses import dataclass
 from io import UnsupportedOperation
-from typing import IO, Any
+from typing import IO, Annotated, Any, TextIO
+
+import typer
 
 from tramontane.cluster.common.signals import Interrupts
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.console.display import Display, for_terminal
+from tramontane.cluster.console.options import (
+    PIPELINE,
+    RUN,
+    Temperature,
+    TopK,
+    TopP,
+    configured,
+    option,
+    takes,
+)
 from tramontane.cluster.console.prompts import args_for_text
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError
@@ -194,3 +209,30 @@ async def lines_of_stdin() -> AsyncIterator[str]:
             raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
         if text.strip():
             yield text
+
+
+@takes(PIPELINE, RUN)
+def chat(
+    context: typer.Context,
+    system: Annotated[str | None, option("--system", help="What the model is told before the conversation.")] = None,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.")] = 1024,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+) -> None:
+    """Talk with a model: each line of standard input is what you say, in a terminal with history and editing."""
+
+    with configured(context) as settings:
+        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        display = Display(live=False)
+        in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
+        said = Terminal() if in_terminal else lines_of_stdin()
+        try:
+            asyncio.run(run_chat(settings, system, sampling, said, display))
+        finally:
+            display.stop()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """A closed one is None."""
+    return stream is not None and stream.isatty()

@@ -9,10 +9,9 @@ import typer
 from tramontane.cluster.cli.k8s import SHARED
 from tramontane.cluster.config.parsers import gpu_sizes
 from tramontane.cluster.console.options import BATCHING, flag, option, takes
-from tramontane.cluster.deploy.cluster_file import MARK, ClusterFile, cluster_text
 from tramontane.cluster.deploy.k8s_pods import Workers
 from tramontane.cluster.deploy.planned_cluster import THREADS, application_args, as_typed, folder_name, imagined_config, plan_of
-from tramontane.cluster.deploy.ray_up import MACHINES, Machine
+from tramontane.cluster.deploy.ray_up import MACHINES, MARK, ClusterFile, Machine, cluster_text
 from tramontane.proto.errors import ConfigError, PlanError
 
 OURS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}

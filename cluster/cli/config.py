@@ -7,8 +7,7 @@ from typing import Any
 import typer
 
 from tramontane.cluster.config.engine_config import SECRETS, ConfigFile, EngineConfig
-from tramontane.cluster.console.options import BATCHING, PIPELINE, RUN, configured, given_options, takes
-from tramontane.cluster.console.serve_options import SERVING
+from tramontane.cluster.console.options import BATCHING, PIPELINE, RUN, SERVING, configured, given_options, takes
 
 HIDDEN = "***"
 COMMENTS_FROM = 44  # columns

@@ -13,7 +13,7 @@ from tramontane.cluster.console.prompts import Prompt, encode_prompts
 from tramontane.cluster.console.token_colors import TokenColours, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceSpec
-from tramontane.router.engine.expert_history import by_layer
+from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 ExpertIds = dict[str, list[tuple[int, ...]]]  # by layer, token by token

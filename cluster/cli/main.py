@@ -13,7 +13,7 @@ import typer
 from tramontane.cluster.cli.__main__ import INTERRUPTED
 from tramontane.cluster.cli.batch import batch
 from tramontane.cluster.cli.bench import bench
-from tramontane.cluster.cli.chat_command import chat
+from tramontane.cluster.cli.chat import chat
 from tramontane.cluster.cli.cluster_yaml import cluster_yaml
 from tramontane.cluster.cli.config import config
 from tramontane.cluster.cli.drain import drain
@@ -30,6 +30,7 @@ from tramontane.cluster.console.options import (
     BATCHING,
     PIPELINE,
     RUN,
+    SERVING,
     Temperature,
     TopK,
     TopP,
@@ -41,7 +42,6 @@ from tramontane.cluster.console.options import (
 from tramontane.cluster.console.prompts import given_prompts
 from tramontane.cluster.console.run_summary import as_json, cut_short, summary
 from tramontane.cluster.console.secrets import hide_keys
-from tramontane.cluster.console.serve_options import SERVING
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 

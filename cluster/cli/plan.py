@@ -13,8 +13,7 @@ from tramontane.cluster.config.expert_load import by_expert, read_load
 from tramontane.cluster.config.parsers import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
 from tramontane.cluster.console.options import Defaults, flag
 from tramontane.cluster.planning.capacity import held_by, held_together, plan_as_data, ways_out
-from tramontane.cluster.planning.expert_outlook import ExpertOutlook, outlook
-from tramontane.cluster.planning.expert_planner import ExpertRequest
+from tramontane.cluster.planning.expert_planner import ExpertOutlook, ExpertRequest, outlook
 from tramontane.cluster.planning.planner import PlanRequest, StageRoom, TooLittleMemoryError, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError, PlanError

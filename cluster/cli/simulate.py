@@ -1,4 +1,7 @@
-"""``tramontane simulate``: our policy and published ones on a modelled pipeline, before anything is bought."""
+"""``tramontane simulate``: our policy and published ones on a modelled pipeline, before anything is bought.
+
+A picture of simulated runs: when the stages worked, and what requests waited for.
+"""
 
 import asyncio
 import json
@@ -17,7 +20,7 @@ from tramontane.cluster.common.signals import stoppable
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import Defaults, flag, option
-from tramontane.cluster.console.plotting import check_plot
+from tramontane.cluster.console.plotting import check_plot, save
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.policy import Work
 from tramontane.router.simulation.comparison import PERCENTILES, Summary, candidates, compared
@@ -26,6 +29,7 @@ from tramontane.router.simulation.traffic import Lengths, Traffic
 
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration
+
 
 ASSUMED_HOP_S = 2e-4
 CALIBRATED_STAGES = 2
@@ -78,8 +82,6 @@ def simulate(
         task = progress.add_task("simulating", total=len(chosen))
         outcomes = compared(chosen, pipeline, stages, traffic.arrivals(seed), max_num_seqs, lambda: progress.advance(task))
     if plot is not None:
-        from tramontane.cluster.cli.simulate_plot import draw
-
         draw(plot, [trace for _, trace in outcomes], [each.name for each, _ in outcomes])
     _print(outcomes, measured, as_json=as_json)
 
@@ -140,3 +142,25 @@ def _print(outcomes: Sequence[tuple[Summary, Trace]], measured: "Calibration | N
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:,.0f}"
+
+
+SHOWN_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
+
+
+def draw(path: Path, traces: Sequence[Trace], names: Sequence[str]) -> None:
+    """A row per policy: which stage worked when, and the distribution of the time between tokens."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 2.4 * len(traces)), layout="constrained")
+    rows = figure.subplots(len(traces), 2, squeeze=False, width_ratios=[3, 1])
+    for (work, gaps), trace, name in zip(rows, traces, names, strict=True):
+        middle = len(trace.timings) // 2
+        shown = trace.timings[middle : middle + SHOWN_STEPS]
+        start = min(timing.started_at for timings in shown for timing in timings)
+        for stage in range(len(shown[0])):
+            spans = [((timings[stage].started_at - start) * 1000, timings[stage].busy_s * 1000) for timings in shown]
+            work.broken_barh(spans, (stage + 0.6, 0.8), facecolors=["#3b6ea5", "#9cc3e6"] * (len(spans) // 2 + 1))
+        work.set(title=name, ylabel="stage", xlabel="ms")
+        gaps.hist([seconds * 1000 for seconds in trace.between_tokens_s()], bins=60, color="#3b6ea5")
+        gaps.set(title="between tokens", xlabel="ms", yscale="log")
+    save(figure, path)

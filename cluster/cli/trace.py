@@ -1,21 +1,27 @@
-"""``tramontane trace``."""
+"""``tramontane trace``.
+
+A trace of the stages in the format that Perfetto and chrome://tracing open: JSON with trace events.
+
+A pipeline is a process of it, a stage is a thread, a stage's work on a micro-batch is a slice, and an arrow follows each
+micro-batch through its stages. Times are microseconds since the trace began.
+"""
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import httpx
 from rich.console import Console
 
-from tramontane.cluster.console.client_key import Key, KeyFile, key_headers
 from tramontane.cluster.console.options import option
+from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, client_of, key_headers, known_of
 from tramontane.proto.errors import ConfigError, NotRunningError
-
-if TYPE_CHECKING:
-    import httpx
-
-    from tramontane.router.engine.activity_schema import Activity
+from tramontane.router.engine.activity_log import Activity, PastMicroBatch, PipelineActivity
 
 MAX_SECONDS = 3600.0
 ASK_EVERY_S = 0.5  # a server tells of 1000 micro-batches at once
@@ -30,9 +36,6 @@ def trace(
     key_file: KeyFile = None,
 ) -> None:
     """Write what the stages of a running server do for some seconds, as a trace for Perfetto."""
-    from tramontane.cluster.cli.expert_watch import client_of  # brings an HTTP client
-    from tramontane.cluster.cli.trace_file import num_slices, trace_data
-
     if not 0 < seconds <= MAX_SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
     _check_file(output)
@@ -45,10 +48,8 @@ def trace(
     print(f"{num_slices(data)} slices in {output}; open it at https://ui.perfetto.dev")
 
 
-def _looks(client: "httpx.Client", seconds: float) -> "Iterator[Activity]":
+def _looks(client: httpx.Client, seconds: float) -> Iterator[Activity]:
     """From the beginning to the first that is after the end, by the server's clock."""
-    from tramontane.cluster.console.server_client import ask_activity, known_of
-
     look = ask_activity(client)
     ends_at = look.now + seconds
     yield look
@@ -79,3 +80,120 @@ def _write(output: Path, data: dict[str, Any]) -> None:
         output.write_text(json.dumps(data), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"-o {output} cannot be written: {error.strerror}") from error
+
+
+MARK = {"writer": "tramontane trace"}
+LANES = 1000  # threads that one stage may have
+CLOCKS_S = 1e-3  # by which a stage's next work may seem to begin before the last has ended: the two times are not of one clock
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of one stage on one micro-batch; ``began_s`` is since the trace began."""
+
+    batch: PastMicroBatch
+    stage: int
+    began_s: float
+    busy_s: float
+    elapsed_s: float
+
+    @property
+    def ended_s(self) -> float:
+        return self.began_s + self.elapsed_s
+
+
+def trace_data(looks: Sequence[Activity]) -> dict[str, Any]:
+    """Of what began since the first look, whichever of them tells it."""
+    began_at = looks[0].now
+    names = sorted({pipeline.name for look in looks for pipeline in look.pipelines})
+    events: list[Event] = []
+    for process, name in enumerate(names, 1):
+        told = [(look.now - began_at, pipeline) for look in looks for pipeline in look.pipelines if pipeline.name == name]
+        events += [_meta("process_name", process, 0, name=name), *_pipeline(process, [each for _, each in told], began_at)]
+        events += [_counter(process, at_s, pipeline) for at_s, pipeline in told]
+    other = MARK | {"began_at": datetime.fromtimestamp(began_at, UTC).isoformat()}
+    return {"otherData": other, "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def num_slices(data: dict[str, Any]) -> int:
+    return sum(event["ph"] == "X" for event in data["traceEvents"])
+
+
+def _pipeline(process: int, told: Sequence[PipelineActivity], began_at: float) -> Iterator[Event]:
+    """A router that begins anew counts from 1 again, but in a later epoch."""
+    batches = {(batch.epoch, batch.number): batch for pipeline in told for batch in pipeline.micro_batches}
+    slices: dict[tuple[int, int], list[Event]] = {key: [] for key in batches}
+    for stage in told[0].stages:
+        works = [work for batch in batches.values() for work in _works(batch, began_at) if work.stage == stage.stage]
+        for number, lane in enumerate(lanes(works)):
+            thread = stage.stage * LANES + number
+            yield _meta("thread_name", process, thread, name=stage.label + (f" ({number + 1})" if number else ""))
+            yield _meta("thread_sort_index", process, thread, sort_index=thread)
+            for work, event in zip(lane, _slices(process, thread, lane), strict=True):
+                slices[work.batch.epoch, work.batch.number].append(event)
+                yield event
+    for (epoch, number), path in slices.items():
+        yield from _arrow(f"{process}.{epoch}.{number}", path)
+
+
+def _works(batch: PastMicroBatch, began_at: float) -> Iterator[Work]:
+    for stage, started_at, busy_s, elapsed_s in batch.stages:
+        if started_at >= began_at:
+            yield Work(batch, stage, started_at - began_at, busy_s, elapsed_s)
+
+
+def lanes(works: Iterable[Work]) -> list[list[Work]]:
+    """Slices of a thread must not overlap; a stage that waits for expert actors has two micro-batches at once.
+
+    0..3, 1..4 and 3..5 are [0..3, 3..5] and [1..4].
+    """
+    found: list[list[Work]] = []
+    for work in sorted(works, key=lambda each: each.began_s):
+        free = next((lane for lane in found if lane[-1].ended_s <= work.began_s + CLOCKS_S), None)
+        if free is None:
+            found.append([work])
+        else:
+            free.append(work)
+    return found
+
+
+def _slices(process: int, thread: int, lane: Sequence[Work]) -> Iterator[Event]:
+    """Each ends when the next begins, at the latest."""
+    for work, next_work in pairwise([*lane, None]):
+        assert work is not None
+        ended_s = work.ended_s if next_work is None else min(work.ended_s, next_work.began_s)
+        batch = work.batch
+        args = batch.model_dump(exclude={"stages"}) | {"busy_ms": 1e3 * work.busy_s}
+        times = {"ts": _us(work.began_s), "dur": round(_us(ended_s) - _us(work.began_s), 3)}
+        yield {"ph": "X", "name": _kind(batch), "cat": "stage", "pid": process, "tid": thread, **times, "args": args}
+
+
+def _kind(batch: PastMicroBatch) -> str:
+    if batch.prefill_tokens and batch.decodes:
+        return "mixed"
+    return "prefill" if batch.prefill_tokens else "decode"
+
+
+def _arrow(key: str, path: Sequence[Event]) -> Iterator[Event]:
+    """From the middle of each slice to that of the next stage's."""
+    if len(path) < 2:
+        return
+    for place, event in enumerate(path):
+        end = {"ph": "s"} if place == 0 else {"ph": "f", "bp": "e"} if place == len(path) - 1 else {"ph": "t"}
+        at = round(event["ts"] + event["dur"] / 2, 3)
+        yield end | {"name": "micro-batch", "cat": "flow", "id": key, "pid": event["pid"], "tid": event["tid"], "ts": at}
+
+
+def _counter(process: int, at_s: float, pipeline: PipelineActivity) -> Event:
+    args = {"running": pipeline.running, "waiting": pipeline.waiting}
+    return {"ph": "C", "name": "sequences", "pid": process, "tid": 0, "ts": _us(at_s), "args": args}
+
+
+def _meta(kind: str, process: int, thread: int, **args: object) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "ts": 0, "args": args}
+
+
+def _us(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -9,9 +9,16 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationError
 
 from tramontane.cluster.config.expert_load import ExpertLoad, given_load
-from tramontane.cluster.config.job_urls import absolute_database, absolute_folder
 from tramontane.cluster.config.logging import LogFormat, LogLevel, LogSettings
-from tramontane.cluster.config.parsers import api_keys, expert_sizes, gpu_sizes, gpu_speeds, url_prefixes
+from tramontane.cluster.config.parsers import (
+    absolute_database,
+    absolute_folder,
+    api_keys,
+    expert_sizes,
+    gpu_sizes,
+    gpu_speeds,
+    url_prefixes,
+)
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, Weights, is_preset

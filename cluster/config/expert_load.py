@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.expert_plan import ExpertId
+from tramontane.proto.plan import ExpertId
 
 ExpertLoad = tuple[tuple[int, ...], ...]  # tokens by expert, by layer
 KEY, PIPELINES = "tokens_per_expert", "pipelines"

@@ -1,14 +1,59 @@
-"""What ``tramontane top`` and ``tramontane trace`` ask a server: what its pipelines have done since they last asked."""
+"""What ``tramontane top`` and ``tramontane trace`` ask a server: what its pipelines have done since they last asked.
+
+The key that commands show to a server that wants one.
+
+Where a server is, as ``--url`` says, and whether it lets us in.
+"""
 
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
+from typing import Annotated, Any
 
 import httpx
 
-from tramontane.cluster.console.server_url import answer_of
+from tramontane.cluster.config.api_keys import KEY, keys_in
+from tramontane.cluster.console.options import option
 from tramontane.proto.errors import ConfigError, NotRunningError
-from tramontane.router.engine.activity_schema import Activity
+from tramontane.router.engine.activity_log import Activity
+
+PATIENCE_S = 20.0  # an ingress waits for its routers for five
+
+
+def base_url(url: str) -> httpx.URL:
+    """With or without the /v1 that OpenAI's clients want at the end. Raises ConfigError."""
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ConfigError(f"--url is {url!r}; it must begin with http:// or https://")
+    try:
+        return httpx.URL(base)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url is {url!r}: {error}") from error
+
+
+def client_of(url: str, headers: Mapping[str, str]) -> httpx.Client:
+    """Raises ConfigError as ``base_url`` does."""
+    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE_S)
+
+
+def answer_of(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
+    """Of a server that is there and lets us in, whatever it answers. Raises ConfigError."""
+    try:
+        answer = client.request(method, path, **options)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"--url {client.base_url} does not answer: {str(error) or type(error).__name__}") from error
+    check_allowed(client, answer)
+    return answer
+
+
+def check_allowed(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:
+    """Raises ConfigError if the server wants another key, or one at all."""
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        was_sent = "authorization" in answer.request.headers
+        wish = "wants another API key than this" if was_sent else "wants an API key"
+        raise ConfigError(f"--url {client.base_url} {wish}; give --api-key-file or --api-key")
+
 
 LOOK_EVERY_S = 1.0
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -46,7 +91,7 @@ def known_of(activity: Activity) -> dict[str, int]:
     return {pipeline.name: pipeline.last for pipeline in activity.pipelines}
 
 
-def looks(client: httpx.Client) -> Iterator[Look]:
+def poll_activity(client: httpx.Client) -> Iterator[Look]:
     """One a second, each with what is new. What is wrong with the first is raised; a server may come back, or be another one."""
     activity = ask_activity(client)
     yield activity
@@ -58,3 +103,18 @@ def looks(client: httpx.Client) -> Iterator[Look]:
             yield str(error)
         else:
             yield activity
+
+
+Key = Annotated[str | None, option("--api-key", help="For a server that wants one. Others may see it here; better in a file.")]
+KeyFile = Annotated[Path | None, option("--api-key-file", help="For a server that wants a key: the first of this file.")]
+
+
+def key_headers(key: str | None, file: Path | None) -> dict[str, str]:
+    """For every request; none where there is no key. Raises ConfigError, which does not repeat it."""
+    if key is not None and file is not None:
+        raise ConfigError("--api-key and --api-key-file both say the key; give one of them")
+    if file is not None:
+        key = keys_in(file)[0]
+    if key is not None and not KEY.fullmatch(key):
+        raise ConfigError("--api-key must be printable ASCII without spaces")
+    return {} if key is None else {"authorization": f"Bearer {key}"}

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from tramontane.router.engine.activity_schema import PastMicroBatch
+from tramontane.router.engine.activity_log import PastMicroBatch
 
 PROMPTS, DECODES = "░▒▓", "▁▂▃▄▅▆▇█"  # told apart without colours as well
 PROMPT_STYLE, DECODE_STYLE = "yellow", "cyan"

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.router.batch.schema import check_query
-from tramontane.router.engine.activity_schema import Activity
+from tramontane.router.engine.activity_log import Activity
 from tramontane.router.openai.completion_request import ParameterError
 
 AfterEach = Mapping[str, int]  # by pipeline, the number of the last micro-batch that is known already

@@ -22,14 +22,12 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, load_from
 from tramontane.cluster.http.body_limits import MAX_HELD, BodyBudget
 from tramontane.cluster.http.errors import ERROR_HANDLERS, json_error, owner_of, request_id
-from tramontane.cluster.http.failover_response import ANSWER, SaysItsNode
+from tramontane.cluster.http.failover_response import ANSWER, TELL, SaysItsNode
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
 from tramontane.cluster.http.request_middleware import DoorGuard
 from tramontane.cluster.http.slow_clients import WaitForReaders
 from tramontane.cluster.http.sse import EventStream, Growing, Pacer, paced_events
-from tramontane.cluster.http.static_pages import docs_routes
-from tramontane.cluster.http.ui_page import ui_routes
-from tramontane.cluster.http.whole_answers import TELL
+from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import ConfigError, OverloadedError
 from tramontane.proto.log_fields import about
 from tramontane.proto.ports import TokenSource

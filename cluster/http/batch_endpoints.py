@@ -1,8 +1,12 @@
-"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, and results while a job runs."""
+"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, and results while a job runs.
+
+What ``/openapi.json`` says of the doors of batch jobs.
+"""
 
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import BinaryIO
 
 from python_multipart.multipart import parse_options_header
@@ -12,14 +16,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http.batch_operations import JSONL
 from tramontane.cluster.http.body_limits import BodyBudget
+from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import TramontaneError
+from tramontane.router.batch import schema as shapes
 from tramontane.router.batch.jobs import JobRefusedError
 from tramontane.router.batch.result_files import result_line
 from tramontane.router.batch.schema import (
     MAX_FILE_LIST,
     MAX_LIST,
+    BatchRequest,
     batch_object,
     check_query,
     choice_of,
@@ -34,6 +40,36 @@ from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.completion_request import ParameterError
 
 logger = logging.getLogger(__name__)
+
+JSONL = "application/jsonl"
+TEXT: JsonSchema = {"type": "string"}
+ORDER: JsonSchema = {"enum": ["asc", "desc"]}
+LISTED: JsonSchema = {"type": "integer", "minimum": 1, "maximum": MAX_FILE_LIST}
+FILE_QUERY = {"limit": LISTED, "after": TEXT, "order": ORDER, "purpose": TEXT}
+BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIST}, "after": TEXT}
+RESULTS_QUERY = {"offset": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}}
+BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
+
+BATCH_OPERATIONS: Operations = MappingProxyType(
+    {
+        ("POST", "/v1/files"): Operation(
+            "Store a file of requests", shapes.StoredFile, (400, 408, 413, 503), shapes.Upload, body_type="multipart/form-data"
+        ),
+        ("GET", "/v1/files"): Operation("The files", shapes.FileList, (400, 404, 503), query=FILE_QUERY),
+        ("GET", "/v1/files/{file_id}"): Operation("A file", shapes.StoredFile, (404, 503)),
+        ("DELETE", "/v1/files/{file_id}"): Operation("Delete a file", shapes.DeletedFile, (404, 503)),
+        ("GET", "/v1/files/{file_id}/content"): Operation("What is in a file", errors=(404, 503), answer_type=JSONL),
+        ("POST", "/v1/batches"): Operation(
+            "Start a batch job", shapes.Batch, (400, 404, 408, 413, 429, 503), BatchRequest, BATCH_EXAMPLE
+        ),
+        ("GET", "/v1/batches"): Operation("The batch jobs", shapes.BatchList, (400, 404, 503), query=BATCH_QUERY),
+        ("GET", "/v1/batches/{job_id}"): Operation("A batch job", shapes.Batch, (404, 503)),
+        ("POST", "/v1/batches/{job_id}/cancel"): Operation("Cancel a batch job", shapes.Batch, (404, 503)),
+        ("GET", "/v1/batches/{job_id}/results"): Operation(
+            "Results of a batch job, while it runs", errors=(400, 404, 429, 503), answer_type=JSONL, query=RESULTS_QUERY
+        ),
+    }
+)
 
 MAX_BATCH_BODY = 64 * 2**10
 MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields

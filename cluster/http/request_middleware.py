@@ -8,14 +8,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http import ui_page
+from tramontane.cluster.http import static_pages
 from tramontane.cluster.http.errors import json_error
 from tramontane.cluster.serve_patches.proxy import REQUEST_ID
 from tramontane.proto.log_fields import GOOD_ID, about
 
 logger = logging.getLogger(__name__)
 
-OPEN_TO_ALL = {"/health"} | ui_page.PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
+OPEN_TO_ALL = {"/health"} | static_pages.UI_PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
 
 
 class DoorGuard:

@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors.holders import actor_as_holder
+from tramontane.cluster.actors.lease import actor_as_holder
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import answered_soon
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names

@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tramontane.cluster.actors.pieces import PiecesOf
-from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import PiecesOf, PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.lifecycle import joined_ray, own_ray, running_pipeline
 from tramontane.cluster.pipeline.load_progress import Loading, ShowLoading

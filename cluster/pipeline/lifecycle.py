@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors.holders import driver_as_holder
+from tramontane.cluster.actors.lease import driver_as_holder
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.supervisor_client import answered, answered_soon, keep_lease, renewed

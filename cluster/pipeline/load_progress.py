@@ -14,8 +14,7 @@ from ray.exceptions import RayError
 from tramontane.cluster.actors.pipeline_spec import EXPERTS, STAGE
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth, actor_names
 from tramontane.cluster.common.periodic import repeated
-from tramontane.proto.expert_plan import ExpertActorPlan
-from tramontane.proto.plan import ClusterPlan, StagePlan
+from tramontane.proto.plan import ClusterPlan, ExpertActorPlan, StagePlan
 
 POLL_S = 0.5
 WORKER = rf"({STAGE}|{EXPERTS})\d+$"  # what follows a pipeline's name in a worker's

@@ -20,7 +20,7 @@ from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
 from tramontane.cluster.serving.retry_policy import LOADING_S
 from tramontane.proto import wire
 from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 
 logger = logging.getLogger(__name__)

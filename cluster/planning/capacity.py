@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.planning.expert_outlook import ExpertOutlook
+from tramontane.cluster.planning.expert_planner import ExpertOutlook
 from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, is_possible
 from tramontane.proto.byte_size import GIB, readable_size
 from tramontane.proto.model_args import ModelArgs, Quantization

@@ -2,17 +2,19 @@
 
 All experts are equally large, so memory is a number of places. What an actor does is the load of its experts, assumed
 to be alike or as it was measured; a replica takes its share.
+
+What a plan of expert actors promises: how evenly they share the work. Pure arithmetic.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tramontane.cluster.planning.planner import StageRoom
 from tramontane.proto.byte_size import readable_size
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs, Quantization
+from tramontane.proto.plan import ExpertActorPlan, ExpertId, ExpertPlan
 from tramontane.workers.weights.tensor_specs import expert_tensors
 
 BROADLY = 8  # how much more it counts what an actor does in all than what it does in one layer
@@ -174,3 +176,64 @@ def _layer_loads(loads: dict[ExpertId, float]) -> dict[int, float]:
     for each, load in loads.items():
         totals[each.layer] = totals.get(each.layer, 0.0) + load
     return totals
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertOutlook:
+    """``shares``: what each actor does, as a multiple of the mean of all; where no load was measured, of load that is even.
+
+    ``busiest_if_even``: under the measured load, the busiest actor of the plan that assumes even load; None without one.
+    """
+
+    plan: ExpertPlan
+    rooms: tuple[StageRoom, ...]
+    shares: tuple[float, ...]
+    busiest_if_even: float | None
+
+    @property
+    def busiest(self) -> float:
+        return max(self.shares)
+
+    @property
+    def num_copies(self) -> dict[ExpertId, int]:
+        """Of each expert: 1 where it has no replicas."""
+        return {each: len(holders) for each, holders in self.plan.holders.items()}
+
+    @property
+    def num_replicated(self) -> int:
+        """Experts that are on more than one actor."""
+        return sum(copies > 1 for copies in self.num_copies.values())
+
+    def as_data(self) -> dict[str, object]:
+        """Memory in bytes; every expert as its layer and its number there."""
+        return {
+            "load": "even" if self.busiest_if_even is None else "measured",
+            "busiest": self.busiest,
+            "busiest_if_even": self.busiest_if_even,
+            "num_experts": len(self.num_copies),
+            "num_replicated": self.num_replicated,
+            "actors": [
+                {
+                    "memory": room.memory,
+                    "usable": room.usable,
+                    "weight_bytes": actor.weight_bytes,
+                    "share": share,
+                    "experts": [list(each) for each in actor.experts],
+                }
+                for actor, room, share in zip(self.plan.actors, self.rooms, self.shares, strict=True)
+            ],
+        }
+
+
+def outlook(args: ModelArgs, request: ExpertRequest) -> ExpertOutlook:
+    """Raises as ``plan_experts`` does."""
+    plan = plan_experts(args, request)
+    if request.loads is None:
+        return ExpertOutlook(plan, request.rooms, _shares(plan, dict.fromkeys(plan.holders, 1.0)), None)
+    assumed = plan_experts(args, replace(request, loads=None))
+    return ExpertOutlook(plan, request.rooms, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
+
+
+def _shares(plan: ExpertPlan, loads: dict[ExpertId, float]) -> tuple[float, ...]:
+    tokens = plan.loads(loads)
+    return tuple(each * len(tokens) / sum(tokens) for each in tokens)

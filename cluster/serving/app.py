@@ -19,17 +19,16 @@ from tramontane.cluster.common.node_labels import off_head
 from tramontane.cluster.common.periodic import repeat_for_ever
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.job_urls import has_password
+from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
 from tramontane.cluster.http.app import HttpDoor
-from tramontane.cluster.http.batch_endpoints import BatchDoor
-from tramontane.cluster.http.batch_operations import BATCH_OPERATIONS
+from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchDoor
 from tramontane.cluster.http.body_limits import MAX_HELD, BodyBudget
 from tramontane.cluster.http.slow_clients import note_queues_of_answers
 from tramontane.cluster.http.sse import Pacer
+from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import log_beside_ray_serve, serves_request_id
 from tramontane.cluster.observability.metrics import RayMetrics
-from tramontane.cluster.observability.request_metrics import RequestMetrics
 from tramontane.cluster.pipeline.engine import fingerprint_for
 from tramontane.cluster.serve_patches.ports import is_from_here, keep_internal_port_on_node_address
 from tramontane.cluster.serving.autoscaling import number_of_routers

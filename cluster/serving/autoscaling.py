@@ -8,7 +8,7 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.router.scheduling.demand import Demand
+from tramontane.router.scheduling.running_set import Demand
 
 SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # what a router tells, by Ray Serve's way for custom metrics
 POLICY = "tramontane.cluster.serving.autoscaling:WantedPipelines"

@@ -1,10 +1,13 @@
-"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that interactive requests have too."""
+"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that interactive requests have too.
+
+Batch jobs on several machines: what is kept on the disk of one of them cannot be met from another.
+"""
 
 import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,16 +15,16 @@ from types import MappingProxyType
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, naming_the_node
 from tramontane.cluster.common.periodic import repeat_for_ever
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import log_beside_ray_serve
 from tramontane.cluster.observability.metrics import RayMetrics
-from tramontane.cluster.observability.request_metrics import RequestMetrics
 from tramontane.cluster.serve_patches.ports import keep_internal_port_on_node_address
-from tramontane.cluster.serving.batch_nodes import OneMachineService
 from tramontane.cluster.serving.remote_routers import RemoteRouters
 from tramontane.cluster.serving.served_model import chat_format, served_model
 from tramontane.proto.errors import PipelineError
@@ -29,11 +32,13 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.batch.claims import JobClaims
 from tramontane.router.batch.database import Database
+from tramontane.router.batch.files import FileRecord, Purpose
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.jobs import Endpoint
+from tramontane.router.batch.jobs import Endpoint, Job, JobOptions
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage
+from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
@@ -43,6 +48,56 @@ from tramontane.router.tokenization.chat import ChatPrompt
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of
 
 logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 10.0  # nodes may join at any time
+
+
+def num_machines() -> int:
+    """Of the cluster that this process is connected to. Nodes at one address share a disk. Blocks; raises PipelineError."""
+    try:
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})  # type: ignore[no-untyped-call]
+    except (RayError, RuntimeError) as error:
+        raise PipelineError(f"Ray does not tell its nodes now: {error!s:.200}") from error
+
+
+class OneMachineService(BatchService):
+    """For a store on one machine: takes no job and no file while there are others. Doors and the runner may be on different
+    ones, and then nobody would ever run what was accepted. All else works, so that what is there can be read and cancelled.
+    """
+
+    def __init__(
+        self, settings: JobSettings, machines: Callable[[], int] = num_machines, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(settings)
+        self._machines, self._now = machines, now
+        self._num_machines, self._look_at = 0, now()
+
+    async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
+        await self._check_alone()
+        return await super().submit(lines, options, request_key)
+
+    async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
+        await self._check_alone()
+        return await super().submit_url(url, options, request_key)
+
+    async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
+        await self._check_alone()
+        return await super().submit_file(file_id, options, request_key)
+
+    async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
+        await self._check_alone()
+        return await super().upload(filename, purpose, pieces)
+
+    async def _check_alone(self) -> None:
+        if self._now() >= self._look_at:
+            self._num_machines = await asyncio.to_thread(self._machines)
+            self._look_at = self._now() + LOOK_EVERY_S
+        if self._num_machines > 1:
+            raise PipelineError(
+                f"batch jobs are off: this cluster has {self._num_machines} machines, and their store is on the disk of one; "
+                "serve with --jobs-database postgresql://HOST/NAME and a --jobs-storage that all of them see"
+            )
+
 
 FOLDER = ".tramontane"  # of the user, made when the first job comes
 TIDY_EVERY_S = 60.0

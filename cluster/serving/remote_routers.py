@@ -13,8 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.observability.logging import context_of
 from tramontane.cluster.serving.least_loaded_router import ONLY, any_but
-from tramontane.cluster.serving.retry_policy import Patience, refusal_to_go_by
-from tramontane.cluster.serving.room import Room, Waiting
+from tramontane.cluster.serving.retry_policy import Patience, Room, Waiting, refusal_to_go_by
 from tramontane.cluster.serving.router_queries import RouterQuestions, cancellable
 from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
 from tramontane.proto import wire

@@ -31,8 +31,7 @@ from tramontane.cluster.serve_patches.ports import LOOPBACK, bracketed
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
 from tramontane.cluster.serving.launcher_heartbeat import signs_of_life
-from tramontane.cluster.serving.preflight import check_jobs
-from tramontane.cluster.serving.serve_checks import check_doors, check_ports, check_room
+from tramontane.cluster.serving.preflight import check_doors, check_jobs, check_ports, check_room
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Sequence
 
 from tramontane.cluster.common.node_watch import LostNodes
-from tramontane.cluster.observability.request_log import log_accepted, log_ended
+from tramontane.cluster.observability.logging import log_accepted, log_ended
 from tramontane.cluster.observability.tracing import trace_ended
 from tramontane.proto import wire
 from tramontane.proto.errors import NoStreamError, NotRunningError, OtherModelError, PipelineError, TramontaneError

@@ -1,19 +1,39 @@
-"""Outcomes of lines on their way into the database: all that are ready travel in one transaction."""
+"""Outcomes of lines on their way into the database: all that are ready travel in one transaction.
+
+Threads for what the jobs' database and storage make one wait for; prompts are tokenized in others, and do not wait.
+"""
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
 
 from tramontane.router.batch.claims import Claim, JobClaims, Outcome
 from tramontane.router.batch.database import JobStoreError
-from tramontane.router.batch.job_threads import JobThreads
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class JobThreads:
+    """At most ``count``; whoever comes when all are taken waits, without holding anything up but jobs."""
+
+    def __init__(self, count: int) -> None:
+        self._pool = ThreadPoolExecutor(count, thread_name_prefix="jobs")
+
+    async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: call(*args, **kwargs))
+
+    def close(self) -> None:
+        """Waits for what is running, so that no connection stays open behind it."""
+        self._pool.shutdown(cancel_futures=True)
+
+
 MAX_AT_ONCE = 500  # outcomes of one transaction; other writers wait for it
 RETRY_S = 1.0
-T = TypeVar("T")
 Sleep = Callable[[float], Awaitable[None]]
 
 

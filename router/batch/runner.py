@@ -3,6 +3,8 @@
 Several jobs take turns, line by line: each has a task that waits for a free slot, and slots are given in the order in which
 they were asked for. A job of three lines is therefore done in three turns, however long the one before it is. A line that
 waits to be tried again lends its slot; of one job no more lines are begun and not done than there are slots.
+
+How many lines are in progress at once, over all jobs.
 """
 
 import asyncio
@@ -14,19 +16,47 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
-from tramontane.router.batch.batch_slots import Slot
 from tramontane.router.batch.claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
 from tramontane.router.batch.database import JobStoreError
 from tramontane.router.batch.input_lines import body_of
-from tramontane.router.batch.job_threads import JobThreads
 from tramontane.router.batch.jobs import Endpoint, JobState
-from tramontane.router.batch.outcome_writer import OutcomeWriter, Sleep, patiently
+from tramontane.router.batch.outcome_writer import JobThreads, OutcomeWriter, Sleep, patiently
 from tramontane.router.batch.result_files import write_result_files
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import error_text
 from tramontane.router.openai.errors import ErrorShape, shape_of
 
 logger = logging.getLogger(__name__)
+
+
+class Slot:
+    """One of ``slots``, which its owner has acquired for a line. Whoever asked first gets the next that is free."""
+
+    def __init__(self, slots: asyncio.Semaphore) -> None:
+        self._slots, self._is_held = slots, True
+
+    async def sleep(self, seconds: float, sleep: Sleep, unless: asyncio.Event) -> None:
+        """Others have it meanwhile; afterwards it is waited for. ``unless`` ends that at once, and the slot is not had then."""
+        self.give_back()
+        waiting = [asyncio.ensure_future(each) for each in (self._again(seconds, sleep), unless.wait())]
+        try:
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _again(self, seconds: float, sleep: Sleep) -> None:
+        await sleep(seconds)
+        await self._slots.acquire()
+        self._is_held = True
+
+    def give_back(self) -> None:
+        """Once, however often it is called."""
+        if self._is_held:
+            self._is_held = False
+            self._slots.release()
+
 
 T = TypeVar("T")
 Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]

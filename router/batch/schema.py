@@ -1,4 +1,7 @@
-"""OpenAI's shapes of batch jobs and files: what requests may say, and how answers look."""
+"""OpenAI's shapes of batch jobs and files: what requests may say, and how answers look.
+
+What the doors of batch jobs take and answer, for their description: tests hold answers against these models.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
@@ -124,3 +127,89 @@ def check_query(query: Mapping[str, str], *known: str) -> None:
     for name in query:
         if name not in known:
             raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Upload(_Shape):
+    """A form."""
+
+    purpose: Literal["batch"]
+    file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
+
+
+class StoredFile(_Shape):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    filename: str
+    purpose: str
+    status: Literal["processed"]
+    expires_at: int | None
+
+
+class _Page(_Shape):
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileList(_Page):
+    data: list[StoredFile]
+
+
+class DeletedFile(_Shape):
+    id: str
+    object: Literal["file"]
+    deleted: bool
+
+
+class JobProblem(_Shape):
+    code: str
+    message: str
+    line: int | None
+    param: str | None
+
+
+class JobProblems(_Shape):
+    object: Literal["list"]
+    data: list[JobProblem]
+
+
+class LineCounts(_Shape):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(_Shape):
+    """Times are seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Endpoint
+    errors: JobProblems | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Literal["validating", "in_progress", "cancelling", "completed", "cancelled", "failed"]
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    in_progress_at: int | None
+    expires_at: int | None
+    finalizing_at: None
+    expired_at: None
+    cancelling_at: int | None
+    completed_at: int | None
+    cancelled_at: int | None
+    failed_at: int | None
+    request_counts: LineCounts
+    metadata: dict[str, str] | None
+
+
+class BatchList(_Page):
+    data: list[Batch]

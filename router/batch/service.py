@@ -10,13 +10,11 @@ from tramontane.proto.errors import OverloadedError, TramontaneError, UnknownJob
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.job_intake import JobIntake
-from tramontane.router.batch.job_store import JobStore
-from tramontane.router.batch.job_threads import JobThreads
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobRefusedError, ResultLine
+from tramontane.router.batch.outcome_writer import JobThreads
 from tramontane.router.batch.storage import JobStorage, UrlReader
-from tramontane.router.batch.store import StoredJob, StoredResult
-from tramontane.router.batch.submissions import RETRY_AFTER_S, JobSubmissions
+from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
+from tramontane.router.batch.submissions import RETRY_AFTER_S, JobIntake, JobSubmissions
 
 RESULTS_AT_ONCE, CHARS_AT_ONCE = 500, 2**18  # of one stream, in memory while its reader is slow
 POLL_S = 0.5

@@ -1,16 +1,45 @@
-"""What the rows of jobs and lines mean, for all who read and write them."""
+"""What the rows of jobs and lines mean, for all who read and write them.
+
+What doors do with jobs in the database: look, cancel, read results. Methods block: call them beside the event loop.
+
+Why a job without one good line has failed, in one line.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from sqlalchemy import Connection, Row, select, update
 
+from tramontane.proto.errors import UnknownJobError
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.job_problems import LineProblem
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.openai.errors import ErrorShape
+
+NUM_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LineProblem:
+    """``message`` begins with the number of the line: ``line 2: it is not JSON``."""
+
+    line: int
+    code: str
+    message: str
+
+
+def none_is_a_request(problems: Sequence[LineProblem], num_lines: int) -> str:
+    """``problems``: of the first lines. What several of them have in common is told of the first that has it."""
+    by_words: dict[str, str] = {}
+    for problem in problems:
+        by_words.setdefault(problem.message.removeprefix(f"line {problem.line}: "), problem.message)
+    shown = list(by_words.values())[:NUM_SHOWN]
+    more = [f"and {num_lines - len(shown)} more"] if num_lines > len(shown) else []
+    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is no request"
+    return f"{which}: {'; '.join([*shown, *more])}"
+
 
 SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
 DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
@@ -94,3 +123,47 @@ def _stored_job(row: Row[Any], problems: Sequence[LineProblem]) -> StoredJob:
     counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
     job = Job(row.job_id, state, options, *counts, row.created_at, row.started_at, row.ended_at, row.error)
     return StoredJob(job, row.number, row.input_file, row.output_file, row.error_file, row.cancelling_at, problems)
+
+
+class JobStore:
+    """Jobs of one ``queue`` that were accepted. ``clock``: seconds since 1970."""
+
+    def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time) -> None:
+        self._database, self._queue, self._clock = database, queue, clock
+
+    def get(self, job_id: str) -> StoredJob:
+        """Raises UnknownJobError."""
+        if self._database.exists and "\0" not in job_id:  # which PostgreSQL would not even compare
+            with self._database.reading() as connection:
+                found = stored_jobs(connection, connection.execute(select(jobs).where(self._named(job_id))).all())
+            if found:
+                return found[0]
+        raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
+
+    def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
+        """The newest first. Raises UnknownJobError."""
+        where = (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
+        if after is not None:
+            where &= jobs.c.number < self.get(after).number
+        if not self._database.exists:
+            return []
+        with self._database.reading() as connection:
+            rows = connection.execute(select(jobs).where(where).order_by(jobs.c.number.desc()).limit(limit)).all()
+            return stored_jobs(connection, rows)
+
+    def cancel(self, job_id: str) -> StoredJob:
+        """A runner ends it. Raises UnknownJobError."""
+        number = self.get(job_id).number
+        begun = [JobState.QUEUED.value, JobState.RUNNING.value]
+        with self._database.writing() as connection:
+            where = (jobs.c.number == number) & jobs.c.state.in_(begun)
+            values = {"state": JobState.CANCELLING.value, "cancelling_at": self._clock()}
+            connection.execute(update(jobs).where(where).values(values))
+        return self.get(job_id)
+
+    def results(self, job: StoredJob, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE) -> Sequence[StoredResult]:
+        """From this offset on, without a gap: what comes behind a line that is not done is not told yet."""
+        return read_results(self._database, job.number, offset, limit, max_chars)
+
+    def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
+        return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)

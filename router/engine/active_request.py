@@ -1,14 +1,89 @@
-"""One client's request while a router works on it."""
+"""One client's request while a router works on it.
+
+Which experts the tokens of a request have chosen, from the stages to whoever asked for them.
+
+Log-probabilities of a request's tokens, from the last stage to whoever asked for them.
+
+How long requests wait for their first micro-batch: what whoever is refused is told.
+"""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tramontane.proto.errors import PipelineError, PoisonError
 from tramontane.proto.log_fields import about, about_all
-from tramontane.proto.request import ExpertChoices, Logprobs, RequestTimes, TokenBatch, TokenEvent
-from tramontane.router.engine.expert_history import ExpertHistory
-from tramontane.router.engine.logprob_history import LogprobHistory
+from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, RequestTimes, TokenBatch, TokenEvent
+from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
+
+
+class LogprobHistory:
+    """Keeps them until a token of the same sequence goes out. No position goes out twice: a prompt that is computed again has
+    the same, up to float rounding.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}  # position, by sequence
+        self._held: dict[int, list[Logprobs]] = {}  # by sequence
+
+    def begin_at(self, seq_id: int, position: int) -> None:
+        """All before it has been told, by another router."""
+        self._next[seq_id] = position
+
+    def add(self, logprobs: Logprobs) -> None:
+        """Positions follow each other, or begin anew. Of 1..4 and 3..6 the second adds 5 and 6."""
+        seq_id, start = logprobs.seq_id, logprobs.start
+        due = self._next.get(seq_id, start)
+        assert start <= due, "positions are missing"
+        if new := logprobs.logprobs[due - start :]:
+            self._held.setdefault(seq_id, []).append(Logprobs(seq_id, due, new, logprobs.top[due - start :]))
+            self._next[seq_id] = due + len(new)
+
+    def take(self, events: Iterable[TokenEvent]) -> tuple[Logprobs, ...]:
+        """All that is kept of these events' sequences."""
+        if not self._held:  # nearly always
+            return ()
+        return tuple(logprobs for event in events for logprobs in self._held.pop(event.seq_id, ()))
+
+
+class ExpertHistory:
+    """Keeps what was chosen until a token of the same sequence goes out. No position goes out twice: what a sequence that gave
+    its pages back computes again is the same, up to float rounding.
+    """
+
+    def __init__(self) -> None:
+        self._num_known: Counter[tuple[int, int]] = Counter()  # positions, by sequence and layer
+        self._held: defaultdict[int, list[ExpertChoices]] = defaultdict(list)  # by sequence
+
+    def begin_at(self, seq_id: int, layers: Iterable[int], position: int) -> None:
+        """All before it has been told, by another router."""
+        self._num_known.update(dict.fromkeys(((seq_id, layer) for layer in layers), position))
+
+    def add(self, choices: ExpertChoices) -> None:
+        """Positions follow each other, or begin anew. Of 0..4 and 3..6 the second adds 5 and 6."""
+        key = choices.seq_id, choices.layer
+        num_known = self._num_known[key]
+        assert choices.start <= num_known, "positions are missing"
+        if new := choices.expert_ids[num_known - choices.start :]:
+            self._held[choices.seq_id].append(choices._replace(start=num_known, expert_ids=new))
+            self._num_known[key] += len(new)
+
+    def take(self, seq_id: int) -> list[ExpertChoices]:
+        return self._held.pop(seq_id, [])
+
+
+def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str, list[tuple[int, ...]]]:
+    """Of the positions first..end-1 of one sequence, token by token; a layer of which none is there is left out.
+
+    Positions 2..4 of layer 7, asked for 3..9: {"7": [those of 3, those of 4]}.
+    """
+    told: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for _, layer, start, expert_ids in choices:
+        if part := expert_ids[max(first - start, 0) : max(end - start, 0)]:
+            told[str(layer)] += part
+    return dict(told)
+
 
 Sink = Callable[[TokenBatch | PipelineError | PoisonError], None]
 
@@ -68,3 +143,25 @@ class LiveRequest:
 
     def _times(self, now: float) -> RequestTimes:
         return RequestTimes(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
+
+
+class Starts:
+    """Of one router's requests, by its clock."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
+
+    def note(self, batch: MicroBatch, requests: Mapping[int, LiveRequest]) -> None:
+        """This micro-batch is sent; ``requests`` by the ids of their sequences."""
+        for chunk in batch.chunks:
+            if chunk.start == 0 and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
+                request.started_at = self._clock()
+                self._last_queue_s[request.priority] = request.started_at - request.arrived_at
+
+    def retry_after_s(self, priority: int, requests: Iterable[LiveRequest]) -> int:
+        """As long as the request like it that started last has waited, or one that has not for longer, in whole seconds."""
+        now = self._clock()
+        waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)
+        longest = max((now - request.arrived_at for request in waiting), default=0.0)
+        return max(1, math.ceil(max(longest, self._last_queue_s[priority])))

@@ -1,4 +1,7 @@
-"""What a pipeline has done of late, for whoever looks: every micro-batch, and how long clients waited for tokens. Bounded."""
+"""What a pipeline has done of late, for whoever looks: every micro-batch, and how long clients waited for tokens. Bounded.
+
+What ``GET /activity`` answers, for its description: tests hold answers against these models. All times in seconds.
+"""
 
 import math
 import time
@@ -6,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice, repeat
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict
 
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import LiveRequest
@@ -133,3 +138,56 @@ def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> dict[str, 
     if not recent:
         return None
     return {f"p{percent}": recent[math.ceil(len(recent) * percent / 100) - 1] for percent in (50, 95)}
+
+
+class _Shape(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ShownStage(_Shape):
+    label: str
+    stage: int
+
+
+class Percentiles(_Shape):
+    """Of the last minute."""
+
+    p50: float
+    p95: float
+
+
+class PastMicroBatch(_Shape):
+    """``stages``: of each its number, when it began by its own clock (since 1970), how long it computed, and how long it took."""
+
+    number: int
+    step: int
+    epoch: int
+    prefill_tokens: int
+    decodes: int
+    stages: list[tuple[int, float, float, float]]
+
+
+class PipelineActivity(_Shape):
+    """``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``last`` is for the next ``after``."""
+
+    name: str
+    stages: list[ShownStage]
+    busy: list[float]
+    tokens_per_s: float
+    running: int
+    waiting: int
+    pages_held: int
+    pages: int
+    epoch: int
+    recoveries: int
+    first_token_s: Percentiles | None
+    inter_token_s: Percentiles | None
+    micro_batches: list[PastMicroBatch]
+    last: int
+
+
+class Activity(_Shape):
+    """``now`` is the door's clock (since 1970)."""
+
+    now: float
+    pipelines: list[PipelineActivity]

@@ -10,12 +10,11 @@ from tramontane.proto.errors import FullError, LeaseError, OverloadedError, Pipe
 from tramontane.proto.ports import StageChain
 from tramontane.proto.request import SequenceSpec, TokenBatch, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.engine.active_request import LiveRequest, Sink, about_them
+from tramontane.router.engine.active_request import LiveRequest, Sink, Starts, about_them
 from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.health import Progress
 from tramontane.router.engine.in_flight import InFlight
 from tramontane.router.engine.pipeline_stats import PipelineCounts
-from tramontane.router.engine.starts import Starts
 from tramontane.router.engine.token_queue import Mailbox
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence

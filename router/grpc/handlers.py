@@ -1,6 +1,9 @@
-"""The services of ``inference.proto`` for a gRPC server, made so that bytes which are no message can be answered too."""
+"""The services of ``inference.proto`` for a gRPC server, made so that bytes which are no message can be answered too.
 
-from collections.abc import Callable
+gRPC reflection: what services there are, told to those who may ask.
+"""
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +12,10 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from google.protobuf.unknown_fields import UnknownFieldSet
-from grpc_reflection.v1alpha import reflection_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from tramontane.proto import inference_pb2
+from tramontane.proto.errors import RequestError
 
 SERVICES = ("Inference", "BatchJobs")
 
@@ -69,3 +73,20 @@ def _has_unknown(message: Message) -> bool:
     """Itself, or a message in it. An entry of a map with such a field is one of the message that has the map."""
     inner = (value for field, value in message.ListFields() if field.message_type)
     return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))
+
+
+OURS = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
+
+
+async def reflected(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    """One answer for each question. Raises RequestError for what is none."""
+    answers = reflection.aio.ReflectionServicer([*OURS, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
+    async for answer in answers.ServerReflectionInfo(_questions(requests), None):
+        yield answer
+
+
+async def _questions(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+    async for request in requests:
+        if isinstance(request, Malformed):
+            raise RequestError(request.message)
+        yield request

@@ -17,8 +17,7 @@ from tramontane.proto.ports import TokenSource
 from tramontane.router.batch.jobs import JobService
 from tramontane.router.grpc import job_messages as grpc_jobs
 from tramontane.router.grpc.coalesce import closing, together
-from tramontane.router.grpc.grpc_reflection_service import reflected
-from tramontane.router.grpc.handlers import Malformed
+from tramontane.router.grpc.handlers import Malformed, reflected
 from tramontane.router.grpc.job_messages import job_message, line_message
 from tramontane.router.grpc.messages import models_of, parsed_generate, parsed_score, response_of, score_of
 from tramontane.router.grpc.status import refusal_of

@@ -1,24 +1,59 @@
-"""``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out."""
+"""``/v1/completions`` without the HTTP: a parsed request in, OpenAI's objects out.
+
+In what the answers of endpoints differ, and what a whole answer is made of.
+"""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
-from tramontane.router.engine.expert_history import by_layer
+from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.resumable_request import renumbered
-from tramontane.router.openai.answer_form import AnswerForm
 from tramontane.router.openai.choice_text import ChoiceText
 from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
-from tramontane.router.openai.logprobs import TokenScore, chosen_prompt, prompt_logprobs, scores_of
-from tramontane.router.openai.model_checks import check_prompts, check_request
+from tramontane.router.openai.logprobs import (
+    ChosenToken,
+    TokenScore,
+    chosen_prompt,
+    completion_logprobs,
+    joined_logprobs,
+    prompt_logprobs,
+    scores_of,
+)
 from tramontane.router.openai.resume_state import BegunAnswer, ChoiceNews
-from tramontane.router.openai.served_model import ServedModel, encoded
+from tramontane.router.openai.served_model import ServedModel, check_prompts, check_request, encoded
 from tramontane.router.structured.grammar import grammar_for
 from tramontane.router.structured.validator import beside_others
+from tramontane.router.tokenization.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """Of one endpoint. ``choices``: one for each sequence; ``grammar``: of every answer."""
+
+    choices: Sequence[ChoiceText]
+    logprobs: Callable[[Tokenizer | None, Sequence[ChosenToken], int], dict[str, Any]] = completion_logprobs
+    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = joined_logprobs
+    grammar: str = ""
+
+    def whole(self, changes: Sequence[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+        """One choice, from all of its changes."""
+        layers = request.return_experts
+        text = "".join(change["text"] for change in changes)
+        whole = changes[0] | {"text": text, "finish_reason": changes[-1]["finish_reason"]}
+        if "token_ids" in whole:
+            whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
+        if request.logprobs is not None:
+            whole["logprobs"] = self.joined_logprobs(change["logprobs"] for change in changes)
+        for name in ("prompt_experts", "experts") if layers else ():
+            parts = [change.get(name, {}) for change in changes]
+            whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
+        return whole
+
 
 Tell = Callable[[list[ChoiceNews], list[dict[str, Any]]], Awaitable[None]]
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from tramontane.proto.errors import DeadlineError, DrainingError, FullError, NotRunningError, OverloadedError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, SequenceSpec, TokenBatch
-from tramontane.router.engine.recent import Recent
+from tramontane.router.engine.pipeline_stats import Recent
 
 # Why a request was not taken. The first that fits counts.
 REFUSALS = MappingProxyType(

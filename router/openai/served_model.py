@@ -1,4 +1,7 @@
-"""The model that doors serve: what they know of it, what they say of it, and its prompts as token ids."""
+"""The model that doors serve: what they know of it, what they say of it, and its prompts as token ids.
+
+What a request that is well-formed may still not ask of the model that is served.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.openai.completion_request import ParameterError
+from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
 from tramontane.router.openai.request_stats import RequestCounts
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -78,3 +81,83 @@ def check_model_name(model: ServedModel, name: str | None) -> None:
 
 class UnknownModelError(RequestError):
     """The client named a model that is not served here."""
+
+
+MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have
+MAX_PROMPT_LOGPROBS = 2**17  # likewise 2 MiB: they all come with a prompt's first token
+MAX_LOGPROBS_IN_ALL = 2**19  # of one request's answer, which may be kept whole: some 20 MB of JSON
+
+
+def check_request(model: ServedModel, request: CompletionRequest) -> None:
+    """Before its prompts are tokenized. Raises ParameterError, as all of these do."""
+    if request.num_sequences > model.max_sequences:
+        raise ParameterError(
+            f"{len(request.prompt)} prompt{'s' * (len(request.prompt) > 1)} with n = {request.n}: "
+            f"{request.num_sequences} sequences; one request may have at most {model.max_sequences}",
+            "prompt",
+        )
+    if model.tokenizer is None and request.stop:
+        raise ParameterError("stop needs text, and this model has no tokenizer", "stop")
+    _check_layers(request.return_experts, model.num_layers)
+    _check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
+
+
+def check_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+    """What these many tokens make of it."""
+    for length in lengths:
+        if length >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
+            raise ParameterError(
+                f"the prompt has {length} tokens; with a context of {model.max_model_len} positions "
+                f"it may have at most {model.max_model_len - 1}",
+                "prompt",
+            )
+    _check_told(model, request, lengths)
+
+
+def _check_told(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+    """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
+    num_prompt = request.n * sum(lengths)
+    num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
+    _check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
+    if (num_top := request.num_prompt_top) is not None:
+        name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
+        _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
+    if request.logprobs is not None:
+        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
+
+
+def _check_layers(layers: Sequence[int], num_layers: int) -> None:
+    """``num_layers``: 0 for a model without experts."""
+    if layers and not num_layers:
+        raise ParameterError("return_experts: this model has no experts", "return_experts")
+    if wrong := [layer for layer in layers if layer >= num_layers]:
+        raise ParameterError(
+            f"return_experts: there is no layer {wrong[0]}; this model has layers 0 to {num_layers - 1}", "return_experts"
+        )
+
+
+def _check_num_experts(num_layers: int, num_tokens: int, experts_per_token: int) -> None:
+    """``num_layers`` asked for, of as many tokens as there may be."""
+    num_ids = num_tokens * num_layers * experts_per_token
+    if num_ids > MAX_EXPERT_IDS:
+        raise ParameterError(
+            f"return_experts: {num_layers} layers of up to {num_tokens} tokens are {num_ids} experts; "
+            f"one request may ask for at most {MAX_EXPERT_IDS}, so ask for fewer layers or tokens",
+            "return_experts",
+        )
+
+
+def _check_logit_bias(token_ids: Sequence[int], vocab_size: int) -> None:
+    if wrong := [token_id for token_id in token_ids if token_id >= vocab_size]:
+        raise ParameterError(f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {vocab_size}", "logit_bias")
+
+
+def _check_num_logprobs(name: str, num_tokens: int, num_top: int, most: int) -> None:
+    """``num_tokens``: as many as there may be, of all choices. ``name``: of the parameter that asks for them."""
+    num_logprobs = num_tokens * (num_top + 1)
+    if num_logprobs > most:
+        raise ParameterError(
+            f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are {num_logprobs}; "
+            f"one request may ask for at most {most}, so ask for fewer, or for fewer tokens",
+            name,
+        )

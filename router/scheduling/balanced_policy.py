@@ -7,8 +7,7 @@ from itertools import islice
 import numpy as np
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.cost_model import CostModel
-from tramontane.router.scheduling.pipeline_times import PipelineTimes, Seconds
+from tramontane.router.scheduling.cost_model import CostModel, PipelineTimes, Seconds
 from tramontane.router.scheduling.policy import EvenPolicy, Load, Share, Work, kept_for_prompts
 from tramontane.router.scheduling.round_times import RoundWatch
 

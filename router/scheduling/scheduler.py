@@ -9,12 +9,11 @@ from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.scheduling.admission import Limits, check_possible, is_full, overload
 from tramontane.router.scheduling.decode_queue import Decoding
-from tramontane.router.scheduling.demand import Demand, demand_of
 from tramontane.router.scheduling.poison_detector import Suspects
 from tramontane.router.scheduling.policy import Load, Policy, Share, Work
 from tramontane.router.scheduling.prefill_queue import Prompts, num_tokens_of_first_level
 from tramontane.router.scheduling.priority_aging import note_left_behind
-from tramontane.router.scheduling.running_set import Admitted
+from tramontane.router.scheduling.running_set import Admitted, Demand, demand_of
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, rank
 from tramontane.router.scheduling.waiting_queue import Line
 from tramontane.router.scheduling.work_estimator import VisibleKeys

@@ -1,11 +1,83 @@
-"""Who waits for a place, and who is next."""
+"""Who waits for a place, and who is next.
 
+Whose turn it is among those who are equally urgent: API keys share what there is by tokens.
+"""
+
+from bisect import insort
 from collections.abc import Iterator
 from itertools import chain
 
 from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.router.scheduling.sequence import Sequence, arrival
-from tramontane.router.scheduling.turns import Turns
+
+
+class Turns:
+    """Start-time fair queueing (Goyal and others, SIGCOMM 1996): every owner's sequences wait in a line of their own.
+
+    Next is the owner that has been given the fewest tokens, of equals the one whose first came first. Whoever has not been
+    waiting counts from where the last turn began, so that nobody saves turns up and nobody is made to pay for quiet times:
+    while A has 100 sequences waiting, B's first one waits for one of them at most. A single owner's go in the order of arrival.
+
+    Sequences that have had their turn, and gave their place back, are before all others.
+    """
+
+    def __init__(self) -> None:
+        self._again: list[Sequence] = []
+        self._of_owner: dict[int, list[Sequence]] = {}  # none is empty
+        self._given: dict[int, int] = {}  # tokens, by owner: those that wait, or did since somebody has been waiting
+        self._now = 0  # how many the owner of the last turn had been given before it
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain(self._again, *self._of_owner.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._again or self._of_owner)
+
+    @property
+    def first(self) -> Sequence:
+        if self._again:
+            return self._again[0]
+        return min((line[0] for line in self._of_owner.values()), key=lambda s: (self._given[s.owner], arrival(s)))
+
+    @property
+    def oldest(self) -> Sequence:
+        return min((line[0] for line in (self._again, *self._of_owner.values()) if line), key=arrival)
+
+    def join(self, sequence: Sequence) -> None:
+        if sequence.has_had_turn:
+            insort(self._again, sequence, key=arrival)
+            return
+        if sequence.owner not in self._of_owner:
+            self._of_owner[sequence.owner] = []
+            self._given[sequence.owner] = max(self._given.get(sequence.owner, 0), self._now)
+        insort(self._of_owner[sequence.owner], sequence, key=arrival)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Without a turn: its client has left."""
+        if sequence in self._again:
+            self._again.remove(sequence)
+            return
+        line = self._of_owner[sequence.owner]
+        line.remove(sequence)
+        if not line:
+            del self._of_owner[sequence.owner]
+        if not self._of_owner:
+            self._given.clear()
+            self._now = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """It takes its turn, for which its owner pays with all tokens that it may come to."""
+        if not sequence.has_had_turn:
+            self._now = max(self._now, self._given[sequence.owner])
+            self._given[sequence.owner] += sequence.max_len
+        self.leave(sequence)
+        sequence.has_had_turn = True
+
+    def check_integrity(self) -> None:
+        for line in (self._again, *self._of_owner.values()):
+            assert line == sorted(line, key=arrival)
+        assert all(self._of_owner.values())
+        assert self._of_owner.keys() <= self._given.keys()
 
 
 class Line:

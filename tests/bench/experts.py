@@ -36,10 +36,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
-from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
+from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.engine.stage_usage import UsageMeter
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy

@@ -25,8 +25,7 @@ from torch.nn import functional as F
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.model.rotary import rotary_tables
-from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.model.waiting import completed
+from tramontane.workers.model.transformer import StageModel, completed
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 CONFIG = {

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError, PoisonError, TramontaneError
-from tramontane.proto.expert_plan import ExpertActorPlan, ExpertId
+from tramontane.proto.plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,

@@ -9,7 +9,7 @@ from harness import PROMPTS, run_in_process
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from torch._dynamo.utils import counters
 
-from tramontane.workers.attention.sdpa_kernels import sdpa_kernels
+from tramontane.workers.attention.sdpa_backend import sdpa_kernels
 from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
 from tramontane.workers.stage.device_backend import Means
 

@@ -12,10 +12,9 @@ import torch
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
 from tramontane.cluster.planning.planner import StageRoom
 from tramontane.proto.errors import ExpertLostError, PipelineError
-from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import ClusterPlan, ExpertId, ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.experts.expert_link import DirectExpert, ExpertDoor, RowFormat
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker

@@ -14,8 +14,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.scheduling.page_allocator import PageLedger
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.model.waiting import Waiting
+from tramontane.workers.model.transformer import StageModel, Waiting
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
 

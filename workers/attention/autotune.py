@@ -17,7 +17,7 @@ from tramontane.workers.attention.backend import DecodeKernel, Kernels, PrefillK
 from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, decode_index, num_cached_keys
 from tramontane.workers.attention.page_table import table_width
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
-from tramontane.workers.attention.sdpa_kernels import BySize, PagedDecode, SdpaPrefill, sdpa_kernels
+from tramontane.workers.attention.sdpa_backend import BySize, PagedDecode, SdpaPrefill, sdpa_kernels
 from tramontane.workers.device.self_test import check, in_a_line
 from tramontane.workers.stage.pending_outcome import CudaMark
 

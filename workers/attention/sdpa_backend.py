@@ -1,11 +1,22 @@
-"""Single tokens whose keys are gathered: in groups of similar lengths, since all are padded to the longest."""
+"""Single tokens whose keys are gathered: in groups of similar lengths, since all are padded to the longest.
+
+PyTorch's scaled_dot_product_attention over the rolling cache: runs anywhere.
+
+Shape letters: T tokens, B single tokens, S keys of a packed row, L keys per single token, N pages of a table of P rows,
+H query heads, G key/value heads, d head_dim.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from tramontane.workers.attention.metadata import DecodeIndex, num_cached_keys
+from tramontane.workers.attention.backend import DecodeKernel, Kernels, visible_keys
+from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, num_cached_keys
+from tramontane.workers.attention.page_table import page_table
+from tramontane.workers.attention.rolling_cache import LayerCache
 from tramontane.workers.device.pinned_memory import on_device
 
 SHORT = 256
@@ -52,3 +63,110 @@ def group_by_length(lens: list[int]) -> list[list[int]]:
         else:
             groups.append([i])
     return [list(range(len(lens)))] if len(groups) == 1 else groups
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One sequence's queries and keys inside packed rows; no mask where plain causal will do."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredKeys:
+    """``rows_BL`` of the cache, and which of them each token sees, [B, 1, 1, L]."""
+
+    rows_BL: Tensor
+    mask: Tensor
+
+
+class SdpaPrefill:
+    """Block by block."""
+
+    def bias(self, index: PrefillIndex) -> list[Block]:
+        blocks, query, key = [], 0, 0
+        for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
+            plain = num_queries == num_keys and (index.window is None or num_keys <= index.window)
+            mask = None if plain else visible_keys(num_queries, num_keys, index.window, index.cached_rows.device)
+            blocks.append(Block(slice(query, query + num_queries), slice(key, key + num_keys), mask))
+            query, key = query + num_queries, key + num_keys
+        return blocks
+
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: list[Block]) -> Tensor:
+        outs = []
+        for block in bias:
+            q, k, v = (x.transpose(0, 1)[None] for x in (q_THd[block.queries], k_SGd[block.keys], v_SGd[block.keys]))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, enable_gqa=True)
+            outs.append(out[0].transpose(0, 1))
+        return torch.cat(outs)
+
+
+class GatheredDecode:
+    """Single tokens in groups of similar lengths, so that little is gathered for nothing: for CPUs."""
+
+    def bias(self, index: DecodeIndex) -> list[tuple[DecodeGroup, GatheredKeys]]:
+        return [(group, GatheredKeys(group.key_rows, _first_keys(group))) for group in decode_groups(index)]
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: list[tuple[DecodeGroup, GatheredKeys]]) -> Tensor:
+        if len(bias) == 1:  # all of them, in their order
+            return attend_gathered(q_BHd, cached, bias[0][1])
+        out_BHd = torch.empty_like(q_BHd)
+        for group, keys in bias:
+            out_BHd[group.tokens] = attend_gathered(q_BHd[group.tokens], cached, keys)
+        return out_BHd
+
+
+class PagedDecode:
+    """Single tokens by page tables, every row of which is gathered: the plain form of what kernels do that read pages where they
+    lie. Shapes are all it depends on.
+    """
+
+    def bias(self, index: DecodeIndex) -> GatheredKeys:
+        table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
+        rows_P = torch.arange(page_size, device=index.positions.device)
+        rows_BL = (table.pages_BN.long()[:, :, None] * page_size + rows_P).flatten(1)
+        keys_L = torch.arange(rows_BL.shape[1], device=index.positions.device)
+        seen_BL = (keys_L >= table.first_B[:, None]) & (keys_L < table.end_B[:, None])
+        return GatheredKeys(rows_BL, seen_BL[:, None, None, :])
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: GatheredKeys) -> Tensor:
+        return attend_gathered(q_BHd, cached, bias)
+
+
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """One kernel for up to ``max_few`` single tokens, and one for more."""
+
+    few: DecodeKernel
+    many: DecodeKernel
+    max_few: int
+
+    def bias(self, index: DecodeIndex) -> Any:  # noqa: ANN401
+        return self._for(len(index.slots)).bias(index)
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor:  # noqa: ANN401
+        return self._for(len(q_BHd)).attend(q_BHd, cached, bias)
+
+    def _for(self, num_tokens: int) -> DecodeKernel:
+        return self.few if num_tokens <= self.max_few else self.many
+
+
+def sdpa_kernels() -> Kernels:
+    """What CPUs use."""
+    return Kernels(SdpaPrefill(), GatheredDecode())
+
+
+def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Tensor:
+    """Query heads that share a key head become that head's queries, so that nothing is repeated."""
+    batch, heads, head_dim = q_BHd.shape
+    k_BLGd, v_BLGd = cached.read(keys.rows_BL)
+    q = q_BHd.view(batch, k_BLGd.shape[2], -1, head_dim)
+    out = F.scaled_dot_product_attention(q, k_BLGd.transpose(1, 2), v_BLGd.transpose(1, 2), attn_mask=keys.mask)
+    return out.reshape(batch, heads, head_dim)
+
+
+def _first_keys(group: DecodeGroup) -> Tensor:
+    keys_L = torch.arange(group.key_rows.shape[1], device=group.key_lens.device)
+    return (keys_L[None, :] < group.key_lens[:, None])[:, None, None, :]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import ExpertLostError, ExpertMovedError, LinkError, PipelineError
-from tramontane.proto.expert_plan import ExpertPlan
+from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.links.channel import Address, Edge, Edges
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.errors import ExpertMovedError
-from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Weights
-from tramontane.workers.model.experts import ExpertSet, run_each
+from tramontane.proto.plan import ExpertId, ExpertPlan
+from tramontane.workers.model.moe import ExpertSet, run_each
 from tramontane.workers.weights.loader import with_weights
 from tramontane.workers.weights.tensor_specs import OnTensor, tensors_of_experts
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
-from tramontane.proto.expert_plan import ExpertId, ExpertPlan
+from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.proto.ports import Groups
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply

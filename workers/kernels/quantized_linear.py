@@ -96,7 +96,7 @@ def _fused_fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Ten
 
 
 def _fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    from tramontane.workers.kernels.fused_product import fused_product  # likewise
+    from tramontane.workers.kernels.triton_quant import fused_product  # likewise
 
     return fused_product(x_TK, numbers_NK, scale_N)
 

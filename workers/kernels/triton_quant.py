@@ -1,6 +1,11 @@
 """Activations as fp8 on a GPU, in one kernel: each token's largest number, its scale, and its numbers.
 
 Shape letters: T tokens, K elements of each; k of a block of them.
+
+A few tokens times a quantised matrix on a GPU, which reads its numbers once, as they are: nothing is made float in memory.
+
+So few tokens wait for the weights to come from memory; a byte per element is half of what bfloat16 takes.
+Shape letters: T tokens, K inputs, N outputs of a matrix; b of a block of them.
 """
 
 import torch
@@ -20,12 +25,12 @@ def fused_fp8_rows(x_TK: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     sizes = width, float(largest), torch.finfo(torch.float32).tiny, K_BLOCK
     if num_tokens:
         with torch.cuda.device_of(x_TK):  # type: ignore[no-untyped-call] # Triton would take the current one
-            _kernel[(num_tokens,)](x_TK.contiguous(), numbers_TK, scale_T1, *sizes, num_warps=WARPS)
+            _quantize_kernel[(num_tokens,)](x_TK.contiguous(), numbers_TK, scale_T1, *sizes, num_warps=WARPS)
     return numbers_TK, scale_T1
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kernel(  # type: ignore[no-untyped-def]
+def _quantize_kernel(  # type: ignore[no-untyped-def]
     x_TK, numbers_TK, scale_T, width, largest, smallest, k_block: tl.constexpr
 ):
     """One token, read twice: the second time from a cache. Token 2 of width 4096 begins at element 8192."""
@@ -40,3 +45,49 @@ def _kernel(  # type: ignore[no-untyped-def]
     for start in range(0, width, k_block):
         x_k = tl.load(x_TK + begins + start + k, mask=start + k < width, other=0.0).to(tl.float32)
         tl.store(numbers_TK + begins + start + k, (x_k / scale).to(numbers_TK.dtype.element_ty), mask=start + k < width)
+
+
+TOKEN_BLOCKS = (16, 32, 64)  # the tensor cores' least, and as many as share one reading of the weights
+ROWS = 32  # of the matrix per program: 4096 rows are 128 programs, about as many as a large GPU has processors
+STAGES = 4  # blocks that are on their way at once
+X_BLOCK = 4096  # elements of x at a time: 16 tokens by 256 inputs, or 64 by 64
+
+
+def fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+    """x (numbers scale)^T in the dtype of x, summed in float32. Up to 64 tokens of 16-bit floats; K is a multiple of 16."""
+    (num_tokens, width), num_rows = x_TK.shape, len(numbers_NK)
+    block = next(size for size in TOKEN_BLOCKS if num_tokens <= size)
+    out_TN = torch.empty(num_tokens, num_rows, dtype=x_TK.dtype, device=x_TK.device)
+    sizes = num_tokens, num_rows, width, block, ROWS, X_BLOCK // block
+    with torch.cuda.device_of(out_TN):  # type: ignore[no-untyped-call] # Triton would take the current one
+        _gemv_kernel[(triton.cdiv(num_rows, ROWS),)](x_TK.contiguous(), numbers_NK, scale_N, out_TN, *sizes, num_stages=STAGES)
+    return out_TN
+
+
+@triton.jit(do_not_specialize=["num_tokens"])  # type: ignore[untyped-decorator]
+def _gemv_kernel(  # type: ignore[no-untyped-def]
+    x_TK,
+    numbers_NK,
+    scale_N,
+    out_TN,
+    num_tokens,
+    num_rows,
+    width,
+    t_block: tl.constexpr,
+    n_block: tl.constexpr,
+    k_block: tl.constexpr,
+):
+    """One block of rows for all tokens. Row 2 of a matrix of width 4096 begins at element 8192."""
+    t = tl.arange(0, t_block)[:, None]
+    n = tl.program_id(0) * n_block + tl.arange(0, n_block)[None, :]
+    row_begins = n.to(tl.int64) * width  # 131072 rows of 16384 are 2**31 elements
+    sum_tn = tl.zeros((t_block, n_block), dtype=tl.float32)
+    for start in range(0, width, k_block):
+        k = start + tl.arange(0, k_block)
+        x_tk = tl.load(x_TK + t * width + k[None, :], mask=(t < num_tokens) & (k[None, :] < width), other=0.0)
+        numbers_kn = tl.load(numbers_NK + row_begins + k[:, None], mask=(n < num_rows) & (k[:, None] < width), other=0.0)
+        # by way of float32: Triton makes longer code of fp8 that becomes bfloat16 at once
+        sum_tn = tl.dot(x_tk, numbers_kn.to(tl.float32).to(x_tk.dtype), sum_tn)
+    scale_n = tl.load(scale_N + n, mask=n < num_rows, other=0.0).to(tl.float32)
+    out_tn = (sum_tn * scale_n).to(out_TN.dtype.element_ty)
+    tl.store(out_TN + t * num_rows + n, out_tn, mask=(t < num_tokens) & (n < num_rows))

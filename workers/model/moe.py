@@ -1,10 +1,24 @@
-"""How many tokens each expert of some layers was given: added up where the tokens are, told to whoever asks."""
+"""How many tokens each expert of some layers was given: added up where the tokens are, told to whoever asks.
 
-from collections.abc import Sequence
+Experts (Mixtral, arXiv 2401.04088, section 2.1), inside their stage.
+
+Shape letters: T tokens, k experts of each, C = T * k choices, D model width.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from tramontane.proto.model_args import ModelArgs
+from tramontane.proto.plan import ExpertId
+from tramontane.proto.ports import Groups
+from tramontane.proto.step import ExpertUsage
+from tramontane.workers.kernels.linear import Linear
+from tramontane.workers.model.grouped_gemm import Stack, stacked, with_few_rows
+from tramontane.workers.model.layers import FeedForward
 
 
 def sizes_between(ends: Sequence[int]) -> list[int]:
@@ -38,3 +52,138 @@ class ExpertTokens:
         with torch.cuda.stream(self._beside):  # none on a CPU, and then this does nothing
             ends_LE = self._ends_LE.tolist()
         return {layer: sizes_between(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}
+
+
+@dataclass(frozen=True, slots=True)
+class ByExpert:
+    """A micro-batch's choices sorted by expert, so that each expert runs once, on its group.
+
+    Example with k = 2: three tokens choose [[1, 0], [1, 2], [0, 1]]. Flattened choices [1, 0, 1, 2, 0, 1] sort (stably)
+    to choice numbers [1, 4, 0, 2, 5, 3], that is tokens [0, 2, 0, 1, 2, 1] in groups of 2, 3 and 1, which end at 2, 5
+    and 6. Choices of experts that do not exist, as padding has them, come after all groups.
+
+    Nothing here is read on the host but by whoever asks for ``sizes``.
+    """
+
+    order_C: Tensor
+    ends_E: Tensor  # int32
+
+    @classmethod
+    def of(cls, expert_ids_Tk: Tensor, num_experts: int) -> "ByExpert":
+        sorted_C, order_C = torch.sort(expert_ids_Tk.reshape(-1), stable=True)
+        experts_E = torch.arange(num_experts, device=sorted_C.device)
+        return cls(order_C, torch.searchsorted(sorted_C, experts_E, right=True, out_int32=True))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the groups, one per expert. On a GPU this waits for them."""
+        return sizes_between(self.ends_E.tolist())
+
+    def sort(self, hidden_TD: Tensor) -> Tensor:
+        """Each choice's token, group after group: [C, D]."""
+        return hidden_TD[self.order_C // (len(self.order_C) // len(hidden_TD))]
+
+    def mix(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
+        """Weighted sum of each token's experts, [T, D]; the order of addition is fixed.
+
+        Rows that belong to no expert may be missing at the end. What comes out for their tokens is whatever was in memory.
+        """
+        by_choice_CD = done_CD.new_empty(len(self.order_C), done_CD.shape[1])
+        by_choice_CD.index_copy_(0, self.order_C[: len(done_CD)], done_CD)
+        return (by_choice_CD.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(dim=1)
+
+
+def run_each(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+    """Each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Those with none do not run.
+
+    Rows after the last group are nobody's, and left out: [sum of sizes, D].
+    """
+    groups = torch.split(rows_CD[: sum(sizes)], list(sizes))
+    done = [expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)]
+    return torch.cat(done) if done else rows_CD[:0]
+
+
+class ExpertSet(nn.Module):
+    """Some experts of some layers, by their global numbers."""
+
+    def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
+        super().__init__()
+        by_layer: dict[str, nn.ModuleDict] = {}
+        for layer, expert in held:
+            by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args)
+        self.layers = nn.ModuleDict(by_layer)
+
+    def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+        """These experts of a layer, each on its group of rows."""
+        return run_each([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
+
+    def expert(self, which: ExpertId) -> FeedForward:
+        own = self.layers[str(which.layer)]
+        assert isinstance(own, nn.ModuleDict)
+        expert = own[str(which.expert)]
+        assert isinstance(expert, FeedForward)
+        return expert
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """``AskedExperts`` that have answered already."""
+
+    layer: int
+    done_CD: Tensor
+
+    @property
+    def has_news(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+    def advance(self) -> bool:
+        return True
+
+    @property
+    def usage(self) -> ExpertUsage:
+        return ExpertUsage()
+
+    def result(self) -> Tensor:
+        return self.done_CD
+
+
+class LocalExperts(ExpertSet):
+    """All experts of a stage's layers; the in-process ``ExpertBackend``."""
+
+    def __init__(self, args: ModelArgs, layers: range) -> None:
+        num_experts = args.moe.num_experts if args.moe else 0
+        super().__init__(args, (ExpertId(layer, expert) for layer in layers for expert in range(num_experts)))
+        self._stacks: dict[int, Stack] = {}
+
+    def settle(self) -> None:
+        """Once weights are in place: layers whose experts lie together in memory are multiplied together from now on."""
+        stacks = {int(layer): _stack_of(list(own.children())) for layer, own in self.layers.items()}
+        self._stacks = with_few_rows({layer: stack for layer, stack in stacks.items() if stack is not None})
+
+    @property
+    def is_static(self) -> bool:
+        """See ``ExpertBackend``. Also true of a stage that has no experts."""
+        return len(self._stacks) == len(self.layers)
+
+    def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> Answered:
+        """See ``ExpertBackend``; rows are [C, D]. Answers as many, or as many as belong to an expert."""
+        if layer in self._stacks:
+            gated = self.expert(ExpertId(layer, 0)).pointwise.gated
+            return Answered(layer, self._stacks[layer].run(rows_CD, groups.ends_E, gated))
+        sizes = groups.sizes
+        return Answered(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))
+
+
+def _stack_of(experts: Sequence[nn.Module]) -> Stack | None:
+    """Their weights, if they lie together."""
+    w13_E2FD, w2_EDF = (stacked(_weights(experts, name)) for name in ("w13", "w2"))
+    return Stack(w13_E2FD, w2_EDF) if w13_E2FD is not None and w2_EDF is not None else None
+
+
+def _weights(experts: Sequence[nn.Module], name: str) -> list[Tensor]:
+    """One matrix of each; none where they are quantised, and more than numbers."""
+    linears = [expert.get_submodule(name) for expert in experts]
+    return [linear.weight for linear in linears if isinstance(linear, Linear)]

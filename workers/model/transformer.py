@@ -1,6 +1,10 @@
-"""A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head."""
+"""A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head.
 
-from typing import Protocol
+Computation that gives way wherever it waits for experts, so that another micro-batch can have its turn.
+"""
+
+from collections.abc import Generator
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -8,11 +12,22 @@ from torch import Tensor, nn
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.ports import AskedExperts, ExpertBackend
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.model.experts import ByExpert, LocalExperts
 from tramontane.workers.model.layers import Attend, RMSNorm, TransformerBlock
-from tramontane.workers.model.moe import ExpertTokens
+from tramontane.workers.model.moe import ByExpert, ExpertTokens, LocalExperts
 from tramontane.workers.model.rotary import Rotary
-from tramontane.workers.model.waiting import Waiting
+
+T = TypeVar("T")
+Waiting = Generator[AskedExperts, None, T]  # computes a T, and yields whatever has not been answered yet
+
+
+def completed(waiting: Waiting[T]) -> T:
+    """Run it to its end, alone: the thread sleeps where it waits."""
+    try:
+        while True:
+            next(waiting).wait()
+    except StopIteration as end:
+        value: T = end.value
+        return value
 
 
 class Notes(Protocol):

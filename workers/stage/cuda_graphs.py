@@ -24,8 +24,7 @@ from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTab
 from tramontane.workers.device.pinned_memory import on_device
 from tramontane.workers.device.self_test import in_a_line
 from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
-from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.model.waiting import completed
+from tramontane.workers.model.transformer import StageModel, completed
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.experts.remote_experts import RemoteExperts
-from tramontane.workers.model.waiting import Waiting
+from tramontane.workers.model.transformer import Waiting
 from tramontane.workers.stage.pending_outcome import Outcome, Unread
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, nowhere

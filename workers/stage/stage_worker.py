@@ -17,8 +17,7 @@ from tramontane.workers.device.pinned_memory import leaving, to_device
 from tramontane.workers.model.grouped_gemm import are_together
 from tramontane.workers.model.layers import use_pointwise
 from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
-from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.model.waiting import Waiting, completed
+from tramontane.workers.model.transformer import StageModel, Waiting, completed
 from tramontane.workers.sampling.logits_processors import LogitChanges
 from tramontane.workers.sampling.logprobs import LogprobKeeper
 from tramontane.workers.sampling.sampler import sample

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
-from tramontane.workers.model.waiting import Waiting
+from tramontane.workers.model.transformer import Waiting
 from tramontane.workers.stage.expert_choices import NOBODY_ASKS
 from tramontane.workers.stage.pending_outcome import MakeMark, Mark
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from tramontane.proto.expert_plan import ExpertId
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
+from tramontane.proto.plan import ExpertId
 
 # Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
 OnTensor = Callable[[int, int], None]

@@ -25,8 +25,7 @@ from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.pipeline.stage_chain import RayStageChain
 from tramontane.cluster.planning.expert_planner import replanned
-from tramontane.proto.expert_plan import ExpertId
-from tramontane.proto.plan import Link
+from tramontane.proto.plan import ExpertId, Link
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -25,8 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.holders import actor_as_holder, driver_as_holder, must_make_way
-from tramontane.cluster.actors.lease import Lease, LeaseBook
+from tramontane.cluster.actors.lease import Lease, LeaseBook, actor_as_holder, driver_as_holder, must_make_way
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, Application, PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline

@@ -44,7 +44,7 @@ class _OverlappedStage(StageActor):
 
     def _load(self) -> Any:  # noqa: ANN401 - an actor that is sent imports where it runs
         from tramontane.workers.attention.backend import Kernels
-        from tramontane.workers.attention.sdpa_kernels import PagedDecode, SdpaPrefill
+        from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
         from tramontane.workers.stage.device_backend import Means
         from tramontane.workers.stage.stage_worker import StageWorker
 

@@ -15,10 +15,9 @@ import pytest
 from scripted_chain import ScriptedChain, no_gate
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.bench.bench_rounds import Outcome, Rounds
 from tramontane.cluster.bench.online import Traffic, bench_online, client_of
 from tramontane.cluster.bench.report import BenchDisplay, as_data
-from tramontane.cluster.bench.results import FailureCount
+from tramontane.cluster.bench.results import FailureCount, Outcome, Rounds
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad

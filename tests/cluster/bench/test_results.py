@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from tramontane.cluster.bench.bench_rounds import Round, Rounds
 from tramontane.cluster.bench.report import as_data
-from tramontane.cluster.bench.results import Failure, FailureCount, Figures, Latency, RequestTrace, middle
+from tramontane.cluster.bench.results import Failure, FailureCount, Figures, Latency, RequestTrace, Round, Rounds, middle
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.proto.errors import ConfigError
 

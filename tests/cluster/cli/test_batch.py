@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tramontane.cluster.cli.batch import watch
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.console import batch_client
-from tramontane.cluster.console.batch_output import LineStream
+from tramontane.cluster.console.batch_client import LineStream
 from tramontane.cluster.http.batch_endpoints import BatchDoor
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError

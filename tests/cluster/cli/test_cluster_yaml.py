@@ -17,8 +17,8 @@ from typer.main import get_command
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.deploy import cluster_file
-from tramontane.cluster.deploy.cluster_file import MARK, SERVE_FILE, SETTINGS_FILE
+from tramontane.cluster.deploy import ray_up as cluster_file
+from tramontane.cluster.deploy.ray_up import MARK, SERVE_FILE, SETTINGS_FILE
 from tramontane.proto.errors import ConfigError, PlanError
 
 SHIPPED = Path(cluster_file.__file__).parents[1] / "clouds"

@@ -12,15 +12,15 @@ import pytest
 from past_activity import ENDED_AT, log_of, pipeline_data
 from rich.console import Console
 
-from tramontane.cluster.cli import expert_watch
+from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.cli.top_view import History, frames
+from tramontane.cluster.cli.top import History, frames
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import server_client as activity_client
-from tramontane.cluster.console.server_client import ask_activity, known_of, looks
+from tramontane.cluster.console.server_client import ask_activity, known_of, poll_activity
 from tramontane.cluster.console.timeline import columns, timeline
 from tramontane.proto.errors import ConfigError, NotRunningError
-from tramontane.router.engine.activity_schema import Activity, PastMicroBatch, PipelineActivity
+from tramontane.router.engine.activity_log import Activity, PastMicroBatch, PipelineActivity
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -55,7 +55,7 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
             raise httpx.ConnectError("refused")
         return httpx.Response(200, text=_activity(pipeline_data(), pipeline_data("a&b:2", log_of(((1, 0),)))))
 
-    first, second, third, fourth = itertools.islice(looks(_client(answer)), 4)
+    first, second, third, fourth = itertools.islice(poll_activity(_client(answer)), 4)
     assert isinstance(first, Activity)
     assert known_of(first) == {"app-1": 3, "a&b:2": 1}
     assert first == second == fourth
@@ -186,7 +186,7 @@ def test_experts_come_below_where_there_are_any() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, handler: Handler, *arguments: str) -> None:
-    monkeypatch.setattr(expert_watch, "client_of", lambda _url, _headers: _client(handler))
+    monkeypatch.setattr(top_command, "client_of", lambda _url, _headers: _client(handler))
     monkeypatch.setattr(activity_client, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
     assert cli.app(["top", *arguments], standalone_mode=False) is None, "another answer is an exit code"

@@ -11,11 +11,10 @@ import httpx
 import pytest
 from past_activity import BEGAN_AT, log_of, pipeline_data
 
-from tramontane.cluster.cli import expert_watch
 from tramontane.cluster.cli import trace as trace_command
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.cli.trace_file import Work, lanes, num_slices, trace_data
-from tramontane.router.engine.activity_schema import Activity, PastMicroBatch
+from tramontane.cluster.cli.trace import Work, lanes, num_slices, trace_data
+from tramontane.router.engine.activity_log import Activity, PastMicroBatch
 
 Event = dict[str, Any]
 
@@ -146,7 +145,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, pipelines: Sequence[dict[str, Any]], *
         return httpx.Response(200, json={"now": BEGAN_AT + len(asked) - 1, "pipelines": list(pipelines)})
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door")
-    monkeypatch.setattr(expert_watch, "client_of", lambda _url, _headers: client)
+    monkeypatch.setattr(trace_command, "client_of", lambda _url, _headers: client)
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     assert cli.app(["trace", *map(str, arguments)], standalone_mode=False) is None
     return asked
@@ -169,7 +168,7 @@ def test_it_asks_until_the_time_is_over_and_writes(
 def test_nothing_is_written_where_nothing_ran(refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: ANN401
     idle = httpx.MockTransport(lambda _: httpx.Response(200, json={"now": next(now), "pipelines": []}))
     now = itertools.count(1000)
-    monkeypatch.setattr(expert_watch, "client_of", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://door"))
+    monkeypatch.setattr(trace_command, "client_of", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://door"))
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     file = tmp_path / "trace.json"
     assert refused("trace", "-o", file, code=1).startswith("nothing ran in these 5 s")

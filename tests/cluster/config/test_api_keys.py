@@ -19,11 +19,10 @@ from starlette.routing import Route
 
 from tramontane.cluster.config.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
-from tramontane.cluster.config.job_urls import has_password
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.console.client_key import key_headers
+from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.console.secrets import without_keys
-from tramontane.cluster.console.server_url import check_allowed
+from tramontane.cluster.console.server_client import check_allowed, key_headers
 from tramontane.cluster.observability.logging import log_beside_ray_serve
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.batch_replica import job_settings

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tramontane.cluster.cli import expert_watch
-from tramontane.cluster.cli.expert_watch import Recent, ask_load, frames, totals
+from tramontane.cluster.cli import experts as expert_watch
+from tramontane.cluster.cli.experts import Recent, ask_load, frames, totals
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
 from tramontane.cluster.console.heat_map import CELL, busiest_line, heat_map, legend, shade

@@ -13,7 +13,7 @@ from scripted_token_source import ScriptedSource, client_of, door_of
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
-from tramontane.router.engine.activity_schema import Activity
+from tramontane.router.engine.activity_log import Activity
 
 
 def _answer(query: str, asked: list[Mapping[str, int]], key: str = "secret") -> httpx.Response:

@@ -20,7 +20,7 @@ from tokenizer_files import SENTENCEPIECE
 from tramontane.cluster.common import node_watch as lost_nodes
 from tramontane.cluster.common.node_watch import LostNodes
 from tramontane.cluster.http import failover as door_relay
-from tramontane.cluster.http import whole_answers
+from tramontane.cluster.http import failover_response as whole_answers
 from tramontane.cluster.http.failover import DoorRelay
 from tramontane.cluster.http.failover_response import LOST, SaysItsNode
 from tramontane.proto.errors import OverloadedError, PipelineError, PoisonError, TramontaneError

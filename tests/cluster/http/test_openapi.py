@@ -29,11 +29,9 @@ from starlette.routing import Route
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import ExpertLoad
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
-from tramontane.cluster.http.batch_endpoints import BatchDoor
-from tramontane.cluster.http.batch_operations import BATCH_OPERATIONS
+from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchDoor
 from tramontane.cluster.http.openapi import Operation
-from tramontane.cluster.http.static_pages import docs_routes
-from tramontane.cluster.http.ui_page import ui_routes
+from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import ConfigError
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat

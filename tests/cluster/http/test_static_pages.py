@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_of, door_of
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http.ui_page import ASSETS, FOLDER
+from tramontane.cluster.http.static_pages import UI_ASSETS, UI_FOLDER
 
 LONGEST = 200  # lines of a script
 
@@ -25,12 +25,12 @@ def _get(path: str, **headers: str) -> httpx.Response:
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("path", ["/ui", *ASSETS])
+@pytest.mark.parametrize("path", ["/ui", *UI_ASSETS])
 def test_every_file_is_open_typed_and_asked_about_again(path: str) -> None:
     answer = _get(path)
     assert answer.status_code == 200
     name = "index.html" if path == "/ui" else path.rpartition("/")[2]
-    assert answer.content == (FOLDER / name).read_bytes()
+    assert answer.content == (UI_FOLDER / name).read_bytes()
     types = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
     assert answer.headers["content-type"].partition(";")[0] == types[name.rpartition(".")[2]]
     assert answer.headers["cache-control"] == "no-cache"
@@ -59,16 +59,16 @@ def test_a_slash_leads_to_the_page() -> None:
 
 
 def test_all_that_a_file_names_is_there_and_small() -> None:
-    named = set(re.findall(r'(?:src|href)="(ui/[^"]*)"', (FOLDER / "index.html").read_text()))
-    scripts = {path: path.read_text() for path in FOLDER.glob("*.js")}
+    named = set(re.findall(r'(?:src|href)="(ui/[^"]*)"', (UI_FOLDER / "index.html").read_text()))
+    scripts = {path: path.read_text() for path in UI_FOLDER.glob("*.js")}
     for text in scripts.values():
         named |= {f"ui/{name}" for name in re.findall(r'from "\./([^"]+)"', text)}
-    assert {f"/{name}" for name in named} == set(ASSETS)
+    assert {f"/{name}" for name in named} == set(UI_ASSETS)
     assert all(len(text.splitlines()) <= LONGEST for text in scripts.values())
 
 
 def test_no_file_has_what_the_policy_forbids_or_is_elsewhere() -> None:
-    for path in FOLDER.iterdir():
+    for path in UI_FOLDER.iterdir():
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in re.sub(r"(?m)(^|\s)// .*$", "", text), path.name
         assert not re.search(r"\bstyle=|\bon[a-z]+=\"|innerHTML|\beval\(|new Function", text), path.name

@@ -18,7 +18,7 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.activity_endpoint import ActivityDoor
 from tramontane.proto.errors import OverloadedError, PipelineError
 from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.router.engine.activity_schema import Activity
+from tramontane.router.engine.activity_log import Activity
 
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 KEY = "a-secret-key"

@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.actors.step_log import failures_logged
+from tramontane.cluster.actors.step_guard import failures_logged
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.http.request_middleware import DoorGuard

@@ -11,10 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.observability.exporters import PipelineMetrics
-from tramontane.cluster.observability.metric_table import KINDS, METRICS, OF_PIPELINES, OF_REQUESTS, Metric
-from tramontane.cluster.observability.metrics import ExpertTokens, ExpertWork, Follower
-from tramontane.cluster.observability.request_metrics import RequestMetrics
+from tramontane.cluster.observability.exporters import PipelineMetrics, RequestMetrics
+from tramontane.cluster.observability.metrics import (
+    KINDS,
+    METRICS,
+    OF_PIPELINES,
+    OF_REQUESTS,
+    ExpertTokens,
+    ExpertWork,
+    Follower,
+    Metric,
+)
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from dashboard_queries import ALERTS, alerts, compared, metric_names, panels, queries
 
-from tramontane.cluster.observability.metric_table import METRICS
+from tramontane.cluster.observability.metrics import METRICS
 
 README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
 

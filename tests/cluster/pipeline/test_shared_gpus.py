@@ -23,8 +23,8 @@ from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.hardware import Gpu, Hardware
-from tramontane.cluster.serving import serve_checks
-from tramontane.cluster.serving.serve_checks import check_room
+from tramontane.cluster.serving import preflight as serve_checks
+from tramontane.cluster.serving.preflight import check_room
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 

@@ -12,8 +12,8 @@ from tiny_models import GIB, tiny_args
 from tramontane.cluster.planning.expert_planner import ExpertRequest, moves, plan_experts, replanned
 from tramontane.cluster.planning.planner import StageRoom
 from tramontane.proto.errors import ConfigError, PlanError
-from tramontane.proto.expert_plan import ExpertId, ExpertPlan
 from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization
+from tramontane.proto.plan import ExpertId, ExpertPlan
 from tramontane.proto.presets import PRESETS
 from tramontane.workers.weights.tensor_specs import expert_tensors, stage_tensors
 

@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_args
 
-from tramontane.cluster.planning.layer_split import can_be_split, split_layers
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, layer_costs, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageRoom, can_be_split, layer_costs, make_plan, split_layers
 from tramontane.proto.errors import PlanError
 
 repeatable = settings(derandomize=True, deadline=None)

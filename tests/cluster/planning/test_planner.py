@@ -19,9 +19,8 @@ from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.pipeline.engine import scheduler_for
 from tramontane.cluster.planning.hardware import Gpu, Hardware
-from tramontane.cluster.planning.layer_split import split_layers
 from tramontane.cluster.planning.plan_search import plan_for
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan, split_layers
 from tramontane.proto.byte_size import readable_size
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization

@@ -8,8 +8,8 @@ import pytest
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serve_patches.ports import is_from_here
-from tramontane.cluster.serving import serve_checks
-from tramontane.cluster.serving.serve_checks import check_ports
+from tramontane.cluster.serving import preflight as serve_checks
+from tramontane.cluster.serving.preflight import check_ports
 from tramontane.proto.errors import ConfigError
 
 HERE = [

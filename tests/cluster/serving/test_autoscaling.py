@@ -12,7 +12,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import application
 from tramontane.cluster.serving.autoscaling import SHARE, TOKENS, WantedPipelines, as_metrics, number_of_routers
 from tramontane.proto.errors import ConfigError
-from tramontane.router.scheduling.demand import Demand
+from tramontane.router.scheduling.running_set import Demand
 
 ID = DeploymentID("Router", "tramontane")
 

@@ -12,8 +12,7 @@ from starlette.applications import Starlette
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.batch_endpoints import BatchDoor
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.serving.batch_nodes import LOOK_EVERY_S, OneMachineService
-from tramontane.cluster.serving.batch_replica import batch_service, job_settings
+from tramontane.cluster.serving.batch_replica import LOOK_EVERY_S, OneMachineService, batch_service, job_settings
 from tramontane.proto.errors import PipelineError
 from tramontane.router.batch.jobs import JobOptions
 

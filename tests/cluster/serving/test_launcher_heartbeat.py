@@ -9,7 +9,7 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
-from tramontane.cluster.actors import applications
+from tramontane.cluster.actors import supervisor as applications
 from tramontane.cluster.actors import supervisor as supervisor_module
 from tramontane.cluster.actors.pipeline_spec import Application
 from tramontane.cluster.serving import launcher_heartbeat as signs_of_life

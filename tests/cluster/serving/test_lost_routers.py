@@ -14,8 +14,7 @@ from scripted_chain import TellingChain, answer
 from tramontane.cluster.serving import retry_policy as patience
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.retry_policy import Patience, refusal_to_go_by
-from tramontane.cluster.serving.room import Waiting
+from tramontane.cluster.serving.retry_policy import Patience, Waiting, refusal_to_go_by
 from tramontane.cluster.serving.token_channel import TokenChannels
 from tramontane.proto.errors import (
     DeadlineError,

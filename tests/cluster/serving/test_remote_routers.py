@@ -15,8 +15,9 @@ from ray.serve.config import RequestRouterConfig
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.serving import remote_routers, room, token_channel
+from tramontane.cluster.serving import remote_routers, token_channel
 from tramontane.cluster.serving import retry_policy as patience
+from tramontane.cluster.serving import retry_policy as room
 from tramontane.cluster.serving import router_queries as router_questions
 from tramontane.cluster.serving.least_loaded_router import LeastLoaded
 from tramontane.cluster.serving.remote_routers import RemoteRouters

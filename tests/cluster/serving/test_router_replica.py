@@ -24,7 +24,7 @@ from tramontane.cluster.serving.token_channel import TokenChannels
 from tramontane.proto import wire
 from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError
 from tramontane.proto.request import SamplingParams
-from tramontane.router.engine.activity_schema import PipelineActivity
+from tramontane.router.engine.activity_log import PipelineActivity
 from tramontane.router.scheduling.admission import Limits
 from tramontane.router.scheduling.policy import EvenPolicy
 from tramontane.router.scheduling.scheduler import Scheduler

@@ -63,9 +63,9 @@ from tramontane.cluster.console.server_client import ask_activity, known_of
 from tramontane.cluster.pipeline.engine import open_engine
 from tramontane.cluster.pipeline.lifecycle import own_ray
 from tramontane.cluster.planning.hardware import joined_cluster, this_machine
-from tramontane.cluster.serving import serve_checks
+from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.app import APPLICATION
-from tramontane.cluster.serving.serve_checks import check_doors
+from tramontane.cluster.serving.preflight import check_doors
 from tramontane.proto.errors import ConfigError, DeadlineError, RequestError, UnknownJobError, WrongKeyError
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.batch.jobs import JobOptions, JobState

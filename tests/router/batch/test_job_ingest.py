@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
 
-from tramontane.router.batch import job_intake
+from tramontane.router.batch import submissions as job_intake
 from tramontane.router.batch.input_lines import LineSplitter, RawLine
 from tramontane.router.batch.jobs import JobOptions, JobRefusedError
 

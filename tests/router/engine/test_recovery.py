@@ -15,8 +15,8 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine import in_flight
+from tramontane.router.engine.in_flight import StepWatch
 from tramontane.router.engine.router import MAX_VERDICTS, Router
-from tramontane.router.engine.step_watch import StepWatch
 from tramontane.router.scheduling.admission import Limits
 from tramontane.router.scheduling.policy import EvenPolicy
 from tramontane.router.scheduling.scheduler import Scheduler

@@ -19,8 +19,15 @@ from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, Requ
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
 from tramontane.router.openai.logprobs import token_text
-from tramontane.router.openai.model_checks import MAX_LOGPROBS_IN_ALL, MAX_PROMPT_LOGPROBS
-from tramontane.router.openai.served_model import LONG_TEXT, ServedModel, UnknownModelError, check_model_name, model_list
+from tramontane.router.openai.served_model import (
+    LONG_TEXT,
+    MAX_LOGPROBS_IN_ALL,
+    MAX_PROMPT_LOGPROBS,
+    ServedModel,
+    UnknownModelError,
+    check_model_name,
+    model_list,
+)
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 

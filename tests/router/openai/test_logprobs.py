@@ -10,7 +10,7 @@ from openai.types.completion_choice import Logprobs as CompletionLogprobs
 from token_pieces import PieceTokenizer
 
 from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
-from tramontane.router.engine.logprob_history import LogprobHistory
+from tramontane.router.engine.active_request import LogprobHistory
 from tramontane.router.openai.choice_text import ChoiceText
 from tramontane.router.openai.logprobs import (
     ChosenToken,

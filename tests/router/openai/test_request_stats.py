@@ -10,8 +10,7 @@ import pytest
 from tramontane.proto.errors import DeadlineError, DrainingError, FullError, OverloadedError, PipelineError
 from tramontane.proto.request import FinishReason, RequestTimes, TokenBatch, TokenEvent
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.pipeline_stats import PipelineCounts
-from tramontane.router.engine.recent import Recent
+from tramontane.router.engine.pipeline_stats import PipelineCounts, Recent
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_completion
 from tramontane.router.openai.request_stats import CountingRoom, RequestCounts

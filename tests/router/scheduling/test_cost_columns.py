@@ -3,7 +3,7 @@
 import numpy as np
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.pipeline_times import PipelineTimes
+from tramontane.router.scheduling.cost_model import PipelineTimes
 
 
 def test_without_expert_actors_only_stages_count() -> None:

@@ -13,8 +13,7 @@ from tramontane.router.scheduling.admission import Limits
 from tramontane.router.scheduling.policy import EvenPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.scheduling.turns import Turns
-from tramontane.router.scheduling.waiting_queue import Line
+from tramontane.router.scheduling.waiting_queue import Line, Turns
 
 FLOOD, FEW = 1, 2
 costs = st.integers(1, 50)

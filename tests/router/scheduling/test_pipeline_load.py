@@ -4,7 +4,7 @@ import pytest
 from fake_pipeline import new_cache, new_pipeline, new_sequence
 
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.router.scheduling.demand import Demand
+from tramontane.router.scheduling.running_set import Demand
 
 
 def test_nothing_is_no_demand() -> None:

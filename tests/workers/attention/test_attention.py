@@ -14,7 +14,7 @@ from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, reference_attention, visible_keys
 from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, build_step_index
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
-from tramontane.workers.attention.sdpa_kernels import GatheredDecode, PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode, SdpaPrefill
 
 WINDOWS = [None, 1, 3, 16]
 TOLERANCES = [pytest.param(torch.float32, 1e-5, id="float32"), pytest.param(torch.bfloat16, 2e-2, id="bfloat16")]

@@ -25,7 +25,7 @@ from tramontane.workers.attention.autotune import (
     trials_of,
 )
 from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex
-from tramontane.workers.attention.sdpa_kernels import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
 
 CPU = torch.device("cpu")
 RIGHT = torch.arange(1.0, 5.0)

@@ -11,8 +11,8 @@ from local_expert_actors import ExpertActors, expert_plan, open_chain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.config.expert_load import by_expert
-from tramontane.proto.expert_plan import ExpertPlan
 from tramontane.proto.model_args import ModelArgs, MoeArgs
+from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.model.layers import TransformerBlock
 from tramontane.workers.model.transformer import StageModel
 

@@ -16,8 +16,7 @@ from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import PipelineError, StaleEpochError
-from tramontane.proto.expert_plan import ExpertPlan
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import ClusterPlan, ExpertPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
 from tramontane.router.scheduling.policy import EvenPolicy

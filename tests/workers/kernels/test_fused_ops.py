@@ -12,7 +12,7 @@ from harness import run_in_process
 from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.attention.sdpa_kernels import sdpa_kernels
+from tramontane.workers.attention.sdpa_backend import sdpa_kernels
 from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
 from tramontane.workers.model.layers import Attention, FeedForward
 from tramontane.workers.stage.device_backend import Means

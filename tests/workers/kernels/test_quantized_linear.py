@@ -200,7 +200,7 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
 INTERPRETED = """
 import torch
 from tramontane.workers.kernels.triton_quant import fused_fp8_rows
-from tramontane.workers.kernels.fused_product import fused_product
+from tramontane.workers.kernels.triton_quant import fused_product
 from tramontane.workers.weights.quantize import quantized
 from tramontane.workers.kernels.quantized_linear import fp8_rows
 from tramontane.proto.model_args import Quantization
@@ -239,7 +239,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tramontane.workers.kernels import triton_quant as fused_fp8_rows
-from tramontane.workers.kernels import fused_product as f
+from tramontane.workers.kernels import triton_quant as f
 
 def compiled(kernel, types, sizes, aligned, capability, options):
     signature = dict(zip(kernel.arg_names, types, strict=True))

@@ -21,7 +21,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import Kernels
 from tramontane.workers.attention.metadata import decode_index
 from tramontane.workers.attention.rolling_cache import PageRings
-from tramontane.workers.attention.sdpa_kernels import PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.cuda_graphs import Compute, CudaRecorder
 from tramontane.workers.stage.device_backend import Means

@@ -21,7 +21,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, Decodes, MicroBatch
 from tramontane.workers.attention.backend import Kernels
 from tramontane.workers.attention.metadata import DecodeIndex
-from tramontane.workers.attention.sdpa_kernels import PagedDecode, SdpaPrefill
+from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import pinned_memory as pinned
 from tramontane.workers.model.grouped_gemm import places_together
 from tramontane.workers.model.transformer import StageModel

@@ -13,7 +13,7 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
-from tramontane.workers.attention.sdpa_kernels import sdpa_kernels
+from tramontane.workers.attention.sdpa_backend import sdpa_kernels
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation

@@ -14,14 +14,22 @@ from torch import Tensor
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import DTYPE_BYTES, Quantization
 from tramontane.proto.model_folder import Layout
-from tramontane.workers.weights import staging
+from tramontane.workers.weights import tensor_reader as staging
 from tramontane.workers.weights import tensor_specs as tensor_names
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import hold
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.safetensors_file import STORED_TYPES, tensors_in
-from tramontane.workers.weights.staging import LEAST_PART, Staging, Wait
-from tramontane.workers.weights.tensor_reader import DTYPES, MappedRows, RowsOf, StagedFiles, reading_for
+from tramontane.workers.weights.tensor_reader import (
+    DTYPES,
+    LEAST_PART,
+    MappedRows,
+    RowsOf,
+    StagedFiles,
+    Staging,
+    Wait,
+    reading_for,
+)
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 ARGS = tiny_args(n_layers=2)
