@@ -148,3 +148,31 @@ class DeadlineError(TramontaneError):
 
 class ConnectionLostError(TramontaneError):
     """A client cannot reach its server, or not any more; what is asked again may be answered."""
+
+
+class ParameterError(RequestError):
+    """One parameter is wrong; ``parameter`` is its name, None if the body as a whole is."""
+
+    def __init__(self, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
+class UnknownModelError(RequestError):
+    """The client named a model that is not served here."""
+
+
+class JobRefusedError(RequestError):
+    """What was submitted cannot become a job, or a file."""
+
+
+class UnknownFileError(RequestError):
+    """There is no file of that name."""
+
+
+class FileTooLargeError(RequestError):
+    """More bytes than a file may have."""
+
+
+class JobStoreError(PipelineError):
+    """The database of the jobs, or their storage, cannot be used now."""

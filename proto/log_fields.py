@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 
+REQUEST_ID_HEADER = b"x-request-id"
 GOOD_ID = re.compile(rb"[!-~]{1,128}")  # what may go into headers and logs
 
 

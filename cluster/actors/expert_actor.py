@@ -8,7 +8,8 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup
 
-from tramontane.cluster.actors.stage_actor import ExpertActors, placed_in
+from tramontane.cluster.actors.pipeline_spec import ExpertActors
+from tramontane.cluster.actors.stage_actor import placed_in
 from tramontane.cluster.actors.step_guard import OwnFailures
 from tramontane.cluster.actors.worker_actor import WorkerActor, WorkerHealth
 from tramontane.cluster.config.logging import LogSettings
@@ -59,7 +60,7 @@ class ExpertActor(WorkerActor["ExpertWorker"]):
     def _load(self) -> "ExpertWorker":
         from tramontane.workers.experts.expert_link import ExpertDoor
         from tramontane.workers.experts.expert_worker import ExpertWorker
-        from tramontane.workers.stage.stage_link import edges_for
+        from tramontane.workers.links.factory import edges_for
 
         worker = ExpertWorker.load(self._plan, self._actor_id, self._weights, self._device, self._on_tensor)
         host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]

@@ -13,16 +13,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from tramontane.cluster.actors.stage_actor import ExpertActors
+from tramontane.cluster.actors.pipeline_spec import ExpertActors
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.pipeline.stage_chain import last_line
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError, TramontaneError
 from tramontane.workers.device.pinned_memory import to_device, to_host
 from tramontane.workers.experts.expert_link import RETRY_S, DirectExpert, RowFormat
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
 from tramontane.workers.experts.remote_experts import Connect, ExpertConnection
 from tramontane.workers.links.channel import Address
-from tramontane.workers.stage.stage_link import edges_for
+from tramontane.workers.links.factory import edges_for
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ What the last stage needs of the tokenizer: the text that every token stands for
 from dataclasses import dataclass
 from pathlib import Path
 
-from tramontane.cluster.actors.stage_actor import ExpertActors
+from tramontane.cluster.actors.expert_plan_store import current_plan
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan, Link
+from tramontane.proto.plan import ClusterPlan, ExpertPlan, Link
 from tramontane.router.tokenization.loader import open_tokenizer
 from tramontane.workers.weights.fingerprint import Fingerprint
 
@@ -43,6 +43,24 @@ class Application:
     name: str
     launched: bool = False
     owns_serve: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertActors:
+    """The actors that hold a pipeline's experts: their names, in the order of the plan, and how a stage reaches them.
+
+    ``plan`` is the one that the pipeline was made with (see ``expert_record``). ``max_open``: micro-batches that the stage
+    keeps open, so that it has something to do while one waits for experts.
+    """
+
+    pipeline: str
+    plan: ExpertPlan
+    names: tuple[str, ...]
+    link: Link
+    max_open: int
+
+    def current_plan(self) -> ExpertPlan:
+        return current_plan(self.pipeline, self.plan)
 
 
 @dataclass(frozen=True, slots=True)

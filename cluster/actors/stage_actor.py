@@ -10,14 +10,14 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tramontane.cluster.actors.expert_plan_store import current_plan
+from tramontane.cluster.actors.pipeline_spec import ExpertActors
 from tramontane.cluster.actors.step_guard import OwnFailures, failures_logged
 from tramontane.cluster.actors.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ExpertPlan, Link, StagePlan
+from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
 from tramontane.workers.weights.fingerprint import Fingerprint
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tramontane.workers.stage.stage_link import StageLink
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import Steps
+
 
 OPEN_ON_GPU = 2  # steps: one that the device computes, and the next
 
@@ -42,24 +43,6 @@ class StageHealth(WorkerHealth):
     epoch: int
     holder: str
     expert_load: dict[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertActors:
-    """The actors that hold a pipeline's experts: their names, in the order of the plan, and how a stage reaches them.
-
-    ``plan`` is the one that the pipeline was made with (see ``expert_record``). ``max_open``: micro-batches that the stage
-    keeps open, so that it has something to do while one waits for experts.
-    """
-
-    pipeline: str
-    plan: ExpertPlan
-    names: tuple[str, ...]
-    link: Link
-    max_open: int
-
-    def current_plan(self) -> ExpertPlan:
-        return current_plan(self.pipeline, self.plan)
 
 
 class StageActor(WorkerActor["StageWorker"]):

@@ -2,8 +2,6 @@
 
 import sys
 
-INTERRUPTED = 130
-
 
 def main() -> None:
     """Entry point of ``tramontane``."""
@@ -11,5 +9,5 @@ def main() -> None:
         from tramontane.cluster.cli.main import main as run
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(130)  # 128 + SIGINT, as a shell reports it
     run()

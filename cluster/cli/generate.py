@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import psutil
 from rich.segment import Segments
@@ -10,35 +10,12 @@ from rich.segment import Segments
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display, for_terminal
 from tramontane.cluster.console.prompts import Prompt, encode_prompts
+from tramontane.cluster.console.run_summary import Completion, ExpertIds, Outcome
 from tramontane.cluster.console.token_colors import TokenColours, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
-from tramontane.proto.request import ExpertChoices, FinishReason, SamplingParams, SequenceSpec
+from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceSpec
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
-
-ExpertIds = dict[str, list[tuple[int, ...]]]  # by layer, token by token
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """``experts`` are those of the new tokens but the last one; empty like ``prompt_experts`` where nobody asked for them."""
-
-    prompt: str
-    text: str
-    token_ids: tuple[int, ...]
-    finish: FinishReason
-    prompt_experts: ExpertIds
-    experts: ExpertIds
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Everything a finished run has to tell. Seconds count from the start of the process."""
-
-    completions: tuple[Completion, ...]
-    engine: Engine
-    ready_after_s: float
-    first_token_after_s: float
 
 
 async def generate(

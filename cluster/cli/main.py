@@ -10,7 +10,6 @@ from typing import Annotated
 
 import typer
 
-from tramontane.cluster.cli.__main__ import INTERRUPTED
 from tramontane.cluster.cli.batch import batch
 from tramontane.cluster.cli.bench import bench
 from tramontane.cluster.cli.chat import chat
@@ -24,7 +23,7 @@ from tramontane.cluster.cli.plan import plan
 from tramontane.cluster.cli.simulate import simulate
 from tramontane.cluster.cli.top import top
 from tramontane.cluster.cli.trace import trace
-from tramontane.cluster.common.signals import stoppable
+from tramontane.cluster.common.signals import INTERRUPTED, stoppable
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import (
     BATCHING,

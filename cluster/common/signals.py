@@ -8,6 +8,8 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
+INTERRUPTED = 130
+
 Result = TypeVar("Result")
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

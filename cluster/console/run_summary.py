@@ -1,6 +1,7 @@
 """What a run came to: tables for people, data for programs."""
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -12,10 +13,35 @@ from tramontane.proto.step import ExpertTiming
 from tramontane.router.engine.stage_usage import UsageMeter
 
 if TYPE_CHECKING:
-    from tramontane.cluster.cli.generate import Outcome
+    from tramontane.cluster.pipeline.engine import Engine
 
 
-def summary(outcome: "Outcome") -> Group:
+ExpertIds = dict[str, list[tuple[int, ...]]]  # by layer, token by token
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """``experts`` are those of the new tokens but the last one; empty like ``prompt_experts`` where nobody asked for them."""
+
+    prompt: str
+    text: str
+    token_ids: tuple[int, ...]
+    finish: FinishReason
+    prompt_experts: ExpertIds
+    experts: ExpertIds
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Everything a finished run has to tell. Seconds count from the start of the process."""
+
+    completions: tuple[Completion, ...]
+    engine: "Engine"
+    ready_after_s: float
+    first_token_after_s: float
+
+
+def summary(outcome: Outcome) -> Group:
     """The stages; below, the pipeline as a whole."""
     plan, usage = outcome.engine.plan, outcome.engine.usage
     tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
@@ -72,7 +98,7 @@ def experts_as_data(plan: ClusterPlan, usage: UsageMeter) -> dict[str, Any]:
     return {"experts": each} if plan.experts else {}
 
 
-def _pipeline_line(outcome: "Outcome") -> str:
+def _pipeline_line(outcome: Outcome) -> str:
     usage = outcome.engine.usage
     return (
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
@@ -80,7 +106,7 @@ def _pipeline_line(outcome: "Outcome") -> str:
     )
 
 
-def cut_short(outcome: "Outcome", max_tokens: int) -> str | None:
+def cut_short(outcome: Outcome, max_tokens: int) -> str | None:
     """What to say if the context ended answers before ``max_tokens`` did: their finish reason does not tell the two apart."""
     answers = outcome.completions
     lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
@@ -93,7 +119,7 @@ def cut_short(outcome: "Outcome", max_tokens: int) -> str | None:
     return f"{who} at the context of {context} positions: {how_many} after the prompt, and --max-tokens is {max_tokens}"
 
 
-def as_json(outcome: "Outcome") -> str:
+def as_json(outcome: Outcome) -> str:
     usage = outcome.engine.usage
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}

@@ -11,9 +11,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
+from tramontane.proto.errors import ParameterError
 from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity
-from tramontane.router.openai.completion_request import ParameterError
 
 AfterEach = Mapping[str, int]  # by pipeline, the number of the last micro-batch that is known already
 AskActivity = Callable[[AfterEach], Awaitable[list[dict[str, Any]]]]

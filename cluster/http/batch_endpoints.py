@@ -18,9 +18,8 @@ from starlette.routing import Route
 
 from tramontane.cluster.http.body_limits import BodyBudget
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
-from tramontane.proto.errors import TramontaneError
+from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema as shapes
-from tramontane.router.batch.jobs import JobRefusedError
 from tramontane.router.batch.result_files import result_line
 from tramontane.router.batch.schema import (
     MAX_FILE_LIST,
@@ -37,7 +36,6 @@ from tramontane.router.batch.schema import (
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import PIECE
 from tramontane.router.batch.store import StoredJob
-from tramontane.router.openai.completion_request import ParameterError
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.cluster.common.node_watch import LostNodes
 from tramontane.cluster.http.failover_response import ANSWER, RelayedResponse
-from tramontane.proto.log_fields import about
+from tramontane.proto.log_fields import REQUEST_ID_HEADER, about
 
-REQUEST_ID = b"x-request-id"
 PATHS = ("/v1/completions", "/v1/chat/completions")
 PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again that was soon gone and told nothing
 SOON_S = 5.0  # a door that had a request for longer was well until then
@@ -40,8 +39,8 @@ class DoorRelay:
             await self._app(scope, receive, send)
             return
         body, response = _Body(receive), RelayedResponse(send)
-        if all(name != REQUEST_ID for name, _ in scope["headers"]):  # else every door would be given another one
-            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID, response.answer.id.encode())]}
+        if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):  # else every door would be given another one
+            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.answer.id.encode())]}
         tries = _Tries()
         try:
             while tries.are_left:
@@ -90,7 +89,7 @@ class DoorRelay:
 
 
 def _request_id(scope: Scope) -> str:
-    return next((str(value, "latin-1") for name, value in scope["headers"] if name == REQUEST_ID), "")
+    return next((str(value, "latin-1") for name, value in scope["headers"] if name == REQUEST_ID_HEADER), "")
 
 
 class _Tries:

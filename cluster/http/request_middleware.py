@@ -10,8 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import static_pages
 from tramontane.cluster.http.errors import json_error
-from tramontane.cluster.serve_patches.proxy import REQUEST_ID
-from tramontane.proto.log_fields import GOOD_ID, about
+from tramontane.proto.log_fields import GOOD_ID, REQUEST_ID_HEADER, about
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class DoorGuard:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID.decode()] = own_id
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER.decode()] = own_id
             await send(message)
 
         answer = send_with_id if self._sends_id else send
@@ -90,7 +89,7 @@ class _Logged:
 
 
 def _id_of(scope: Scope) -> str:
-    given = next((value for name, value in scope["headers"] if name == REQUEST_ID), b"")
+    given = next((value for name, value in scope["headers"] if name == REQUEST_ID_HEADER), b"")
     return given.decode() if GOOD_ID.fullmatch(given) else uuid.uuid4().hex
 
 

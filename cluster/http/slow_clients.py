@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-import ray.serve._private.replica
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,28 +26,16 @@ MOST_UNREAD = 16  # writes of a stream
 LOOK_EVERY_S = 0.05
 PIECE = 2**16  # an HTTP server takes a write whole, however large, and lets the next one wait
 
-_answers: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
+answer_queue: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
 
 
 class SlowReaderError(Exception):
     """A client has not read for too long."""
 
 
-def note_queues_of_answers() -> None:
-    """Call in a replica's constructor: the queue through which Ray Serve passes an answer on is known to what makes it."""
-    module: Any = ray.serve._private.replica
-
-    class NotedQueue(module.MessageQueue):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            _answers.set(self)
-
-    module.MessageQueue = NotedQueue
-
-
 def num_unread() -> int:
     """Messages of this request's answer that nobody has fetched; 0 where Ray Serve is not between."""
-    queue = _answers.get(None)
+    queue = answer_queue.get(None)
     return len(queue._message_queue) if queue is not None else 0
 
 

@@ -19,9 +19,10 @@ from tramontane.cluster.actors.lease import actor_as_holder
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.actors.supervisor_client import answered_soon
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
 from tramontane.cluster.pipeline.lifecycle import MakeRoom, end_pipeline, running_pipeline
-from tramontane.cluster.pipeline.stage_chain import RayStageChain, last_line
+from tramontane.cluster.pipeline.stage_chain import RayStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.weights.fingerprint import Fingerprint

@@ -20,10 +20,11 @@ from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.supervisor_client import answered, answered_soon, keep_lease, renewed
 from tramontane.cluster.actors.worker_actor import NAMESPACE
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.cluster.common.signals import held_back
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.load_progress import ShowLoading, shown_loading
-from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain, last_line
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
 from tramontane.cluster.planning.hardware import CORES, Hardware, joined_cluster, usable_cpus
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
@@ -17,11 +16,22 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
-from tramontane.cluster.serving.retry_policy import LOADING_S
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.proto import wire
-from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
+from tramontane.proto.errors import (
+    LeaseError,
+    LinkError,
+    PipelineError,
+    PlanError,
+    StaleEpochError,
+)
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
+
+# Stages that are loading again are waited for so long: by their router (``RayStageChain.fence``), and by a door for what it had
+# accepted. Where router and stage die together the next router is not there before the weights are.
+LOADING_S = 600.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -190,9 +200,3 @@ def _is_restarting(error: RayError) -> bool:
     if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):
         return False
     return isinstance(getattr(error, "cause", error), RayActorError | GetTimeoutError | StaleEpochError)
-
-
-def last_line(error: BaseException) -> str:
-    """Ray's errors carry remote tracebacks; their last line says what happened, after the name of the class."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return re.sub(r"^(tramontane\.[\w.]+: |ray\.exceptions\.)", "", lines[-1])

@@ -12,7 +12,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tramontane.cluster.pipeline.stage_chain import last_line
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import copy_speed, visible_gpus
 

@@ -11,7 +11,7 @@ from tramontane.cluster.observability.logging import log_beside_ray_serve
 from tramontane.cluster.observability.tracing import trace_in_proxy
 from tramontane.cluster.serve_patches.call_cancellation import EndCalls
 from tramontane.cluster.serve_patches.ports import mend_grpc_door
-from tramontane.proto.log_fields import GOOD_ID
+from tramontane.proto.log_fields import GOOD_ID, REQUEST_ID_HEADER
 from tramontane.router.openai.completion_request import error_body
 
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
@@ -21,8 +21,7 @@ FOR_RAY_SERVE = (
     b"x-request-timeout-seconds",
     b"x-request-disconnect-disabled",
 )
-REQUEST_ID = b"x-request-id"
-READ_BY_RAY_SERVE = (REQUEST_ID, b"traceparent")  # which fails where they are not UTF-8
+READ_BY_RAY_SERVE = (REQUEST_ID_HEADER, b"traceparent")  # which fails where they are not UTF-8
 
 RAY_SERVES_OWN = "/-/"  # its paths, which ask for no key
 HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart proxies by it

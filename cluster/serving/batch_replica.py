@@ -27,7 +27,7 @@ from tramontane.cluster.observability.metrics import RayMetrics
 from tramontane.cluster.serve_patches.ports import keep_internal_port_on_node_address
 from tramontane.cluster.serving.remote_routers import RemoteRouters
 from tramontane.cluster.serving.served_model import chat_format, served_model
-from tramontane.proto.errors import PipelineError
+from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import SequenceSpec, TokenBatch
 from tramontane.router.batch.claims import JobClaims
@@ -42,7 +42,7 @@ from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.chat_completion import ChatCompletion
 from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatPrompt
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of

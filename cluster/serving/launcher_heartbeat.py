@@ -11,7 +11,7 @@ from ray.actor import ActorHandle
 from tramontane.cluster.actors.supervisor_client import RENEW_EVERY_S
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.periodic import repeated
-from tramontane.cluster.pipeline.stage_chain import last_line
+from tramontane.cluster.common.ray_errors import last_line
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tramontane.cluster.pipeline.stage_chain import LOADING_S
 from tramontane.proto.errors import (
     FullError,
     HandedOverError,
@@ -20,9 +21,6 @@ from tramontane.proto.errors import (
     TramontaneError,
 )
 
-# Stages that are loading again are waited for so long: by their router (``RayStageChain.fence``), and by a door for what it had
-# accepted. Where router and stage die together the next router is not there before the weights are.
-LOADING_S = 600.0
 NEW_VERSION_S = 120.0  # new requests wait so long for one that was announced; what only an old router could go on with, for that
 UNACCEPTED_S = 50.0  # what no router has ever accepted can still be refused, and may find another server
 MAX_LOSSES = 10  # of routers that had accepted the request and told no token of it: it may have waited, or be what they die of

@@ -18,6 +18,7 @@ from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
 from tramontane.cluster.actors.worker_actor import actor_names
+from tramontane.cluster.common.ray_errors import last_line
 from tramontane.cluster.common.signals import CountedSignals
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
@@ -25,7 +26,6 @@ from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.pipeline.engine import checked_model, pipeline_spec
 from tramontane.cluster.pipeline.lifecycle import end_pipeline, joined_ray, own_ray
 from tramontane.cluster.pipeline.load_progress import ShowLoading, shown_loading
-from tramontane.cluster.pipeline.stage_chain import last_line
 from tramontane.cluster.planning.hardware import Hardware, this_machine
 from tramontane.cluster.serve_patches.ports import LOOPBACK, bracketed
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options

@@ -29,8 +29,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import ArgumentError, DataError, InterfaceError, OperationalError, SQLAlchemyError, TimeoutError
 
-from tramontane.proto.errors import ConfigError, PipelineError
-from tramontane.router.batch.jobs import JobRefusedError
+from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError
 
 SQLITE_PATIENCE_S = 60.0  # while another process writes
 UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)  # what may be well again; all else is a defect
@@ -105,10 +104,6 @@ lines = Table(
 )
 
 PENDING, DONE, FAILED = 0, 1, 2  # of a line
-
-
-class JobStoreError(PipelineError):
-    """The database of the jobs, or their storage, cannot be used now."""
 
 
 class Database:

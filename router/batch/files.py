@@ -9,21 +9,13 @@ from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, Row, delete, insert, select, update
 
-from tramontane.proto.errors import RequestError
-from tramontane.router.batch.database import Database, JobStoreError, files
+from tramontane.proto.errors import FileTooLargeError, JobStoreError, UnknownFileError
+from tramontane.router.batch.database import Database, files
 from tramontane.router.batch.storage import JobStorage
 
 Purpose = Literal["batch", "batch_output"]
 MAX_NAME = 255
 ABANDONED_AFTER_S = 86_400.0  # a file that is not whole by then never will be
-
-
-class UnknownFileError(RequestError):
-    """There is no file of that name."""
-
-
-class FileTooLargeError(RequestError):
-    """More bytes than a file may have."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, Protocol
 
-from tramontane.proto.errors import RequestError
-
-
-class JobRefusedError(RequestError):
-    """What was submitted cannot become a job, or a file."""
-
-
 Endpoint = Literal["/v1/completions", "/v1/chat/completions"]
 
 

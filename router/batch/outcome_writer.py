@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from tramontane.proto.errors import JobStoreError
 from tramontane.router.batch.claims import Claim, JobClaims, Outcome
-from tramontane.router.batch.database import JobStoreError
 
 logger = logging.getLogger(__name__)
 

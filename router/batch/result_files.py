@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 
+from tramontane.proto.errors import JobStoreError
 from tramontane.router.batch.claims import Claim, JobClaims
-from tramontane.router.batch.database import JobStoreError
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import StoredResult

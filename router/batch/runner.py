@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from tramontane.proto.errors import NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
+from tramontane.proto.errors import JobStoreError, NotRunningError, OverloadedError, PipelineError, TramontaneError, UserError
 from tramontane.router.batch.claims import Claim, JobClaims, JobLostError, Outcome, PendingLine
-from tramontane.router.batch.database import JobStoreError
 from tramontane.router.batch.input_lines import body_of
 from tramontane.router.batch.jobs import Endpoint, JobState
 from tramontane.router.batch.outcome_writer import JobThreads, OutcomeWriter, Sleep, patiently

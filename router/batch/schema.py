@@ -8,10 +8,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from tramontane.proto.errors import ParameterError
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.store import StoredJob
-from tramontane.router.openai.completion_request import ParameterError, parse_body
+from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import or_default
 
 COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end

@@ -12,9 +12,7 @@ from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from tramontane.proto.errors import ConfigError, TramontaneError
-from tramontane.router.batch.database import JobStoreError
-from tramontane.router.batch.jobs import JobRefusedError
+from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError, TramontaneError
 
 PIECE = 2**20
 

@@ -12,11 +12,10 @@ from typing import Any
 from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from tramontane.proto.errors import OverloadedError
+from tramontane.proto.errors import FileTooLargeError, JobRefusedError, OverloadedError
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.files import FileTooLargeError
 from tramontane.router.batch.input_lines import JobLimits, LineSplitter, NewLine, RawLine, checked_line
-from tramontane.router.batch.jobs import JobOptions, JobRefusedError, JobState
+from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.batch.outcome_writer import JobThreads
 from tramontane.router.batch.store import (
     DISCARDING,

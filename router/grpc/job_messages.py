@@ -4,10 +4,9 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any, cast, get_args
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobService, JobState, ResultLine
 from tramontane.router.grpc.handlers import Malformed
-from tramontane.router.openai.completion_request import ParameterError
 
 MAX_METADATA = 16  # pairs, as OpenAI has it
 MAX_METADATA_CHARS = 512

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import FinishReason
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
 
 OF_THE_PROMPT = ("text", "token_ids")

@@ -17,18 +17,18 @@ from tramontane.proto.errors import (
     DrainingError,
     NotHereError,
     OverloadedError,
+    ParameterError,
     PipelineError,
     PoisonError,
     RequestError,
     TramontaneError,
     UnfollowableError,
     UnknownJobError,
+    UnknownModelError,
     UserError,
     WrongKeyError,
 )
 from tramontane.proto.log_fields import about
-from tramontane.router.openai.completion_request import ParameterError
-from tramontane.router.openai.served_model import UnknownModelError
 
 logger = logging.getLogger(__name__)
 

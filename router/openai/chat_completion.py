@@ -6,13 +6,13 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai.chat_request import ChatRequest, chat_messages
 from tramontane.router.openai.choice_text import ChoiceText
 from tramontane.router.openai.completion import AnswerForm, Completion, Tell, tell_nobody
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
+from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import TokenScore, chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
 from tramontane.router.openai.resume_state import BegunAnswer, BegunChoice, ChoiceNews

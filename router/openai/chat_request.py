@@ -5,8 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import ParameterError, StreamOptions, Text, neutral, parse_body
+from tramontane.router.openai.completion_request import StreamOptions, Text, neutral, parse_body
 from tramontane.router.openai.request_fields import SamplingFields, or_default
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
 from tramontane.router.structured.grammar import MAX_TOOLS

@@ -9,12 +9,13 @@ from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from tramontane.proto.errors import ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.engine.resumable_request import renumbered
 from tramontane.router.openai.choice_text import ChoiceText
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
+from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
     ChosenToken,
     TokenScore,

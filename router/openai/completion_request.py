@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from tramontane.proto.errors import RequestError
+from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, or_default
 from tramontane.router.structured.fields import ResponseFormat
@@ -21,14 +21,6 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(m
 SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
 PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
 Prompts = tuple[str | tuple[int, ...], ...]
-
-
-class ParameterError(RequestError):
-    """One parameter is wrong; ``parameter`` is its name, None if the body as a whole is."""
-
-    def __init__(self, message: str, parameter: str | None = None) -> None:
-        super().__init__(message)
-        self.parameter = parameter
 
 
 def neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds

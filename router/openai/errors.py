@@ -6,18 +6,20 @@ from typing import Any
 from tramontane.proto.errors import (
     DeadlineError,
     DrainingError,
+    FileTooLargeError,
+    JobRefusedError,
     OverloadedError,
+    ParameterError,
     PoisonError,
     RequestError,
     TramontaneError,
     UnfollowableError,
+    UnknownFileError,
     UnknownJobError,
+    UnknownModelError,
     UserError,
 )
-from tramontane.router.batch.files import FileTooLargeError, UnknownFileError
-from tramontane.router.batch.jobs import JobRefusedError
-from tramontane.router.openai.completion_request import ErrorType, ParameterError, error_body
-from tramontane.router.openai.served_model import UnknownModelError
+from tramontane.router.openai.completion_request import ErrorType, error_body
 
 
 @dataclass(frozen=True, slots=True)

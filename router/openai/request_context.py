@@ -6,10 +6,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from tramontane.proto.errors import DeadlineError
+from tramontane.proto.errors import DeadlineError, ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.router.openai.completion_request import ParameterError
 
 TIMEOUT = "x-request-timeout"
 LONGEST_S = 10_000_000.0

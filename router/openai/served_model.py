@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tramontane.proto.errors import RequestError
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError
+from tramontane.proto.errors import ParameterError, UnknownModelError
+from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestCounts
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -77,10 +77,6 @@ def check_model_name(model: ServedModel, name: str | None) -> None:
     """Raises RequestError if the client asks for another model."""
     if name is not None and name != model.name:
         raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {model.name!r}")
-
-
-class UnknownModelError(RequestError):
-    """The client named a model that is not served here."""
 
 
 MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have

@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from tramontane.proto.errors import ParameterError
 from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools, chat_messages
-from tramontane.router.openai.completion_request import ParameterError, Text
+from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
 from tramontane.router.openai.served_model import LONG_TEXT, ServedModel
 from tramontane.router.tokenization.chat import ChatPrompt

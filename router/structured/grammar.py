@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from tramontane.router.openai.completion_request import ParameterError
+from tramontane.proto.errors import ParameterError
 from tramontane.router.structured.fields import Function, NamedTool, ResponseFormat, Tool, ToolChoice
 from tramontane.router.structured.validator import complaint
 from tramontane.router.tokenization.chat import ToolFormat

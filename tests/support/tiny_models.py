@@ -14,12 +14,12 @@ from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_pla
 from tramontane.proto.hf_config import hf_config_of
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ClusterPlan
-from tramontane.workers.model.grouped_gemm import places_together
 from tramontane.workers.model.moe import ByExpert
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.structured_output import ReadPieces
 from tramontane.workers.stage.device_backend import Means
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.expert_placement import places_together
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 GIB = 2**30

@@ -18,8 +18,8 @@ from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, dec
 from tramontane.workers.attention.page_table import table_width
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.sdpa_backend import BySize, PagedDecode, SdpaPrefill, sdpa_kernels
+from tramontane.workers.device.events import CudaMark
 from tramontane.workers.device.self_test import check, in_a_line
-from tramontane.workers.stage.pending_outcome import CudaMark
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,15 @@ one expert's matrix.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.proto.plan import StagePlan
 from tramontane.workers.device.self_test import check, failure
 from tramontane.workers.kernels.fused_ops import PLAIN
-from tramontane.workers.weights.tensor_specs import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -92,45 +90,3 @@ def stacked(weights: Sequence[Tensor]) -> Tensor | None:
         if not (is_alike and is_beside and each.storage_offset() == first.storage_offset() + number * size):
             return None
     return first.detach().as_strided((len(weights), *first.shape), (size, *first.stride()), first.storage_offset())
-
-
-def places_together(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
-    """Where to load experts' matrices to, by parameter: those of a layer one after the other, w13 and w2 each by itself.
-
-    ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
-    """
-    kinds: dict[tuple[str, ...], list[str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for spec in specs:
-        path = spec.parameter.split(".")
-        if path[0] == "experts" and spec.parameter not in shapes:
-            _, _, layer, _, matrix, _ = path
-            kinds.setdefault((layer, matrix), []).append(spec.parameter)
-            shapes[spec.parameter] = spec.parameter_shape
-    places: dict[str, Tensor] = {}
-    for parameters in kinds.values():
-        block_ENK = torch.empty(len(parameters), *shapes[parameters[0]], dtype=dtype, device=device)
-        places |= dict(zip(parameters, block_ENK, strict=True))
-    return places
-
-
-def are_together(plan: StagePlan, device: str) -> bool:
-    """Whether a stage's experts are to be loaded for grouped products. Where a GPU goes without, says why."""
-    if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
-        return False
-    if why := _obstacle(plan, torch.device(device)):
-        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, why)
-    return not why
-
-
-def _obstacle(plan: StagePlan, device: torch.device) -> str:
-    capability = torch.cuda.get_device_capability(device)
-    if plan.quantize:
-        return f"weights are {plan.quantize}"
-    if plan.dtype != "bfloat16":
-        return f"weights are {plan.dtype}, not bfloat16"
-    if capability[0] not in KERNEL_CAPABILITIES:
-        return "the GPU's capability is {}.{}, and torch's grouped product needs 9 or 10".format(*capability)
-    if plan.args.dim % KERNEL_STEP or plan.args.hidden_dim % KERNEL_STEP:
-        return f"widths {plan.args.dim} and {plan.args.hidden_dim} are not multiples of {KERNEL_STEP}"
-    return ""

@@ -7,9 +7,9 @@ import torch
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import kernels_for
 from tramontane.workers.attention.backend import Kernels
+from tramontane.workers.device.events import CudaMark, MakeMark
 from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
 from tramontane.workers.stage.cuda_graphs import CudaRecorder, Recorder
-from tramontane.workers.stage.pending_outcome import CudaMark, MakeMark
 
 
 @dataclass(frozen=True, slots=True)

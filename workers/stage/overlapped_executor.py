@@ -14,7 +14,8 @@ from contextlib import contextmanager
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.stage.pending_outcome import Mark, Outcome, Unread
+from tramontane.workers.device.events import Mark
+from tramontane.workers.stage.pending_outcome import Outcome, Unread
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Deliver, Receive, nowhere
 

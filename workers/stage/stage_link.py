@@ -6,9 +6,8 @@ from torch import Tensor
 from tramontane.proto.errors import LinkError
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.links.channel import Address, Edge, Edges, Listener
-from tramontane.workers.links.gpu_channel import GpuEdges, Ways
+from tramontane.workers.links.factory import edges_for
 from tramontane.workers.links.process_group_channel import why
-from tramontane.workers.links.tcp_channel import SocketEdges
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import Steps
@@ -93,8 +92,3 @@ class StageLink:
         if hidden_TD is not None:
             assert self._outlet is not None
             self._outlet.send(hidden_TD)
-
-
-def edges_for(device: torch.device) -> Edges:
-    """The fastest that there are between stages on such devices."""
-    return GpuEdges(Ways.of(device)) if device.type == "cuda" else SocketEdges()

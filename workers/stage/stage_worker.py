@@ -14,7 +14,6 @@ from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import StepIndex, build_step_index
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.device.pinned_memory import leaving, to_device
-from tramontane.workers.model.grouped_gemm import are_together
 from tramontane.workers.model.layers import use_pointwise
 from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
 from tramontane.workers.model.transformer import StageModel, Waiting, completed
@@ -28,6 +27,7 @@ from tramontane.workers.stage.device_backend import Means, means_for
 from tramontane.workers.stage.expert_choices import NOBODY_ASKS, asked_experts
 from tramontane.workers.stage.pending_outcome import Outcome, Unread
 from tramontane.workers.stage.step_timer import StepNotes
+from tramontane.workers.weights.expert_placement import are_together
 from tramontane.workers.weights.loader import with_weights
 from tramontane.workers.weights.tensor_specs import OnTensor, stage_tensors
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tramontane.proto.ports import AskedExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
+from tramontane.workers.device.events import MakeMark, Mark
 from tramontane.workers.model.transformer import Waiting
 from tramontane.workers.stage.expert_choices import NOBODY_ASKS
-from tramontane.workers.stage.pending_outcome import MakeMark, Mark
 
 T = TypeVar("T")
 

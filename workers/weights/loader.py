@@ -9,8 +9,8 @@ from torch import nn
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
 from tramontane.workers.kernels.quantized_linear import try_products
-from tramontane.workers.model.grouped_gemm import places_together
 from tramontane.workers.weights.checkpoint import Checkpoint
+from tramontane.workers.weights.expert_placement import places_together
 from tramontane.workers.weights.quantize import quantize_linears
 from tramontane.workers.weights.random_weights import random_state
 from tramontane.workers.weights.tensor_specs import OnTensor, TensorsOf

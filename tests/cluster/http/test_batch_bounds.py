@@ -16,9 +16,9 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.http.batch_endpoints import BatchDoor
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.proto.errors import UnknownJobError
+from tramontane.proto.errors import JobRefusedError, UnknownJobError
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.jobs import JobOptions, JobRefusedError
+from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.batch.service import CHARS_AT_ONCE, BatchService
 from tramontane.router.batch.store import StoredResult
 

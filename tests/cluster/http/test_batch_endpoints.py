@@ -22,12 +22,17 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.batch_endpoints import BatchDoor
 from tramontane.cluster.http.errors import ERROR_HANDLERS, error_response
 from tramontane.cluster.http.request_middleware import DoorGuard
-from tramontane.proto.errors import ConfigError, RequestError, TramontaneError, UnfollowableError
+from tramontane.proto.errors import (
+    ConfigError,
+    ParameterError,
+    RequestError,
+    TramontaneError,
+    UnfollowableError,
+    UnknownModelError,
+)
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.batch.service import BatchService
-from tramontane.router.openai.completion_request import ParameterError
-from tramontane.router.openai.served_model import UnknownModelError
 
 NUL_IN_NAME = b"\r\n".join(
     [

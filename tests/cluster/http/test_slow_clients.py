@@ -11,8 +11,8 @@ import ray.serve._private.replica
 from scripted_token_source import TOKENIZER, ScriptedSource, client_of, door_of
 from starlette.types import Message, Receive, Scope, Send
 
-from tramontane.cluster.http import slow_clients as slow_readers
 from tramontane.cluster.http.slow_clients import LIMIT, MOST_UNREAD, PIECE, DropSlowReaders, SlowReaderError, num_unread, patient
+from tramontane.cluster.serve_patches.response_queues import note_queues_of_answers
 
 NUM_TOKENS = 100
 
@@ -86,7 +86,7 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
 ) -> None:
     """Where Ray Serve is between, writing does not wait; its queue grows instead."""
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
-    slow_readers.note_queues_of_answers()
+    note_queues_of_answers()
 
     async def scenario() -> int:
         source, num_sent = _source(), 0
@@ -126,7 +126,7 @@ def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked
 
 def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
-    slow_readers.note_queues_of_answers()
+    note_queues_of_answers()
 
     async def scenario() -> None:
         queue: Any = ray.serve._private.replica.MessageQueue()  # type: ignore[attr-defined]

@@ -66,12 +66,18 @@ from tramontane.cluster.planning.hardware import joined_cluster, this_machine
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.preflight import check_doors
-from tramontane.proto.errors import ConfigError, DeadlineError, RequestError, UnknownJobError, WrongKeyError
+from tramontane.proto.errors import (
+    ConfigError,
+    DeadlineError,
+    ParameterError,
+    RequestError,
+    UnknownJobError,
+    UnknownModelError,
+    WrongKeyError,
+)
 from tramontane.proto.request import SamplingParams, SequenceSpec
 from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.openai.completion_request import ParameterError
-from tramontane.router.openai.served_model import UnknownModelError
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 pytestmark = [

@@ -12,10 +12,9 @@ from batch_jobs import LIMITS, Place, all_results, echo, pieces, place_in, reque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tramontane.proto.errors import OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.proto.errors import JobStoreError, OverloadedError, PipelineError, RequestError, UnknownJobError
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S
-from tramontane.router.batch.database import JobStoreError
 from tramontane.router.batch.input_lines import LineSplitter, NewLine
 from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import MAX_TRIES, THREADS

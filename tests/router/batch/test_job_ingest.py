@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
 
+from tramontane.proto.errors import JobRefusedError
 from tramontane.router.batch import submissions as job_intake
 from tramontane.router.batch.input_lines import LineSplitter, RawLine
-from tramontane.router.batch.jobs import JobOptions, JobRefusedError
+from tramontane.router.batch.jobs import JobOptions
 
 
 @pytest.fixture

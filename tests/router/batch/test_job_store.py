@@ -16,9 +16,9 @@ import pytest
 from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests, run_until_killed
 from postgres import new_database, postgres
 
-from tramontane.proto.errors import ConfigError, RequestError, UnknownJobError
+from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
-from tramontane.router.batch.database import Database, JobStoreError
+from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import NewLine
 from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.service import BatchService

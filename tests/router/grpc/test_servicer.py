@@ -26,10 +26,12 @@ from tramontane.proto.errors import (
     DeadlineError,
     NotHereError,
     OverloadedError,
+    ParameterError,
     PipelineError,
     RequestError,
     TramontaneError,
     UnknownJobError,
+    UnknownModelError,
     WrongKeyError,
 )
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -45,8 +47,8 @@ from tramontane.router.grpc.job_messages import submit
 from tramontane.router.grpc.messages import parsed_generate, score_of, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
-from tramontane.router.openai.served_model import ServedModel, UnknownModelError
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
+from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.scheduling.admission import Limits
 from tramontane.router.scheduling.policy import EvenPolicy
 from tramontane.router.scheduling.scheduler import Scheduler

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError, RequestError
+from tramontane.proto.errors import ParameterError, PipelineError, RequestError, UnknownModelError
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.completion_request import CompletionRequest, ParameterError, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.served_model import (
     LONG_TEXT,
     MAX_LOGPROBS_IN_ALL,
     MAX_PROMPT_LOGPROBS,
     ServedModel,
-    UnknownModelError,
     check_model_name,
     model_list,
 )

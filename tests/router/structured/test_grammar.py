@@ -12,7 +12,7 @@ import pytest
 from llguidance import _lib
 from pydantic import TypeAdapter, ValidationError
 
-from tramontane.router.openai.completion_request import ParameterError
+from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
 from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice

@@ -23,11 +23,12 @@ from torch import Tensor
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, Weights
 from tramontane.proto.ports import Groups
-from tramontane.workers.model.grouped_gemm import are_together, stacked
+from tramontane.workers.model.grouped_gemm import stacked
 from tramontane.workers.model.moe import Answered, ByExpert, LocalExperts
 from tramontane.workers.model.rotary import Rotary, rotary_tables
 from tramontane.workers.model.transformer import StageModel, completed
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.expert_placement import are_together
 from tramontane.workers.weights.loader import with_weights
 from tramontane.workers.weights.tensor_specs import stage_tensors
 

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.workers.model.grouped_gemm import FEW_ROWS, are_together
+from tramontane.workers.model.grouped_gemm import FEW_ROWS
 from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.model.transformer import StageModel, completed
 from tramontane.workers.stage.cuda_graphs import CudaRecorder
+from tramontane.workers.weights.expert_placement import are_together
 from tramontane.workers.weights.loader import with_weights
 from tramontane.workers.weights.tensor_specs import stage_tensors
 

@@ -23,12 +23,12 @@ from tramontane.workers.attention.backend import Kernels
 from tramontane.workers.attention.metadata import DecodeIndex
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import pinned_memory as pinned
-from tramontane.workers.model.grouped_gemm import places_together
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import Means
 from tramontane.workers.stage.stage_worker import StageWorker
+from tramontane.workers.weights.expert_placement import places_together
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 META = torch.device("meta")

@@ -14,13 +14,14 @@ from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
 from tramontane.workers.attention.sdpa_backend import sdpa_kernels
+from tramontane.workers.device.events import Mark
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute
 from tramontane.workers.stage.device_backend import Means
 from tramontane.workers.stage.overlapped_executor import Overlapped
-from tramontane.workers.stage.pending_outcome import Mark, Outcome
+from tramontane.workers.stage.pending_outcome import Outcome
 from tramontane.workers.stage.stage_worker import StageWorker
 
 ARGS = tiny_args(n_layers=2)
