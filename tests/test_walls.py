@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,12 +20,73 @@ MAY_IMPORT = {
     "router": {"router", "proto"},
     "cluster": {"cluster", "workers", "router", "proto"},
 }
+# The packages in levels: each may import those named here, all of a lower level, and nothing else of ours.
+PACKAGES: dict[str, set[str]] = {
+    "proto": set(),
+    "workers.device": set(),
+    "workers.kernels": {"proto", "workers.device"},
+    "workers.links": {"proto", "workers.device"},
+    "workers.attention": {"proto", "workers.device"},
+    "workers.sampling": {"proto", "workers.device"},
+    "workers.model": {"proto", "workers.device", "workers.kernels"},
+    "workers.weights": {"proto", "workers.kernels", "workers.model"},
+    "workers.experts": {"proto", "workers.links", "workers.model", "workers.weights"},
+    "workers.stage": {
+        *("proto", "workers.attention", "workers.device", "workers.experts", "workers.kernels", "workers.links"),
+        *("workers.model", "workers.sampling", "workers.weights"),
+    },
+    "router.scheduling": {"proto"},
+    "router.tokenization": {"proto"},
+    "router.engine": {"proto", "router.scheduling"},
+    "router.simulation": {"proto", "router.scheduling"},
+    "router.structured": {"proto", "router.tokenization"},
+    "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
+    "router.batch": {"proto", "router.openai"},
+    "router.grpc": {"proto", "router.batch", "router.openai"},
+    "router.client": {"proto", "router.batch", "router.grpc"},
+    "cluster.common": set(),
+    "cluster.config": {"proto"},
+    "cluster.console": {"proto", "cluster.config", "router.engine", "router.tokenization"},
+    "cluster.planning": {"proto", "cluster.common", "cluster.config", "workers.device", "workers.weights"},
+    "cluster.observability": {"proto", "cluster.config", "router.engine", "router.openai", "router.scheduling"},
+    "cluster.http": {
+        *("proto", "cluster.common", "cluster.config"),
+        *("router.batch", "router.engine", "router.openai", "router.tokenization"),
+    },
+    "cluster.serve_patches": {"proto", "cluster.config", "cluster.http", "cluster.observability", "router.openai"},
+    "cluster.actors": {
+        *("proto", "cluster.common", "cluster.config", "cluster.observability", "cluster.planning"),
+        *("router.tokenization", "workers.device", "workers.experts", "workers.links", "workers.stage", "workers.weights"),
+    },
+    "cluster.pipeline": {
+        *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.planning"),
+        *("router.engine", "router.scheduling", "workers.sampling", "workers.stage", "workers.weights"),
+    },
+    "cluster.serving": {
+        *("proto", "cluster.actors", "cluster.common", "cluster.config", "cluster.http", "cluster.observability"),
+        *("cluster.pipeline", "cluster.planning", "cluster.serve_patches", "router.batch", "router.engine", "router.grpc"),
+        *("router.openai", "router.scheduling", "router.tokenization", "workers.weights"),
+    },
+    "cluster.bench": {
+        *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),
+        *("router.engine", "router.scheduling", "router.simulation"),
+    },
+    "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.serving"},
+    "cluster.cli": {
+        *("proto", "cluster.bench", "cluster.common", "cluster.config", "cluster.console", "cluster.deploy"),
+        *("cluster.pipeline", "cluster.planning", "cluster.serving", "router.batch", "router.engine", "router.scheduling"),
+        *("router.simulation", "router.tokenization", "workers.weights"),
+    },
+}
+# Libraries that a package must not import, although its room may.
+BANNED_IN_PACKAGE = {"router.scheduling": {"asyncio", "time"}, "cluster.http": {"ray"}}
+MAX_MODULES, MAX_LINES = 16, 300
 FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "fused_product": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
 PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
 TOP_LEVEL = {
-    *("cluster", "workers", "router", "proto", "tests", "k8s"),
+    *("cluster", "workers", "router", "proto", "tests", "k8s", "docs"),
     *("pyproject.toml", "README.md", "Makefile", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"),
 }
 
@@ -142,6 +205,132 @@ def test_imports_go_one_way(room: str) -> None:
     assert files
     found = {str(file.relative_to(ROOT)): breaches(room, file.read_text(encoding="utf-8")) for file in files}
     assert not {name: lines for name, lines in found.items() if lines}
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of ours: ``name`` is ``router.engine.router``, ``imports`` are (line, dotted name, only for type checkers)."""
+
+    name: str
+    num_lines: int
+    imports: tuple[tuple[int, str, bool], ...]
+
+    @property
+    def package(self) -> str:
+        return self.name.rpartition(".")[0]
+
+
+def _read(name: str, source: str) -> Module:
+    found = _Imports()
+    found.visit(ast.parse(source))
+    return Module(name, source.count("\n"), tuple(found.found))
+
+
+def _all_modules() -> list[Module]:
+    paths = [path for room in MAY_IMPORT for path in sorted((ROOT / room).rglob("*.py"))]
+    return [_read(".".join(path.relative_to(ROOT).with_suffix("").parts), path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _edges(modules: Sequence[Module]) -> dict[str, set[str]]:
+    """Which modules each module imports at run time, inside of functions too."""
+    names = {module.name for module in modules}
+    edges: dict[str, set[str]] = {}
+    for module in modules:
+        wanted = [name.removeprefix("tramontane.") for _, name, typing in module.imports if not typing]
+        both = {each for name in wanted for each in (name, name.rpartition(".")[0])}  # a module, or a name in it
+        edges[module.name] = both & names
+    return edges
+
+
+def package_breaches(modules: Sequence[Module]) -> list[str]:
+    """Imports of packages, or of libraries, that ``PACKAGES`` and ``BANNED_IN_PACKAGE`` do not allow."""
+    found = [f"{package} is in no level of PACKAGES" for package in sorted({m.package for m in modules} - PACKAGES.keys())]
+    packages = {module.name: module.package for module in modules}
+    for name, targets in _edges(modules).items():
+        for target in sorted(targets):
+            if packages[target] not in PACKAGES.get(packages[name], set()) | {packages[name]}:
+                found.append(f"{name} must not import {target}")
+    for module in modules:
+        for line, name, typing in module.imports:
+            if not typing and name.split(".")[0] in BANNED_IN_PACKAGE.get(module.package, set()):
+                found.append(f"{module.name}, line {line}: {name}")
+    return found
+
+
+def cycle(edges: Mapping[str, Iterable[str]]) -> list[str]:
+    """The names on one cycle of ``edges``, the first also at the end; empty where there is none."""
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        for other in sorted(edges.get(name, ())):
+            if found := visit(other, [*path, name]):
+                return found
+        done.add(name)
+        return []
+
+    return next((found for name in edges if (found := visit(name, []))), [])
+
+
+def size_breaches(modules: Sequence[Module]) -> list[str]:
+    """Folders of more than ``MAX_MODULES`` modules, and modules of more than ``MAX_LINES`` lines; generated ones aside."""
+    written = [module for module in modules if "_pb2" not in module.name]
+    count = Counter(module.package for module in written if not module.name.endswith("__init__"))
+    crowded = [f"{package} has {number} modules" for package, number in count.items() if number > MAX_MODULES]
+    return crowded + [f"{module.name} has {module.num_lines} lines" for module in written if module.num_lines > MAX_LINES]
+
+
+def test_packages_import_downwards_only() -> None:
+    modules = _all_modules()
+    assert {module.package for module in modules} == PACKAGES.keys()
+    assert package_breaches(modules) == []
+
+
+def test_no_module_and_no_package_imports_itself_by_way_of_others() -> None:
+    assert cycle(PACKAGES) == []
+    assert cycle(_edges(_all_modules())) == []
+
+
+def test_folders_and_modules_are_small() -> None:
+    assert size_breaches(_all_modules()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("workers.device.planted", "from tramontane.workers.stage import stage_worker"),
+        ("router.scheduling.planted", "from tramontane.router.engine.router import Router"),
+        ("router.scheduling.planted", "def f() -> None:\n    from tramontane.router.engine.router import Router"),
+        ("router.scheduling.planted", "import asyncio"),
+        ("router.scheduling.planted", "from time import monotonic"),
+        ("cluster.http.planted", "import ray.serve._private.replica"),
+        ("cluster.serving.planted", "from tramontane.cluster.cli.main import app"),
+        ("cluster.utils.planted", "x = 1"),
+    ],
+)
+def test_a_planted_upward_import_is_found(name: str, source: str) -> None:
+    planted = package_breaches([*_all_modules(), _read(name, source)])
+    assert len(planted) == 1
+    assert name.rpartition(".")[0] in planted[0]
+
+
+def test_a_planted_cycle_is_found() -> None:
+    """``sequence`` is imported by the page allocator; planted here, it imports that in turn, in a function."""
+    planted = _read("router.scheduling.sequence", "def f() -> None:\n    from tramontane.router.scheduling import page_allocator")
+    modules = [*(module for module in _all_modules() if module.name != planted.name), planted]
+    found = cycle(_edges(modules))
+    assert found[0] == found[-1]
+    assert {"router.scheduling.sequence", "router.scheduling.page_allocator"} <= set(found)
+
+
+def test_a_planted_17th_module_and_a_planted_long_one_are_found() -> None:
+    few = [_read(f"workers.links.planted_{number}", "") for number in range(MAX_MODULES)]
+    assert size_breaches(few) == []
+    assert size_breaches([*few, _read("workers.links.one_more", "")]) == ["workers.links has 17 modules"]
+    assert size_breaches([_read("proto.long", "x = 1\n" * 301)]) == ["proto.long has 301 lines"]
 
 
 PLANTED = [
