@@ -4,14 +4,14 @@ GIB = 2**30
 UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
-def readable_size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Three digits: 13.5 GiB, 512 MiB, 1,048,576 GiB."""
     unit, name = next((unit, name) for unit, name in UNITS if num_bytes >= unit or unit == 1)
     number = num_bytes / unit
     return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
 
 
-def size_for_flag(num_bytes: int) -> str:
+def format_bytes_flag(num_bytes: int) -> str:
     """As --kv-cache-memory takes it, rounded up, so that it can be given back: 100 is 100B, 20481 is 21KiB."""
     unit, name = next((unit, name) for unit, name in UNITS if num_bytes >= 10 * unit or unit == 1)
     return f"{-(-num_bytes // unit)}{name}"

@@ -4,27 +4,27 @@
     +-- UserError            what was asked cannot be done; shown as one line, exit code 2
     |   +-- ConfigError      a flag, a parameter or their combination
     |   +-- RequestError     one request: an empty prompt, a prompt past the context
-    |   |   +-- UnfollowableError  a model cannot follow the schema that its answer must have
-    |   |   +-- PoisonError          it makes the pipeline fail
+    |   |   +-- UnsatisfiableSchemaError  a model cannot follow the schema that its answer must have
+    |   |   +-- PoisonRequestError          it makes the pipeline fail
     |   +-- CheckpointError  a model folder: missing, incomplete, misshapen, unsupported
-    |   |   +-- ImpossibleModelError  numbers that make no model
+    |   |   +-- InvalidModelConfigError  numbers that make no model
     |   +-- PlanError        the plan does not fit: too many stages, too little memory
-    |   +-- WrongKeyError    a door was shown no key, or one that it does not know
+    |   +-- AuthenticationError    a door was shown no key, or one that it does not know
     |   +-- NotHereError     a method that the server does not have
     +-- OverloadedError      too much is waiting already; says when to come back
-    |   +-- FullError          not even the smallest request could wait
+    |   +-- QueueFullError          not even the smallest request could wait
     +-- DrainingError        the server finishes what runs, and takes nothing new
-    +-- DeadlineError        the time that a client gave is over
+    +-- DeadlineExceededError        the time that a client gave is over
     +-- ConnectionLostError  a client cannot reach its server
     +-- PipelineError        a pipeline failed while it was working
         +-- StaleEpochError  a step of an epoch that a stage no longer (or not yet) obeys
         +-- LinkError        the way between two neighbouring stages is broken
         +-- RouterLostError  a router is gone, or nobody hears from it
         +-- LeaseError       another router drives the pipeline
-        +-- NoStreamError    a router has no stream to answer by
-        +-- NotRunningError  a router's pipeline cannot make tokens now
-            +-- HandedOverError  a newer version of the application has it
-            +-- OtherModelError  it is of another model or version, and never will
+        +-- StreamNotOpenError    a router has no stream to answer by
+        +-- PipelineUnavailableError  a router's pipeline cannot make tokens now
+            +-- PipelineSupersededError  a newer version of the application has it
+            +-- ModelMismatchError  it is of another model or version, and never will
 
 A ``UserError`` says what was wrong and what to do about it. Broken internal
 invariants are assertions, not members of this tree.
@@ -51,7 +51,7 @@ class CheckpointError(UserError):
     """A model folder cannot be served."""
 
 
-class ImpossibleModelError(CheckpointError):
+class InvalidModelConfigError(CheckpointError):
     """Numbers that make no model. Whoever read them from a file adds its name."""
 
 
@@ -70,7 +70,7 @@ class OverloadedError(TramontaneError):
         return str(self.args[0])
 
 
-class FullError(OverloadedError):
+class QueueFullError(OverloadedError):
     """However small a request of the same client is, it would be refused too."""
 
 
@@ -90,11 +90,11 @@ class LinkError(PipelineError):
     """A stage cannot hear from its neighbour, or send to it; why the neighbour fell silent, others know."""
 
 
-class ExpertLostError(PipelineError):
+class ExpertUnavailableError(PipelineError):
     """An expert actor died, or cannot be reached, before it answered; what it was asked can be asked again."""
 
 
-class ExpertMovedError(ExpertLostError):
+class ExpertRelocatedError(ExpertUnavailableError):
     """An expert actor does not hold what it was asked for: another plan is followed by now."""
 
 
@@ -106,27 +106,27 @@ class RouterLostError(PipelineError):
     """A router is gone, or its last words do not arrive; another one can go on with its requests."""
 
 
-class NoStreamError(PipelineError):
+class StreamNotOpenError(PipelineError):
     """A router has no stream to the ingress that called it."""
 
 
-class NotRunningError(PipelineError):
+class PipelineUnavailableError(PipelineError):
     """A router's pipeline is being started again; another router may be well."""
 
 
-class HandedOverError(NotRunningError):
+class PipelineSupersededError(PipelineUnavailableError):
     """A newer version of the application has taken a router's pipeline, or its place; it will take requests soon."""
 
 
-class OtherModelError(NotRunningError):
+class ModelMismatchError(PipelineUnavailableError):
     """A router has another model or version than a request is for; only one of the old ones could take it."""
 
 
-class UnfollowableError(RequestError):
+class UnsatisfiableSchemaError(RequestError):
     """The model cannot go on as the answer's schema asks for; asked again it could not either."""
 
 
-class PoisonError(RequestError):
+class PoisonRequestError(RequestError):
     """A request that has made the pipeline fail again and again; asked once more it would again."""
 
 
@@ -134,15 +134,15 @@ class UnknownJobError(RequestError):
     """There is no batch job of that name."""
 
 
-class WrongKeyError(UserError):
+class AuthenticationError(UserError):
     """An API key is missing, or is not one of those that a door knows."""
 
 
-class NotHereError(UserError):
+class UnimplementedError(UserError):
     """The server does not have this method, or not yet."""
 
 
-class DeadlineError(TramontaneError):
+class DeadlineExceededError(TramontaneError):
     """A client's patience ended before the answer came."""
 
 

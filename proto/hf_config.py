@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError, ImpossibleModelError
+from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
 
 MIXTRAL = "MixtralForCausalLM"
@@ -15,7 +15,7 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
     """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
     try:
         return _translate(config, source)
-    except ImpossibleModelError as error:
+    except InvalidModelConfigError as error:
         raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{source} lacks the key {error}") from error
@@ -23,7 +23,7 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
         raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
 
 
-def hf_config_of(args: ModelArgs) -> dict[str, Any]:
+def to_hf_config(args: ModelArgs) -> dict[str, Any]:
     """The configuration that says what ``args`` says, as transformers 5 writes it."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
     if (scaling := args.rope_scaling) is not None:
@@ -33,8 +33,8 @@ def hf_config_of(args: ModelArgs) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_seq_len,
             "beta_fast": scaling.beta_fast,
             "beta_slow": scaling.beta_slow,
-            "attention_factor": scaling.magnitude,
-            "llama_4_scaling_beta": scaling.query_beta,
+            "attention_factor": scaling.attention_factor,
+            "llama_4_scaling_beta": scaling.llama4_beta,
         }
     config: dict[str, Any] = {
         "architectures": [_architecture(args)],
@@ -87,13 +87,13 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         n_kv_heads=config["num_key_value_heads"],
         norm_eps=float(config["rms_norm_eps"]),
         vocab_size=config["vocab_size"],
-        rope_theta=float(_rope(config).get("rope_theta") or config["rope_theta"]),
+        rope_theta=float(_rope_parameters(config).get("rope_theta") or config["rope_theta"]),
         max_seq_len=config["max_position_embeddings"],
         windows=_windows(config, source),
         moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
-        tied_embeddings=flag(config, "tie_word_embeddings"),
+        tied_embeddings=parse_bool(config, "tie_word_embeddings"),
         dtype=_dtype(config, source),
-        eos_token_ids=end_ids(config.get("eos_token_id")),
+        eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
     )
 
@@ -110,14 +110,14 @@ def _check_supported(config: Mapping[str, Any], architecture: str, source: str) 
         raise CheckpointError(f"{source}: quantised checkpoints are not supported; use the original weights")
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` and ``rope_scaling``."""
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope
 
 
 def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
-    rope = _rope(config)
+    rope = _rope_parameters(config)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
@@ -133,8 +133,8 @@ def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
         original_max_seq_len=rope["original_max_position_embeddings"],
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),
-        magnitude=_magnitude(rope, factor),
-        query_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
+        attention_factor=_magnitude(rope, factor),
+        llama4_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
     )
 
 
@@ -144,11 +144,11 @@ def _magnitude(rope: Mapping[str, Any], factor: float) -> float:
         return float(given)
     both, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if both and of_all:
-        return yarn_magnitude(factor, float(both)) / yarn_magnitude(factor, float(of_all))
-    return yarn_magnitude(factor)
+        return yarn_attention_factor(factor, float(both)) / yarn_attention_factor(factor, float(of_all))
+    return yarn_attention_factor(factor)
 
 
-def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
     """factor 16: 0.1 * ln 16 + 1 = 1.277."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
@@ -164,7 +164,7 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
     return tuple(by_kind[kind] for kind in kinds)
 
 
-def flag(config: Mapping[str, Any], key: str) -> bool:
+def parse_bool(config: Mapping[str, Any], key: str) -> bool:
     """False if it is not there. A text such as "false" is true in Python, so nothing but a truth value is taken."""
     value = config.get(key)
     if value not in (None, False, True):
@@ -179,7 +179,7 @@ def _dtype(config: Mapping[str, Any], source: str) -> str:
     return name
 
 
-def end_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """One, several or none. Raises TypeError for anything else."""
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError, ImpossibleModelError
-from tramontane.proto.hf_config import flag, yarn_magnitude
+from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
+from tramontane.proto.hf_config import parse_bool, yarn_attention_factor
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
 from tramontane.proto.presets import PRESETS
 
@@ -25,7 +25,7 @@ def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") 
     try:
         _check_supported(params, source)
         return _translate(params)
-    except ImpossibleModelError as error:
+    except InvalidModelConfigError as error:
         raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
         raise CheckpointError(f"{source} lacks the key {error}") from error
@@ -33,7 +33,7 @@ def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") 
         raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
 
 
-def mistral_params_of(args: ModelArgs) -> dict[str, Any]:
+def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
     """The ``params.json`` that says what ``args`` says."""
     params: dict[str, Any] = {
         "dim": args.dim,
@@ -59,11 +59,11 @@ def mistral_params_of(args: ModelArgs) -> dict[str, Any]:
             "original_max_position_embeddings": scaling.original_max_seq_len,
             "beta": scaling.beta_fast,
             "alpha": scaling.beta_slow,
-            "apply_scale": scaling.magnitude != 1.0,
+            "apply_scale": scaling.attention_factor != 1.0,
         }
-        if scaling.query_beta:
+        if scaling.llama4_beta:
             original = scaling.original_max_seq_len
-            params["llama_4_scaling"] = {"original_max_position_embeddings": original, "beta": scaling.query_beta}
+            params["llama_4_scaling"] = {"original_max_position_embeddings": original, "beta": scaling.llama4_beta}
     return params
 
 
@@ -97,10 +97,10 @@ def _translate(params: Mapping[str, Any]) -> ModelArgs:
         norm_eps=float(params["norm_eps"]),
         vocab_size=params["vocab_size"],
         rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT)),
-        max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _known_context(params),
+        max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _preset_context_len(params),
         windows=windows,
         moe=MoeArgs(moe["num_experts"], moe["num_experts_per_tok"]) if moe else None,
-        tied_embeddings=flag(params, "tied_embeddings"),
+        tied_embeddings=parse_bool(params, "tied_embeddings"),
         dtype=params.get("dtype") or "bfloat16",
         eos_token_ids=(END_OF_SEQUENCE,),
         rope_scaling=_rope_scaling(params),
@@ -126,7 +126,7 @@ def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
     return tuple(pattern) * (n_layers // len(pattern))
 
 
-def _known_context(params: Mapping[str, Any]) -> int:
+def _preset_context_len(params: Mapping[str, Any]) -> int:
     """The file often does not say. The published model with these sizes does; what is unknown gets the least."""
     sizes = ("dim", "n_layers", "hidden_dim", "n_heads", "vocab_size")
     known = [args for args in PRESETS.values() if all(getattr(args, name) == params[name] for name in sizes)]
@@ -143,6 +143,6 @@ def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:
         original_max_seq_len=yarn["original_max_position_embeddings"],
         beta_fast=float(yarn.get("beta", 32.0)),
         beta_slow=float(yarn.get("alpha", 1.0)),
-        magnitude=yarn_magnitude(factor) if yarn.get("apply_scale", True) else 1.0,
-        query_beta=float((params.get("llama_4_scaling") or {}).get("beta", 0.0)),
+        attention_factor=yarn_attention_factor(factor) if yarn.get("apply_scale", True) else 1.0,
+        llama4_beta=float((params.get("llama_4_scaling") or {}).get("beta", 0.0)),
     )

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from tramontane.proto.errors import ImpossibleModelError
+from tramontane.proto.errors import InvalidModelConfigError
 
-MAX_SIZE, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # beyond which a number can only be damage
+MAX_DIM, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # beyond which a number can only be damage
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -32,7 +32,9 @@ class MoeArgs:
     def __post_init__(self) -> None:
         _check_sizes({"num_experts": self.num_experts, "num_experts_per_tok": self.num_experts_per_tok}, MAX_EXPERTS)
         if self.num_experts_per_tok > self.num_experts:
-            raise ImpossibleModelError(f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}")
+            raise InvalidModelConfigError(
+                f"{self.num_experts_per_tok} experts per token cannot be chosen from {self.num_experts}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,23 @@ class YarnScaling:
     ``factor``: how many times longer than ``original_max_seq_len``, the context of pretraining.
     Pairs of elements that turn more than ``beta_fast`` times within it keep their frequency, those that turn less
     than ``beta_slow`` times are slowed down by ``factor``, and between them it is a ramp. ``magnitude`` multiplies
-    keys and queries. ``query_beta``: queries past the original context grow by
-    1 + query_beta * ln(1 + floor(position / original_max_seq_len)); 0 leaves them.
+    keys and queries. ``llama4_beta``: queries past the original context grow by
+    1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)); 0 leaves them.
     """
 
     factor: float
     original_max_seq_len: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
-    magnitude: float = 1.0
-    query_beta: float = 0.0
+    attention_factor: float = 1.0
+    llama4_beta: float = 0.0
 
     def __post_init__(self) -> None:
         _check_sizes({"original_max_seq_len": self.original_max_seq_len})
-        for name in ("factor", "beta_fast", "beta_slow", "magnitude"):
+        for name in ("factor", "beta_fast", "beta_slow", "attention_factor"):
             _check_positive(name, getattr(self, name))
-        if not (math.isfinite(self.query_beta) and self.query_beta >= 0):
-            raise ImpossibleModelError(f"the model's query_beta is {self.query_beta}; it must not be negative")
+        if not (math.isfinite(self.llama4_beta) and self.llama4_beta >= 0):
+            raise InvalidModelConfigError(f"the model's llama4_beta is {self.llama4_beta}; it must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +93,16 @@ class ModelArgs:
         names = ("dim", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size", "max_seq_len")
         _check_sizes({name: getattr(self, name) for name in names})
         if self.n_heads % self.n_kv_heads:
-            raise ImpossibleModelError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
+            raise InvalidModelConfigError(f"{self.n_heads} query heads cannot share {self.n_kv_heads} key heads evenly")
         if self.head_dim % 2:
-            raise ImpossibleModelError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
+            raise InvalidModelConfigError(f"head_dim is {self.head_dim}; rotary embedding needs an even one")
         for name in ("norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
         if len(self.windows) != self.n_layers:
-            raise ImpossibleModelError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
+            raise InvalidModelConfigError(f"{len(self.windows)} attention windows are given for {self.n_layers} layers")
         _check_sizes({f"window of layer {layer}": w for layer, w in enumerate(self.windows) if w is not None})
         if outside := [i for i in self.eos_token_ids if not 0 <= i < self.vocab_size]:
-            raise ImpossibleModelError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
+            raise InvalidModelConfigError(f"the end-of-sequence token {outside[0]} is not in the vocabulary of {self.vocab_size}")
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:
@@ -113,14 +115,14 @@ def check_num_layers(n_layers: object) -> None:
     _check_sizes({"n_layers": n_layers}, MAX_LAYERS)
 
 
-def _check_sizes(sizes: Mapping[str, object], most: int = MAX_SIZE) -> None:
+def _check_sizes(sizes: Mapping[str, object], most: int = MAX_DIM) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
-            raise ImpossibleModelError(f"the model's {name} is {value!r}; it must be a positive whole number")
+            raise InvalidModelConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
         if value > most:
-            raise ImpossibleModelError(f"the model's {name} is {value}; it must be at most {most}")
+            raise InvalidModelConfigError(f"the model's {name} is {value}; it must be at most {most}")
 
 
 def _check_positive(name: str, value: float) -> None:
     if not (math.isfinite(value) and value > 0):
-        raise ImpossibleModelError(f"the model's {name} is {value}; it must be a positive number")
+        raise InvalidModelConfigError(f"the model's {name} is {value}; it must be a positive number")

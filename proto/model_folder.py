@@ -6,8 +6,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError, ImpossibleModelError
-from tramontane.proto.hf_config import end_ids, from_hf_config
+from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
+from tramontane.proto.hf_config import from_hf_config, parse_eos_token_ids
 from tramontane.proto.mistral_params import from_mistral_params
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.presets import PRESETS
@@ -18,7 +18,7 @@ class RandomWeights:
     """Weights that every stage makes for itself, at full size: nothing is read."""
 
 
-Weights = Path | RandomWeights  # a checkpoint's folder, or what stands in for it
+WeightSource = Path | RandomWeights  # a checkpoint's folder, or what stands in for it
 
 GENERATION = "generation_config.json"  # where fine-tunes may say that answers end otherwise than the model's texts
 
@@ -30,7 +30,7 @@ class Layout(Enum):
     MISTRAL = "params.json"
 
 
-def layout_of(folder: Path) -> Layout:
+def detect_layout(folder: Path) -> Layout:
     """Folders may hold both; then Hugging Face's is taken, whose configuration says more. Raises CheckpointError."""
     try:
         if folder.is_file():
@@ -38,7 +38,7 @@ def layout_of(folder: Path) -> Layout:
         if not folder.is_dir():
             raise CheckpointError(f"model folder {folder} does not exist; --model takes a downloaded checkpoint's folder")
         has_hf, has_mistral = ((folder / layout.value).is_file() for layout in Layout)
-        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and _needs_mistrals(folder)):
+        if has_hf and not (has_mistral and any(folder.glob("consolidated*.safetensors")) and _prefers_mistral_layout(folder)):
             return Layout.HUGGING_FACE
         if has_mistral:
             return Layout.MISTRAL
@@ -54,20 +54,20 @@ def layout_of(folder: Path) -> Layout:
 
 def read_model_args(folder: Path) -> ModelArgs:
     """Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
-    layout = layout_of(folder)
+    layout = detect_layout(folder)
     path = folder / layout.value
     if layout is Layout.MISTRAL:
         return from_mistral_params(_json_object(path), source=str(path))
     args = from_hf_config(_json_object(path), source=str(path))
     generation = folder / GENERATION
-    return _with_ends(args, generation) if generation.is_file() else args
+    return _with_generation_eos(args, generation) if generation.is_file() else args
 
 
-def _with_ends(args: ModelArgs, path: Path) -> ModelArgs:
+def _with_generation_eos(args: ModelArgs, path: Path) -> ModelArgs:
     try:
-        ends = end_ids(_json_object(path).get("eos_token_id"))
+        ends = parse_eos_token_ids(_json_object(path).get("eos_token_id"))
         return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *ends))))
-    except (TypeError, ImpossibleModelError) as error:
+    except (TypeError, InvalidModelConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
@@ -76,7 +76,7 @@ def is_preset(model: Path) -> bool:
     return str(model) in PRESETS and not model.is_dir()
 
 
-def find_model_args(model: Path) -> ModelArgs:
+def resolve_model_args(model: Path) -> ModelArgs:
     """Of a folder, of which only the configuration is read, or of a published geometry. Raises CheckpointError."""
     if is_preset(model):
         return PRESETS[str(model)]
@@ -85,7 +85,7 @@ def find_model_args(model: Path) -> ModelArgs:
     return read_model_args(model)
 
 
-def _needs_mistrals(folder: Path) -> bool:
+def _prefers_mistral_layout(folder: Path) -> bool:
     """Where the weights are only there; and for a pattern of windows, which Ministral 8B's config.json does not tell."""
     params = _json_object(folder / Layout.MISTRAL.value)
     has_pattern = isinstance(params.get("sliding_window") or params.get("_sliding_window"), list)

@@ -47,7 +47,7 @@ class ExpertPlan:
     expert_bytes: int  # of one
     actors: tuple[ExpertActorPlan, ...]
 
-    def holding(self, held: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
+    def with_assignment(self, held: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
         """The same actors with these experts."""
         size = self.expert_bytes
         pairs = zip(self.actors, held, strict=True)
@@ -55,7 +55,7 @@ class ExpertPlan:
         return replace(self, actors=tuple(actors))
 
     @property
-    def holders(self) -> dict[ExpertId, tuple[int, ...]]:
+    def placement(self) -> dict[ExpertId, tuple[int, ...]]:
         """The actors that hold each expert, in order."""
         found: dict[ExpertId, tuple[int, ...]] = {}
         for actor in self.actors:
@@ -63,9 +63,9 @@ class ExpertPlan:
                 found[each] = (*found.get(each, ()), actor.actor_id)
         return found
 
-    def loads(self, tokens: dict[ExpertId, float]) -> list[float]:
+    def tokens_per_actor(self, tokens: dict[ExpertId, float]) -> list[float]:
         """Tokens of each actor, if an expert's are shared evenly by its replicas."""
-        holders = self.holders
+        holders = self.placement
         return [sum(tokens[each] / len(holders[each]) for each in actor.experts) for actor in self.actors]
 
 
@@ -148,7 +148,7 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPlan:
+class PipelinePlan:
     """One pipeline. ``stages_at_once``: how many of its stages there are processors for at the same time.
 
     ``experts``: who holds them, where they are not inside the stages.
@@ -156,12 +156,12 @@ class ClusterPlan:
 
     stages: tuple[StagePlan, ...]
     max_model_len: int
-    stages_at_once: int
+    max_concurrent_stages: int
     experts: ExpertPlan | None = None
 
     @property
-    def takes_turns(self) -> bool:
-        return self.stages_at_once < len(self.stages)
+    def is_oversubscribed(self) -> bool:
+        return self.max_concurrent_stages < len(self.stages)
 
     @property
     def args(self) -> ModelArgs:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.proto.step import ExpertUsage, MicroBatch, StepResult
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class TokenSource(Protocol):
     """Whoever turns a request into tokens: a router in this process, or one far away."""
 
-    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Yield the tokens of all sequences of one request until every one has finished.
 
         What has become ready since the last time comes in one piece. Closing the
@@ -22,7 +22,7 @@ class TokenSource(Protocol):
         """
         ...
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """Whether a request of so many sequences would certainly be refused now, as far as is known without asking anybody.
 
         For doors, before they tokenize. Raises OverloadedError or DrainingError.
@@ -44,7 +44,7 @@ class StageChain(Protocol):
         """
         ...
 
-    async def replace_stuck(self, limit_s: float) -> str:
+    async def replace_hung_workers(self, limit_s: float) -> str:
         """A micro-batch has not come back in time: replace whatever does not answer, or has computed for longer than this.
 
         Returns why to fence the stages anew, or nothing if it is worth waiting on.
@@ -59,14 +59,14 @@ class StageChain(Protocol):
         ...
 
 
-class AskedExperts(Protocol):
+class PendingExperts(Protocol):
     """Rows that experts of one layer have been asked to run. For the thread that computes."""
 
     @property
     def layer(self) -> int: ...
 
     @property
-    def has_news(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether ``advance`` has something to do."""
         ...
 
@@ -74,7 +74,7 @@ class AskedExperts(Protocol):
         """Until there is news."""
         ...
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         """Do what there is to do about answers that came, or never will; whether all are there.
 
         Raises PipelineError where one of them is out of reach for good.
@@ -91,11 +91,11 @@ class AskedExperts(Protocol):
         ...
 
 
-class Groups(Protocol):
+class ExpertGroups(Protocol):
     """How rows that lie one after the other are shared out among the experts of a layer."""
 
     @property
-    def ends_E(self) -> "Tensor":
+    def offsets_E(self) -> "Tensor":
         """Where each expert's group ends, int32 [E] on the rows' device: groups of 2, 0 and 3 end at 2, 2 and 5."""
         ...
 
@@ -109,10 +109,10 @@ class ExpertBackend(Protocol):
     """Whoever runs the experts of a layer: the stage itself, or actors of their own."""
 
     @property
-    def is_static(self) -> bool:
+    def is_graph_safe(self) -> bool:
         """Whether asking never waits for the device, and does the same whatever is chosen: then a CUDA graph may hold it."""
         ...
 
-    def ask(self, layer: int, rows_CD: "Tensor", groups: Groups) -> AskedExperts:
+    def dispatch(self, layer: int, rows_CD: "Tensor", groups: ExpertGroups) -> PendingExperts:
         """Have each expert run its group of rows. Rows after the last group are padding, and come back as anything."""
         ...

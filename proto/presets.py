@@ -60,7 +60,7 @@ def preset(name: str) -> ModelArgs:
     return PRESETS[name]
 
 
-def scaled_down(args: ModelArgs) -> ModelArgs:
+def tiny_variant(args: ModelArgs) -> ModelArgs:
     """The same shape ratios, small: an eighth of the heads, of their width and of the layers, a 256th of the windows.
 
     Mistral 7B: 4 query heads and 1 key head of 16, dim 64, hidden_dim 224, 4 layers, window 16, context 512.

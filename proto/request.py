@@ -93,17 +93,17 @@ class SamplingParams:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}; it must be from {-MAX_BIAS} to {MAX_BIAS}")
 
     @property
-    def counts_tokens(self) -> bool:
+    def needs_token_counts(self) -> bool:
         """Whether what has been said changes what may follow."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
-    def changes_logits(self) -> bool:
-        return self.counts_tokens or bool(self.logit_bias or self.min_tokens)
+    def needs_logits_processing(self) -> bool:
+        return self.needs_token_counts or bool(self.logit_bias or self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceSpec:
+class SequenceRequest:
     """One sequence of a request: a request has one per prompt and choice.
 
     ``priority`` 0 is interactive, 1 batch work; the higher, the less urgent. ``output_ids``: tokens of the answer that a
@@ -117,7 +117,7 @@ class SequenceSpec:
     priority: int = 0
     output_ids: tuple[int, ...] = ()
     owner: int = 0
-    was_accepted: bool = False
+    already_admitted: bool = False
     request_id: str = ""
 
     def __post_init__(self) -> None:
@@ -165,7 +165,7 @@ class Logprobs(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimes:
+class RequestTimings:
     """Where a request's time went inside the router, in seconds.
 
     queue: until its first chunk was submitted; prefill: from there to its first token;
@@ -178,7 +178,7 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenBatch:
+class RequestOutput:
     """Tokens of one request that were ready together, and where its time has gone so far.
 
     ``experts``: for sequences that want to know, what every token before the last one of ``events`` has chosen, as far as it
@@ -187,12 +187,12 @@ class TokenBatch:
     """
 
     events: tuple[TokenEvent, ...]
-    times: RequestTimes
+    times: RequestTimings
     experts: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
-    def merged(cls, batches: "list[TokenBatch]") -> "TokenBatch":
+    def merged(cls, batches: "list[RequestOutput]") -> "RequestOutput":
         """Several in one, in order."""
         if len(batches) == 1:
             return batches[0]

@@ -29,7 +29,7 @@ class Chunk(NamedTuple):
     token_ids: tuple[int, ...]
     new_pages: tuple[tuple[int, ...], ...]
     sampling: SamplingParams | None
-    wants_token: bool
+    needs_sample: bool
     num_prompt: int = 0
     request_id: str = ""
 
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
         return len(self.token_ids)
 
 
-class Decodes(NamedTuple):
+class DecodeColumns(NamedTuple):
     """One token of each of several sequences, whose logits are all to be sampled: columns of equal length.
 
     ``new_pages``: (place in the columns, pages per window class) of the few that gained any.
@@ -50,7 +50,7 @@ class Decodes(NamedTuple):
     new_pages: tuple[tuple[int, tuple[tuple[int, ...], ...]], ...] = ()
 
 
-NO_DECODES = Decodes()
+NO_DECODES = DecodeColumns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class MicroBatch:
     epoch: int
     step_id: int
     chunks: tuple[Chunk, ...]
-    released: tuple[int, ...] = ()
-    decodes: Decodes = NO_DECODES
+    freed_seq_ids: tuple[int, ...] = ()
+    decodes: DecodeColumns = NO_DECODES
 
     @property
     def num_tokens(self) -> int:
@@ -78,9 +78,9 @@ class MicroBatch:
         return *(chunk.seq_id for chunk in self.chunks), *self.decodes.seq_ids
 
     @property
-    def sampled_ids(self) -> tuple[int, ...]:
+    def sampled_seq_ids(self) -> tuple[int, ...]:
         """Sequences of which a token is to be sampled, in the order of the row."""
-        return *(chunk.seq_id for chunk in self.chunks if chunk.wants_token), *self.decodes.seq_ids
+        return *(chunk.seq_id for chunk in self.chunks if chunk.needs_sample), *self.decodes.seq_ids
 
 
 class ExpertTiming(NamedTuple):
@@ -109,19 +109,19 @@ class StageTiming(NamedTuple):
     started_at: float
     busy_s: float
     num_tokens: int
-    open_s: float = 0.0
-    asked_s: float = 0.0
+    elapsed_s: float = 0.0
+    expert_wait_s: float = 0.0
     experts_busy_s: float = 0.0
     experts: tuple[ExpertTiming, ...] = ()
 
     @property
     def ended_at(self) -> float:
-        return self.started_at + max(self.busy_s, self.open_s)
+        return self.started_at + max(self.busy_s, self.elapsed_s)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A token for each of the micro-batch's ``sampled_ids``, and the timing of every stage that it has passed.
+    """A token for each of the micro-batch's ``sampled_seq_ids``, and the timing of every stage that it has passed.
 
     ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router. ``logprobs``: likewise, of
     prompts and of ``token_ids``, for those that ask.
@@ -133,6 +133,6 @@ class StepResult:
     step_id: int
     token_ids: tuple[int, ...]
     timings: tuple[StageTiming, ...]
-    choices: tuple[ExpertChoices, ...] = ()
+    expert_choices: tuple[ExpertChoices, ...] = ()
     logprobs: tuple[Logprobs, ...] = ()
-    ended: tuple[tuple[int, FinishReason], ...] = ()
+    finished: tuple[tuple[int, FinishReason], ...] = ()

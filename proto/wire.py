@@ -10,15 +10,15 @@ from typing import Any
 import msgpack
 
 from tramontane.proto.errors import (
-    FullError,
-    HandedOverError,
-    NoStreamError,
-    NotRunningError,
-    OtherModelError,
+    ModelMismatchError,
     OverloadedError,
     PipelineError,
-    PoisonError,
+    PipelineSupersededError,
+    PipelineUnavailableError,
+    PoisonRequestError,
+    QueueFullError,
     RequestError,
+    StreamNotOpenError,
     TramontaneError,
 )
 from tramontane.proto.plan import ExpertActorPlan, ExpertId
@@ -26,35 +26,35 @@ from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
-    RequestTimes,
+    RequestOutput,
+    RequestTimings,
     SamplingParams,
-    SequenceSpec,
-    TokenBatch,
+    SequenceRequest,
     TokenEvent,
 )
-from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
 
-_BETWEEN_DOORS_AND_ROUTERS = (SequenceSpec, SamplingParams, TokenBatch, RequestTimes, TokenEvent, Logprobs, ExpertChoices)
+_BETWEEN_DOORS_AND_ROUTERS = (SequenceRequest, SamplingParams, RequestOutput, RequestTimings, TokenEvent, Logprobs, ExpertChoices)
 # Another text as soon as one of these has another field: doors and routers of two versions meet while one follows the other.
-FORMAT = f"{zlib.crc32(repr([str(signature(each)) for each in _BETWEEN_DOORS_AND_ROUTERS]).encode()):08x}"
+PROTOCOL_HASH = f"{zlib.crc32(repr([str(signature(each)) for each in _BETWEEN_DOORS_AND_ROUTERS]).encode()):08x}"
 _sampling_fields = attrgetter(*(field.name for field in fields(SamplingParams)))
 
-REFUSALS: dict[str, type[TramontaneError]] = {
-    "poison": PoisonError,
+ERROR_KINDS: dict[str, type[TramontaneError]] = {
+    "poison": PoisonRequestError,
     "request": RequestError,
-    "full": FullError,
+    "full": QueueFullError,
     "overloaded": OverloadedError,
-    "no stream": NoStreamError,
-    "handed over": HandedOverError,
-    "other model": OtherModelError,
-    "not running": NotRunningError,
+    "no stream": StreamNotOpenError,
+    "handed over": PipelineSupersededError,
+    "other model": ModelMismatchError,
+    "not running": PipelineUnavailableError,
     "failure": PipelineError,
 }
 
 
 def encode_batch(batch: MicroBatch) -> bytes:
     chunks = [(*c[:4], c.sampling and _sampling_fields(c.sampling), *c[5:]) for c in batch.chunks]
-    return _pack((batch.epoch, batch.step_id, chunks, batch.released, batch.decodes))
+    return _pack((batch.epoch, batch.step_id, chunks, batch.freed_seq_ids, batch.decodes))
 
 
 def decode_batch(data: bytes) -> MicroBatch:
@@ -67,12 +67,14 @@ def decode_batch(data: bytes) -> MicroBatch:
             for seq_id, start, token_ids, new_pages, sampling, *others in chunks
         ),
         released,
-        Decodes(*decodes),
+        DecodeColumns(*decodes),
     )
 
 
 def encode_result(result: StepResult) -> bytes:
-    return _pack((result.epoch, result.step_id, result.token_ids, result.timings, result.choices, result.logprobs, result.ended))
+    return _pack(
+        (result.epoch, result.step_id, result.token_ids, result.timings, result.expert_choices, result.logprobs, result.finished)
+    )
 
 
 def decode_result(data: bytes) -> StepResult:
@@ -93,18 +95,18 @@ def decode_header(data: bytes) -> tuple[str, tuple[int, ...], tuple[StageTiming,
     return dtype, shape, tuple(map(_timing, timings)), _choices(choices)
 
 
-def encode_specs(specs: Sequence[SequenceSpec]) -> bytes:
+def encode_specs(specs: Sequence[SequenceRequest]) -> bytes:
     """A prompt with several choices travels once, and is one object again on the other side."""
     prompts = list({id(spec.prompt_ids): spec.prompt_ids for spec in specs}.values())
     number_of = {id(prompt): number for number, prompt in enumerate(prompts)}
-    others = attrgetter("priority", "output_ids", "owner", "was_accepted", "request_id")
+    others = attrgetter("priority", "output_ids", "owner", "already_admitted", "request_id")
     fields = [(number_of[id(spec.prompt_ids)], _sampling_fields(spec.sampling), *others(spec)) for spec in specs]
     return _pack((prompts, fields))
 
 
-def decode_specs(data: bytes) -> tuple[SequenceSpec, ...]:
+def decode_specs(data: bytes) -> tuple[SequenceRequest, ...]:
     prompts, sequences = _unpack(data)
-    return tuple(SequenceSpec(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
+    return tuple(SequenceRequest(prompts[number], SamplingParams(*sampling), *others) for number, sampling, *others in sequences)
 
 
 def encode_expert_actors(actors: Sequence[ExpertActorPlan]) -> bytes:
@@ -116,45 +118,45 @@ def decode_expert_actors(data: bytes) -> tuple[ExpertActorPlan, ...]:
     return tuple(replace(plan, experts=tuple(ExpertId(*each) for each in plan.experts)) for plan in plans)
 
 
-def encode_deliveries(deliveries: Sequence[tuple[int, TokenBatch | TramontaneError]]) -> bytes:
+def encode_outputs(deliveries: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> bytes:
     """Tokens, or the reason of a failure, of several requests by their numbers: one message for all that was ready."""
     return _pack([(number, _delivery_fields(what)) for number, what in deliveries])
 
 
-def decode_deliveries(data: bytes) -> list[tuple[int, TokenBatch | TramontaneError]]:
+def decode_outputs(data: bytes) -> list[tuple[int, RequestOutput | TramontaneError]]:
     return [(number, _delivery(*what)) for number, what in _unpack(data)]
 
 
-def encode_refusal(error: TramontaneError, replica: str) -> bytes:
+def encode_error(error: TramontaneError, replica: str) -> bytes:
     """Why a request was not accepted, or why it failed, and by which router's replica."""
-    return _pack((_kind_of(error), str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
+    return _pack((_error_kind(error), str(error), error.retry_after_s if isinstance(error, OverloadedError) else 0, replica))
 
 
-def decode_refusal(data: bytes) -> tuple[TramontaneError, str]:
+def decode_error(data: bytes) -> tuple[TramontaneError, str]:
     kind, message, retry_after_s, replica = _unpack(data)
-    cls = REFUSALS[kind]
+    cls = ERROR_KINDS[kind]
     return cls(message, retry_after_s) if issubclass(cls, OverloadedError) else cls(message), replica
 
 
-def _kind_of(error: TramontaneError) -> str:
-    return next(name for name, cls in REFUSALS.items() if isinstance(error, cls))
+def _error_kind(error: TramontaneError) -> str:
+    return next(name for name, cls in ERROR_KINDS.items() if isinstance(error, cls))
 
 
-def _delivery_fields(what: TokenBatch | TramontaneError) -> Any:  # noqa: ANN401
+def _delivery_fields(what: RequestOutput | TramontaneError) -> Any:  # noqa: ANN401
     if isinstance(what, TramontaneError):
-        return _kind_of(what), str(what)
+        return _error_kind(what), str(what)
     events = [(e.seq_id, e.token_id, e.finish and e.finish.value) for e in what.events]
     return events, (what.times.queue_s, what.times.prefill_s, what.times.decode_s), what.experts, what.logprobs
 
 
-def _delivery(*fields: Any) -> TokenBatch | TramontaneError:  # noqa: ANN401
+def _delivery(*fields: Any) -> RequestOutput | TramontaneError:  # noqa: ANN401
     if isinstance(fields[0], str):
         kind, message = fields
-        return REFUSALS[kind](message)
+        return ERROR_KINDS[kind](message)
     events, times, experts, logprobs = fields
-    return TokenBatch(
+    return RequestOutput(
         tuple(TokenEvent(index, token_id, finish and FinishReason(finish)) for index, token_id, finish in events),
-        RequestTimes(*times),
+        RequestTimings(*times),
         _choices(experts),
         _logprobs(logprobs),
     )

@@ -11,7 +11,7 @@ from soak_load import requests
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import open_engine
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 
 VOCABULARY = 1000
 CLOSE, PLACE = 29, 33  # of the soak test's requests one whose 34th random number is 3e-8 from the next token's share
@@ -20,7 +20,7 @@ CLOSE, PLACE = 29, 33  # of the soak test's requests one whose 34th random numbe
 async def _answer(body: dict[str, Any]) -> list[int]:
     sampling = SamplingParams(max_tokens=PLACE + 3, temperature=1.0, seed=body["seed"], ignore_eos=True)
     async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
-        batches = [batch async for batch in engine.router.generate([SequenceSpec(tuple(body["prompt"]), sampling)])]
+        batches = [batch async for batch in engine.router.generate([SequenceRequest(tuple(body["prompt"]), sampling)])]
     return [event.token_id for batch in batches for event in batch.events]
 
 

@@ -12,16 +12,16 @@ from json_schemas import Schema, random_schema
 from jsonschema import Draft202012Validator
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.actors.pipeline_spec import PiecesOf
+from tramontane.cluster.actors.pipeline_spec import TokenPieceLoader
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
+from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.structured.fields import ResponseFormat
-from tramontane.router.structured.grammar import grammar_for
+from tramontane.router.structured.grammar import build_grammar
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 NUM_SCHEMAS, MAX_TOKENS = 200, 64
@@ -32,14 +32,14 @@ Answers = list[tuple[tuple[int, ...], FinishReason]]
 
 def _grammar(schema: Schema) -> str:
     named = {"name": "answer", "schema": schema}
-    return grammar_for(ResponseFormat.model_validate({"type": "json_schema", "json_schema": named}))
+    return build_grammar(ResponseFormat.model_validate({"type": "json_schema", "json_schema": named}))
 
 
-def _run(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence[SequenceSpec]) -> Answers:
+def _run(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence[SequenceRequest]) -> Answers:
     return asyncio.run(_answers(chain, scheduler, specs))
 
 
-async def _answers(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence[SequenceSpec]) -> Answers:
+async def _answers(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence[SequenceRequest]) -> Answers:
     """The tokens of each, and why it ended; afterwards every page must be free."""
     router = Router(scheduler, chain)
     running = asyncio.create_task(router.run())
@@ -59,22 +59,22 @@ async def _answers(chain: LocalStageChain, scheduler: Scheduler, specs: Sequence
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[tuple[LocalStageChain, ClusterPlan]]:
+def demo() -> Iterator[tuple[LocalStageChain, PipelinePlan]]:
     args = read_model_args(DEMO_MODEL)
     plan = tiny_plan(args, 2)
-    chain = LocalStageChain.load(plan, DEMO_MODEL, ["cpu"], None, PiecesOf(DEMO_MODEL, args.vocab_size))
+    chain = LocalStageChain.load(plan, DEMO_MODEL, ["cpu"], None, TokenPieceLoader(DEMO_MODEL, args.vocab_size))
     yield chain, plan
     chain.close()
 
 
-def test_every_answer_parses_and_follows_its_schema(demo: tuple[LocalStageChain, ClusterPlan]) -> None:
+def test_every_answer_parses_and_follows_its_schema(demo: tuple[LocalStageChain, PipelinePlan]) -> None:
     """200 schemas by chance, on a model that knows Shakespeare and no JSON."""
     chain, plan = demo
     tokenizer = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
     prompt = tokenizer.encode("KING HENRY:\nThe answer: ")
     schemas = [random_schema(seed) for seed in range(NUM_SCHEMAS)]
     sampling = SamplingParams(MAX_TOKENS, seed=5)
-    specs = [SequenceSpec(prompt, replace(sampling, choice=i, grammar=_grammar(s))) for i, s in enumerate(schemas)]
+    specs = [SequenceRequest(prompt, replace(sampling, choice=i, grammar=_grammar(s))) for i, s in enumerate(schemas)]
     answers = _run(chain, scheduler_for(plan), specs)
     for schema, (ids, finish) in zip(schemas, answers, strict=True):
         text = tokenizer.decode(ids)
@@ -91,11 +91,11 @@ NUMBERS = {"type": "array", "items": {"type": "integer", "minimum": 100, "maximu
 RHYMES = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}, "b": NUMBERS}, "required": ["b"]}
 
 
-def _mixed(num_tokens: int = 40) -> list[SequenceSpec]:
+def _mixed(num_tokens: int = 40) -> list[SequenceRequest]:
     """Every third one is free."""
     grammars = ["", _grammar(NUMBERS), _grammar(RHYMES | {"additionalProperties": False})]
     sampling = SamplingParams(num_tokens, 1.0, seed=3)
-    return [SequenceSpec(tuple(random_ids(12, i)), replace(sampling, choice=i, grammar=grammars[i % 3])) for i in range(12)]
+    return [SequenceRequest(tuple(random_ids(12, i)), replace(sampling, choice=i, grammar=grammars[i % 3])) for i in range(12)]
 
 
 def _text(ids: Sequence[int]) -> str:
@@ -141,7 +141,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_sequence_only() -> None:
     plan = tiny_plan(args)
     free = SamplingParams(6, 0.0)
     grammars = ["", "start: (", _grammar({"const": "\u00e9"}), "", _grammar({"const": "x"})]
-    specs = [SequenceSpec((1, 2, 3), replace(free, grammar=grammar)) for grammar in grammars]
+    specs = [SequenceRequest((1, 2, 3), replace(free, grammar=grammar)) for grammar in grammars]
     model = random_model(args)
     outcomes = []
     for read_pieces in (lambda: PIECES, _broken_pieces, tuple):

@@ -167,7 +167,7 @@ def test_shares_of_expert_products_are_of_the_same_wall(
 
     asked: list[int] = []
     monkeypatch.setattr(expert_products, "copied_bytes", lambda _device: 12345)
-    monkeypatch.setattr(expert_products, "copy_speed", lambda _device, num_bytes: asked.append(num_bytes) or 10**12)
+    monkeypatch.setattr(expert_products, "memory_bandwidth", lambda _device, num_bytes: asked.append(num_bytes) or 10**12)
     monkeypatch.setattr(sys, "argv", ["expert_products.py", "--cpu", "--dim", "64", "--hidden", "96", "--rows", "2"])
     expert_products.main()
     assert asked == [12345]

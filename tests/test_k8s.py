@@ -18,7 +18,7 @@ from ray.serve.schema import ServeDeploySchema
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.deploy.k8s_overlay import MARK, RAY_VERSION
-from tramontane.cluster.serving.app import checked_config
+from tramontane.cluster.serving.app import validate_config
 
 REGISTRIES = re.compile(r"pypi\.org|pythonhosted|pytorch\.org|anaconda|conda\.io|debian\.org|npmjs|index-url", re.IGNORECASE)
 
@@ -56,7 +56,7 @@ def test_the_application_is_one_that_ray_serve_and_we_take(name: str) -> None:
     ServeDeploySchema.model_validate(config)
     assert "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH" in SERVE_SETTINGS
     (application,) = config["applications"]
-    checked_config(application["args"])
+    validate_config(application["args"])
     assert {d["name"] for d in application["deployments"]} == {"Router", "Batch", "Ingress"}
 
 
@@ -65,7 +65,7 @@ def test_the_pods_have_what_the_application_wants(name: str) -> None:
     """One GPU or core set for each stage and expert actor; a door for each ingress replica; a place for every router."""
     service = ray_service(overlay(name))
     (application,) = serve_config(service)["applications"]
-    config = checked_config(application["args"])
+    config = validate_config(application["args"])
     head, doors, *actors = groups_of(service)
     scaling = {d["name"]: d.get("autoscaling_config") or dict.fromkeys(("min_replicas", "max_replicas"), d["num_replicas"])
                for d in application["deployments"]}  # fmt: skip

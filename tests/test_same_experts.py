@@ -12,11 +12,11 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_c
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 ARGS = tiny_args(n_layers=6)
@@ -24,7 +24,7 @@ CHOSEN = [prompt for prompt in PROMPTS if len(prompt) <= 65]
 ASKING = SamplingParams(max_tokens=8, temperature=0.0, return_experts=(4, 0, 3))
 
 
-def _told(answer: TokenBatch) -> dict[int, list[list[int]]]:
+def _told(answer: RequestOutput) -> dict[int, list[list[int]]]:
     """By layer, position after position: asserts that none is missing, and none told twice."""
     told: dict[int, list[list[int]]] = {}
     for _, layer, start, expert_ids in answer.experts:
@@ -34,7 +34,7 @@ def _told(answer: TokenBatch) -> dict[int, list[list[int]]]:
     return told
 
 
-def _check(args: ModelArgs, prompts: list[list[int]], answers: list[TokenBatch], layers: tuple[int, ...]) -> None:
+def _check(args: ModelArgs, prompts: list[list[int]], answers: list[RequestOutput], layers: tuple[int, ...]) -> None:
     weights = random_model(args).state_dict()
     for prompt, answer in zip(prompts, answers, strict=True):
         told = _told(answer)
@@ -42,11 +42,13 @@ def _check(args: ModelArgs, prompts: list[list[int]], answers: list[TokenBatch],
         assert_best_experts(weights, args, prompt + [event.token_id for event in answer.events[:-1]], told)
 
 
-def _answers(chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[TokenBatch]:
+def _answers(chain: StageChain, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[RequestOutput]:
     return asyncio.run(run_answers(chain, scheduler, prompts, sampling))
 
 
-def _in_process(plan: ClusterPlan, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams) -> list[TokenBatch]:
+def _in_process(
+    plan: PipelinePlan, scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams
+) -> list[RequestOutput]:
     chain = LocalStageChain(split_model(random_model(plan.args), plan))
     try:
         return _answers(chain, scheduler, prompts, sampling)
@@ -68,11 +70,11 @@ def test_who_does_not_ask_is_not_told_beside_one_who_does() -> None:
     plan = tiny_plan(ARGS, 2)
     chain = LocalStageChain(split_model(random_model(ARGS), plan))
 
-    async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> TokenBatch:
-        specs = [SequenceSpec(tuple(prompt), replace(ASKING, return_experts=layers))]
-        return TokenBatch.merged([batch async for batch in router.generate(specs)])
+    async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> RequestOutput:
+        specs = [SequenceRequest(tuple(prompt), replace(ASKING, return_experts=layers))]
+        return RequestOutput.merged([batch async for batch in router.generate(specs)])
 
-    async def scenario() -> list[TokenBatch]:
+    async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)
         running = asyncio.create_task(router.run())
         answers = await asyncio.gather(*(one(router, *asked) for asked in zip(prompts, wishes, strict=True)))
@@ -104,5 +106,5 @@ def test_experts_elsewhere_are_chosen_here(tmp_path: Path, num_stages: int, max_
     plan = tiny_plan(ARGS, num_stages)
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     with open_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
-        answers = _answers(chain, scheduler_for(plan, 16, EvenPolicy(4, 16)), CHOSEN, ASKING)
+        answers = _answers(chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, ASKING)
     _check(ARGS, CHOSEN, answers, ASKING.return_experts)

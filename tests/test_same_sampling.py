@@ -15,8 +15,8 @@ from transformers import MistralConfig, MistralForCausalLM, MixtralConfig, Mixtr
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.request import SamplingParams, TokenBatch
+from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.sampling import logprobs as logprobs_module
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -29,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0, **PENALTIES)  # type: ig
 SEEDED = SamplingParams(max_tokens=40, temperature=0.8, seed=5, min_p=0.02, **PENALTIES)  # type: ignore[arg-type]
 
 
-def _scarce(plan: ClusterPlan, num_pages: int) -> ClusterPlan:
+def _scarce(plan: PipelinePlan, num_pages: int) -> PipelinePlan:
     """With pages for the prompts, but not for the answers: some sequences give theirs back and are computed again."""
     classes = tuple(replace(c, num_pages=num_pages) for c in plan.cache.classes)
     return replace(plan, stages=tuple(replace(s, cache=replace(s.cache, classes=classes)) for s in plan.stages))
@@ -37,7 +37,7 @@ def _scarce(plan: ClusterPlan, num_pages: int) -> ClusterPlan:
 
 def _answers(
     workers: list[StageWorker], scheduler: Scheduler, prompts: list[list[int]], sampling: SamplingParams, *, together: bool = True
-) -> list[TokenBatch]:
+) -> list[RequestOutput]:
     chain = LocalStageChain(workers)
     try:
         return asyncio.run(run_answers(chain, scheduler, prompts, sampling, together=together))
@@ -45,7 +45,7 @@ def _answers(
         chain.close()
 
 
-def _ids(answers: list[TokenBatch]) -> list[list[int]]:
+def _ids(answers: list[RequestOutput]) -> list[list[int]]:
     return [[event.token_id for event in answer.events] for answer in answers]
 
 
@@ -110,7 +110,7 @@ def test_no_sequence_ends_before_min_tokens() -> None:
 # Log-probabilities
 
 
-def _told(prompt: list[int], answer: TokenBatch, first: int) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
+def _told(prompt: list[int], answer: RequestOutput, first: int) -> tuple[list[float], list[tuple[tuple[int, float], ...]]]:
     """Of positions ``first`` to the last, one after the other: asserts that none is missing and none told twice."""
     logprobs: list[float] = []
     top: list[tuple[tuple[int, float], ...]] = []
@@ -122,7 +122,7 @@ def _told(prompt: list[int], answer: TokenBatch, first: int) -> tuple[list[float
     return logprobs, top
 
 
-def _check_told(logits_TV: Tensor, prompt: list[int], answer: TokenBatch, sampling: SamplingParams) -> None:
+def _check_told(logits_TV: Tensor, prompt: list[int], answer: RequestOutput, sampling: SamplingParams) -> None:
     """``logits_TV`` of prompt and answer by somebody else."""
     first = len(prompt) if sampling.prompt_logprobs is None else 1
     ids = prompt + [event.token_id for event in answer.events]

@@ -15,11 +15,11 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import Layout, RandomWeights, Weights
-from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -128,9 +128,9 @@ def test_any_geometry(
 
 @pytest.mark.parametrize("name", ["mistral-7b-v0.1", "mixtral-8x7b"])
 def test_random_weights_give_the_tokens_of_the_random_checkpoint_on_any_number_of_stages(tmp_path: Path, name: str) -> None:
-    args = scaled_down(PRESETS[name])
+    args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
-    sources: tuple[Weights, ...] = (tmp_path / "model", RandomWeights())
+    sources: tuple[WeightSource, ...] = (tmp_path / "model", RandomWeights())
     outputs = []
     for stages in (1, 2, 4):
         plan = tiny_plan(args, stages)
@@ -175,15 +175,15 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
     model = random_model(args)
     (worker,) = split_model(model, plan)
     worker.fence(0)
-    ledger = PageLedger(plan.cache)
+    ledger = PageAllocator(plan.cache)
     prompts = [random_ids(sum(size), seed=s) for s, size in enumerate(sizes)]
     sequences = [Sequence(s, tuple(p), GREEDY, len(p) + 1) for s, p in enumerate(prompts)]
-    assert all(ledger.promise(s) for s in sequences)
+    assert all(ledger.reserve_for_admission(s) for s in sequences)
     best = {s: reference_logits(model.state_dict(), args, p) for s, p in enumerate(prompts) if p}
     for step in range(max(map(len, sizes))):
         going = [(s, size[step]) for s, size in zip(sequences, sizes, strict=True) if step < len(size) and size[step]]
         chunks = [_next_chunk(sequence, ledger, num_tokens) for sequence, num_tokens in going]
-        batch = MicroBatch(0, worker.num_begun, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
+        batch = MicroBatch(0, worker.next_step_id, tuple(sorted(chunks, key=lambda c: c.num_tokens == 1)))
         if not chunks:
             continue
         result = worker.step(batch, None)
@@ -193,14 +193,14 @@ def test_chunks_of_many_sequences_in_one_micro_batch(window: int | None, page_si
             assert logits.max() - logits[token_id] < CLOSE_CALL
 
 
-def _next_chunk(sequence: Sequence, ledger: PageLedger, num_tokens: int) -> Chunk:
+def _next_chunk(sequence: Sequence, ledger: PageAllocator, num_tokens: int) -> Chunk:
     start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
     sequence.num_dispatched = end
     return Chunk(
         sequence.seq_id,
         start,
         sequence.known_ids(start, end),
-        ledger.grow(sequence, end),
+        ledger.allocate(sequence, end),
         GREEDY if start == 0 else None,
-        wants_token=True,
+        needs_sample=True,
     )

@@ -25,10 +25,10 @@ from serve_cluster import free_port, leftovers, listening
 from tiny_models import tiny_plan
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.errors import ConnectionLostError, WrongKeyError
-from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.errors import AuthenticationError, ConnectionLostError
+from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.router.client.client import Client
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -251,7 +251,7 @@ def _only_from_here(port: str) -> None:
     addresses = [each.address for all_of_one in psutil.net_if_addrs().values() for each in all_of_one]
     for address in addresses:
         if address.count(".") == 3 and not address.startswith("127."):
-            refusal = pytest.raises((WrongKeyError, ConnectionLostError), match=r"its --host says so|Connection refused")
+            refusal = pytest.raises((AuthenticationError, ConnectionLostError), match=r"its --host says so|Connection refused")
             with Client(f"{address}:{port}") as client, refusal:
                 client.models()
 
@@ -280,8 +280,8 @@ def test_two_replicas_share_the_requests_and_when_the_command_is_killed_everythi
 
 def test_random_weights_are_served_from_a_configuration_alone(cluster: Cluster, tmp_path: Path) -> None:
     """Without a tokenizer: token ids in, token ids out, and those of the same stages in this process."""
-    args = scaled_down(PRESETS["mixtral-8x7b"])
-    (tmp_path / "config.json").write_text(json.dumps(hf_config_of(args)))
+    args = tiny_variant(PRESETS["mixtral-8x7b"])
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(args)))
     options = ["--model", str(tmp_path), "--load-format", "dummy", "--dtype", "float32", "--stages", "2"]
     with _server(_joined(cluster, tmp_path), "--address", cluster.address, "--port", str(free_port()), *options) as (
         process,

@@ -81,7 +81,7 @@ PACKAGES: dict[str, set[str]] = {
 # Libraries that a package must not import, although its room may.
 BANNED_IN_PACKAGE = {"router.scheduling": {"asyncio", "time"}, "cluster.http": {"ray"}}
 MAX_MODULES, MAX_LINES = 16, 300
-FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "fused_product": "triton", "xformers_backend": "xformers"}
+FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "quantized_gemv": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
 PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}

@@ -8,18 +8,18 @@ from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 
-def record_plan(pipeline: str, plan: ExpertPlan) -> None:
+def store_plan(pipeline: str, plan: ExpertPlan) -> None:
     """From now on this is the plan."""
     _internal_kv_put(_key(pipeline), encode_expert_actors(plan.actors))
 
 
-def current_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
+def load_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
     """What was recorded last, or else the plan with which the pipeline was made."""
     found: bytes | None = _internal_kv_get(_key(pipeline))
     return replace(first, actors=decode_expert_actors(found)) if found else first
 
 
-def forget_plan(pipeline: str) -> None:
+def delete_plan(pipeline: str) -> None:
     _internal_kv_del(_key(pipeline))
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayActorError
 
-from tramontane.cluster.actors.expert_plan_store import record_plan
+from tramontane.cluster.actors.expert_plan_store import store_plan
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.planning.expert_planner import moves
+from tramontane.cluster.planning.expert_planner import plan_moves
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 RETRY_S, MOST_TRIES = 0.2, 300
 
 
-def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
+def rebalance_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
     """Returns how many copies of experts were loaded. Raises PlanError if actors have no room to exchange any.
 
     For each plan on the way: actors load what they lack of it; from then on it is the plan, of which stages are told; actors
@@ -30,26 +30,26 @@ def move_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
     assert experts is not None
     num_loaded = 0
     before = experts.current_plan()
-    for method in ("release", "hold"):  # what a move that was broken off has left, or left out
-        _have_all(experts.names, method, before)
-    for plan in moves(before, new):
-        _have_all(experts.names, "hold", plan)
+    for method in ("unload_experts", "load_experts"):  # what a move that was broken off has left, or left out
+        _call_all(experts.names, method, before)
+    for plan in plan_moves(before, new):
+        _call_all(experts.names, "load_experts", plan)
         num_loaded += sum(len(set(a.experts) - set(b.experts)) for a, b in zip(plan.actors, before.actors, strict=True))
-        record_plan(spec.name, plan)
-        _have_all(experts.names, "hold", plan)
+        store_plan(spec.name, plan)
+        _call_all(experts.names, "load_experts", plan)
         for stage in spec.plan.stages:
-            _until_done(spec.stage_name(stage.stage_id), "look_for_experts")
-        _have_all(experts.names, "release", plan)
+            _call_with_retry(spec.stage_name(stage.stage_id), "refresh_expert_plan")
+        _call_all(experts.names, "unload_experts", plan)
         before = plan
     return num_loaded
 
 
-def _have_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
+def _call_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
     for actor in plan.actors:
-        _until_done(names[actor.actor_id], method, actor.experts)
+        _call_with_retry(names[actor.actor_id], method, actor.experts)
 
 
-def _until_done(name: str, method: str, *arguments: object) -> None:
+def _call_with_retry(name: str, method: str, *arguments: object) -> None:
     """Again, where the actor is just being restarted. Raises PipelineError if that takes too long, or happens again and again."""
     for _ in range(MOST_TRIES):
         try:

@@ -18,51 +18,53 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.actors.worker_actor import WorkerHealth
 
-ANSWER_WITHIN_S = 0.3  # a health check runs beside whatever computes or loads
-ANSWER_AT_LAST_S = 3.0  # for a worker that is not stopped: it may only be short of time
-STARTED_WITHIN_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
-KILL_WITHIN_S = 10.0
-LOADING_ANSWER_WITHIN_S = 0.7
-SILENT_LOOKS = 20
+ANSWER_TIMEOUT_S = 0.3  # a health check runs beside whatever computes or loads
+LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker that is not stopped: it may only be short of time
+START_TIMEOUT_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
+KILL_TIMEOUT_S = 10.0
+LOADING_ANSWER_TIMEOUT_S = 0.7
+MAX_MISSED_CHECKS = 20
 
 logger = logging.getLogger(__name__)
 
 
-def replace_stuck(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> str:
+def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> str:
     """Replace every worker that does not answer, or has computed at one thing for longer than ``limit_s``.
 
     Returns why the pipeline has to be fenced anew; nothing if somebody is computing still, or loading, which may be waited for.
     """
-    answers = _answers(workers, ANSWER_WITHIN_S)
-    stopped = [name for name in workers if name not in answers and end_process(workers[name], math.inf)]
+    answers = _answers(workers, ANSWER_TIMEOUT_S)
+    stopped = [name for name in workers if name not in answers and kill_worker_process(workers[name], math.inf)]
     if late := {name: worker for name, worker in workers.items() if not (name in answers or name in stopped)}:
-        answers |= _answers(late, ANSWER_AT_LAST_S - ANSWER_WITHIN_S)
-    too_slow = [name for name, health in answers.items() if health is not None and health.computing_s > limit_s]
+        answers |= _answers(late, LAST_ANSWER_TIMEOUT_S - ANSWER_TIMEOUT_S)
+    too_slow = [name for name, health in answers.items() if health is not None and health.busy_for_s > limit_s]
     silent = [name for name in late if name not in answers]
-    replaced = stopped + [name for name in too_slow if end_process(workers[name], 0.0)]
-    replaced += [name for name in silent if end_process(workers[name], STARTED_WITHIN_S)]
+    replaced = stopped + [name for name in too_slow if kill_worker_process(workers[name], 0.0)]
+    replaced += [name for name in silent if kill_worker_process(workers[name], START_TIMEOUT_S)]
     if replaced:
         logger.warning("%s did nothing for too long, and got a new process", ", ".join(replaced))
         return f"{', '.join(replaced)} did nothing for too long"
     healthy = [health for health in answers.values() if health is not None]
-    if silent or any(health.computing_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy):
+    if silent or any(health.busy_for_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy):
         return ""
     return "a micro-batch was lost"
 
 
-class Silences:
+class SilenceTracker:
     """Of workers that are waited for while they load. They answer meanwhile, but perhaps not each time at once."""
 
     def __init__(self) -> None:
         self._num_looks: Counter[ActorHandle[Any]] = Counter()  # in a row that one did not answer
 
-    def end_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
+    def kill_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
         """Those whose processes are stopped, or have been silent for long, get new ones."""
         by_name = {str(number): worker for number, worker in enumerate(workers)}
-        answers = _answers(by_name, LOADING_ANSWER_WITHIN_S)
+        answers = _answers(by_name, LOADING_ANSWER_TIMEOUT_S)
         for name, worker in by_name.items():
             self._num_looks[worker] = 0 if name in answers else self._num_looks[worker] + 1
-            if self._num_looks[worker] and end_process(worker, 0.0 if self._num_looks[worker] >= SILENT_LOOKS else math.inf):
+            if self._num_looks[worker] and kill_worker_process(
+                worker, 0.0 if self._num_looks[worker] >= MAX_MISSED_CHECKS else math.inf
+            ):
                 logger.warning("a worker that was waited for did not answer, and got a new process")
                 self._num_looks[worker] = 0
 
@@ -86,7 +88,7 @@ def _answers(workers: Mapping[str, "ActorHandle[Any]"], within_s: float) -> dict
     return answers
 
 
-def end_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
+def kill_worker_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
     """Its process is ended, unless it is only starting; Ray starts another one. ``ray.kill`` would wait five seconds for it.
 
     Where its node cannot be reached the actor is Ray's business.
@@ -100,7 +102,7 @@ def end_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     end: Any = ray.remote(num_cpus=0, max_retries=0)(_end)
     try:
-        return bool(ray.get(end.options(scheduling_strategy=there).remote(pid, least_age_s), timeout=KILL_WITHIN_S))
+        return bool(ray.get(end.options(scheduling_strategy=there).remote(pid, least_age_s), timeout=KILL_TIMEOUT_S))
     except RayError:
         logger.warning("process %d on node %s could not be ended", pid, node_id)
         return False

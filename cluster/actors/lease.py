@@ -18,17 +18,17 @@ class Lease:
     epoch: int
 
 
-class LeaseBook:
+class LeaseManager:
     """One holder at a time, until it lapses, is known to be gone, or has to make way for a later deployment's.
 
     The book decides who *should* drive; what makes a mistake harmless is that every
     grant carries a higher epoch, and that stages refuse steps of any other.
     """
 
-    def __init__(self, ttl_s: float, now: float, found: Lease | None = None) -> None:
+    def __init__(self, ttl_s: float, now: float, recovered: Lease | None = None) -> None:
         """``found`` is what stages remember of an earlier book; its holder gets a full term to renew."""
-        self.lease = found
-        self._last_epoch = found.epoch if found else 0
+        self.lease = recovered
+        self._last_epoch = recovered.epoch if recovered else 0
         self._ttl_s = ttl_s
         self._renewed_at = now
 
@@ -59,12 +59,12 @@ class LeaseBook:
         self._renewed_at = now
         return True
 
-    def idle_s(self, now: float) -> float:
+    def silent_for_s(self, now: float) -> float:
         """Seconds since the last sign of life of a holder, or since the book was opened."""
         return now - self._renewed_at
 
 
-def actor_as_holder(deployed_at: int = 0) -> str:
+def actor_holder_name(deployed_at: int = 0) -> str:
     """The actor that we are, as the holder of a lease: ``actor@deployed_at/name``.
 
     ``deployed_at`` says to which deployment of its application a router belongs; of two, the later one has more.
@@ -82,11 +82,11 @@ def deployed_at(holder: str) -> int:
     return int(holder.partition("/")[0].partition("@")[2] or 0)
 
 
-def must_make_way(current: str, claimant: str) -> bool:
+def must_yield(current: str, claimant: str) -> bool:
     """For a later deployment's router, and where Ray knows that the actor is dead; a driver's death shows only in its silence."""
-    return deployed_at(claimant) > deployed_at(current) or _is_gone(current)
+    return deployed_at(claimant) > deployed_at(current) or _is_dead(current)
 
 
-def _is_gone(holder: str) -> bool:
+def _is_dead(holder: str) -> bool:
     kind, _, name = holder.partition("/")
     return kind.startswith("actor@") and name not in [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]

@@ -6,34 +6,38 @@ What the last stage needs of the tokenizer: the text that every token stands for
 from dataclasses import dataclass
 from pathlib import Path
 
-from tramontane.cluster.actors.expert_plan_store import current_plan
+from tramontane.cluster.actors.expert_plan_store import load_plan
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan, ExpertPlan, Link
-from tramontane.router.tokenization.loader import open_tokenizer
+from tramontane.proto.model_folder import WeightSource
+from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan
+from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.fingerprint import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesOf:
+class TokenPieceLoader:
     """Of a checkpoint's tokenizer; of a folder without one, nothing."""
 
     folder: Path
     vocab_size: int
 
     def __call__(self) -> tuple[bytes, ...]:
-        """Raises CheckpointError for what ``open_tokenizer`` raises it for."""
-        tokenizer = open_tokenizer(self.folder, self.vocab_size)
+        """Raises CheckpointError for what ``load_tokenizer`` raises it for."""
+        tokenizer = load_tokenizer(self.folder, self.vocab_size)
         return tokenizer.vocabulary() if tokenizer else ()
 
 
-SUPERVISOR, STAGE, EXPERTS = "-supervisor", "-stage-", "-experts-"  # after the pipeline's name; a number follows the last two
+SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = (
+    "-supervisor",
+    "-stage-",
+    "-experts-",
+)  # after the pipeline's name; a number follows the last two
 UNITS = 10_000  # that Ray divides a GPU into
 NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 
 
 @dataclass(frozen=True, slots=True)
-class Application:
+class OwnerApplication:
     """The Ray Serve application that a pipeline belongs to.
 
     ``launched``: a process keeps it alive; when that has gone, the application goes.
@@ -46,7 +50,7 @@ class Application:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertActors:
+class ExpertActorRefs:
     """The actors that hold a pipeline's experts: their names, in the order of the plan, and how a stage reaches them.
 
     ``plan`` is the one that the pipeline was made with (see ``expert_record``). ``max_open``: micro-batches that the stage
@@ -60,7 +64,7 @@ class ExpertActors:
     max_open: int
 
     def current_plan(self) -> ExpertPlan:
-        return current_plan(self.pipeline, self.plan)
+        return load_plan(self.pipeline, self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +72,16 @@ class PipelineSpec:
     """A named pipeline: what to run and what each stage gets."""
 
     name: str
-    plan: ClusterPlan
-    weights: Weights
+    plan: PipelinePlan
+    weights: WeightSource
     threads_per_stage: int
     use_gpus: bool
     nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle, where the plan wants it (see ``places``); () is anywhere
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
-    application: Application | None = None
+    application: OwnerApplication | None = None
     link: Link = "object-store"
     ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
-    pieces: PiecesOf | None = None  # of the model's tokenizer
+    pieces: TokenPieceLoader | None = None  # of the model's tokenizer
     placement_timeout_s: float = 60.0  # for which it waits until the cluster has room
     logs: LogSettings | None = None  # as every process of it writes its log; None leaves that to Python
     stages_per_gpu: int = 1  # that share a bundle of the placement group, and so a GPU
@@ -99,7 +103,7 @@ class PipelineSpec:
         """Of a stage, in Ray's units of 1/10,000, rounded down so that all find room: 6 together get 0.1666 each."""
         return UNITS // self.stages_per_gpu / UNITS
 
-    def workers_of(self, num_pipelines: int = 1) -> str:
+    def describe_workers(self, num_pipelines: int = 1) -> str:
         """``2 stages``, or ``2 stages and 4 expert actors``."""
         stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
         text = f"{stages} stage{'s' * (stages != 1)}" + (f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else "")
@@ -120,20 +124,20 @@ class PipelineSpec:
 
     @property
     def supervisor_name(self) -> str:
-        return f"{self.name}{SUPERVISOR}"
+        return f"{self.name}{SUPERVISOR_SUFFIX}"
 
     def stage_name(self, stage_id: int) -> str:
-        return f"{self.name}{STAGE}{stage_id}"
+        return f"{self.name}{STAGE_SUFFIX}{stage_id}"
 
     def expert_name(self, actor_id: int) -> str:
-        return f"{self.name}{EXPERTS}{actor_id}"
+        return f"{self.name}{EXPERTS_SUFFIX}{actor_id}"
 
     @property
-    def expert_actors(self) -> ExpertActors | None:
+    def expert_actors(self) -> ExpertActorRefs | None:
         """As every stage has to know them."""
         experts = self.plan.experts
         if experts is None:
             return None
-        return ExpertActors(
+        return ExpertActorRefs(
             self.name, experts, tuple(self.expert_name(a.actor_id) for a in experts.actors), self.link, self.ping_pong
         )

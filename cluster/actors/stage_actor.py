@@ -10,27 +10,27 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tramontane.cluster.actors.pipeline_spec import ExpertActors
-from tramontane.cluster.actors.step_guard import OwnFailures, failures_logged
-from tramontane.cluster.actors.worker_actor import NAMESPACE, THREADS_WAIT, WorkerActor, WorkerHealth
+from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs
+from tramontane.cluster.actors.step_guard import FailureGuard, log_failures
+from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, WorkerActor, WorkerHealth
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.model_folder import Weights
+from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
 from tramontane.workers.weights.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from tramontane.cluster.actors.pipeline_spec import PiecesOf, PipelineSpec
+    from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
     from tramontane.workers.experts.remote_experts import RemoteExperts
     from tramontane.workers.links.channel import Address
     from tramontane.workers.stage.stage_link import StageLink
     from tramontane.workers.stage.stage_worker import StageWorker
-    from tramontane.workers.stage.step_executor import Steps
+    from tramontane.workers.stage.step_executor import StepExecutor
 
 
-OPEN_ON_GPU = 2  # steps: one that the device computes, and the next
+GPU_PIPELINE_DEPTH = 2  # steps: one that the device computes, and the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class StageActor(WorkerActor["StageWorker"]):
     def __init__(
         self,
         plan: StagePlan,
-        weights: Weights,
+        weights: WeightSource,
         device: str,
         threads: int,
         fingerprint: Fingerprint = (),
-        experts: ExpertActors | None = None,
+        experts: ExpertActorRefs | None = None,
         pipeline: str = "",
-        pieces: "PiecesOf | None" = None,
+        pieces: "TokenPieceLoader | None" = None,
         logs: LogSettings | None = None,
     ) -> None:
         if logs is not None:
@@ -66,10 +66,10 @@ class StageActor(WorkerActor["StageWorker"]):
         self._pieces = pieces
         self._holder = ""
         self._fencing = threading.Lock()  # a fence that nobody waits for any more may still be about
-        self._steps: Steps | None = None
+        self._steps: StepExecutor | None = None
         self._remote: RemoteExperts | None = None  # where experts are on actors of their own
         self._link: StageLink | None = None  # where hidden states travel directly
-        self._own_failures = OwnFailures(plan.label, device)
+        self._own_failures = FailureGuard(plan.label, device)
         super().__init__(plan.label, plan.weight_bytes, weights, device, fingerprint)
 
     def _load(self) -> "StageWorker":
@@ -81,7 +81,7 @@ class StageActor(WorkerActor["StageWorker"]):
         from tramontane.cluster.observability.metrics import expert_tokens
 
         tokens = expert_tokens(self._pipeline, self._plan.stage_id)
-        return lambda: tokens.tell(self._expert_load())
+        return lambda: tokens.export(self._expert_load())
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
@@ -132,29 +132,29 @@ class StageActor(WorkerActor["StageWorker"]):
         if self._link is None:
             raise StaleEpochError(f"{self.label} has not been linked since it was loaded")
         decoded = wire.decode_batch(batch)
-        with self._own_failures.noticed(decoded.epoch), failures_logged(self._worker, decoded):
+        with self._own_failures.guard(decoded.epoch), log_failures(self._worker, decoded):
             return wire.encode_result(self._link.step(decoded))
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
-        from tramontane.workers.stage.activation import Activation, Outbox
+        from tramontane.workers.stage.activation import Activation, ActivationSender
 
         self._refuse_while_loading()
         decoded = wire.decode_batch(batch)
         worker = self._wait_until_loaded()
         worker.check_epoch(decoded)
         assert self._steps is not None
-        outbox = Outbox()
-        with self._own_failures.noticed(decoded.epoch), failures_logged(worker, decoded):
-            outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.put)
-        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.packed(outcome)
+        outbox = ActivationSender()
+        with self._own_failures.guard(decoded.epoch), log_failures(worker, decoded):
+            outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
+        return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.payload(outcome)
 
     @ray.method(concurrency_group="control")
-    def look_for_experts(self) -> None:
+    def refresh_expert_plan(self) -> None:
         """They have moved. Call it as ``health``."""
         if self._remote is not None:
             assert self._experts is not None
-            self._remote.adopt(self._experts.current_plan())
+            self._remote.set_plan(self._experts.current_plan())
 
     @ray.method(concurrency_group="control")
     def health(self) -> StageHealth:
@@ -169,25 +169,29 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @property
     def _computing_s(self) -> float:
-        return self._steps.computing_s if self._steps else 0.0
+        return self._steps.busy_for_s if self._steps else 0.0
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 
-    def _new_steps(self) -> "Steps":
-        from tramontane.workers.stage.overlapped_executor import Overlapped
-        from tramontane.workers.stage.step_executor import OneAtATime
+    def _new_steps(self) -> "StepExecutor":
+        from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
+        from tramontane.workers.stage.step_executor import SerialExecutor
 
         worker = self._wait_until_loaded()
         if self._experts is None:
-            return Overlapped(worker, OPEN_ON_GPU) if worker.device.type == "cuda" else OneAtATime(worker, self._threads)
-        from tramontane.cluster.actors.expert_connections import connect
+            return (
+                OverlappedExecutor(worker, GPU_PIPELINE_DEPTH)
+                if worker.device.type == "cuda"
+                else SerialExecutor(worker, self._threads)
+            )
+        from tramontane.cluster.actors.expert_connections import expert_connector
         from tramontane.workers.experts.remote_experts import RemoteExperts
-        from tramontane.workers.stage.ping_pong_executor import PingPong
+        from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 
-        to_each = connect(self._experts, worker.device)
+        to_each = expert_connector(self._experts, worker.device)
         self._remote = RemoteExperts(self._experts.current_plan(), to_each, self._experts.current_plan)
-        return PingPong(worker, self._remote, self._experts.max_open, self._threads)
+        return PingPongExecutor(worker, self._remote, self._experts.max_open, self._threads)
 
     def _refuse_while_loading(self) -> None:
         if self._is_loading:  # a step would be refused after loading as well
@@ -200,7 +204,7 @@ class StageActor(WorkerActor["StageWorker"]):
         return worker
 
 
-def as_stage_actor(stage: type[StageActor], steps_at_once: int = 1) -> ActorClass[Any]:
+def remote_stage_class(stage: type[StageActor], steps_at_once: int = 1) -> ActorClass[Any]:
     """``max_task_retries=0``: a step that ran twice would write its caches twice.
 
     All that computes, or links, is in one group of threads; they begin in the order in which one caller calls.
@@ -212,8 +216,8 @@ def as_stage_actor(stage: type[StageActor], steps_at_once: int = 1) -> ActorClas
 def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
     """Make the named, detached actor of one stage in its bundle, or find the one that is there."""
     experts = spec.expert_actors
-    kind = as_stage_actor(StageActor, _steps_at_once(spec))
-    place = placed_in(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
+    kind = remote_stage_class(StageActor, _steps_at_once(spec))
+    place = bundle_options(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
     make = kind.options(**place, name=spec.stage_name(plan.stage_id)).remote
     device = "cuda" if spec.use_gpus else "cpu"
     return cast(
@@ -226,10 +230,10 @@ def _steps_at_once(spec: "PipelineSpec") -> int:
     """Threads for steps: one for each that can be open, and one that waits for them or fences."""
     if spec.expert_actors is not None:
         return spec.expert_actors.max_open + 1
-    return OPEN_ON_GPU + 1 if spec.use_gpus else 1
+    return GPU_PIPELINE_DEPTH + 1 if spec.use_gpus else 1
 
 
-def placed_in(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1) -> dict[str, Any]:
+def bundle_options(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1) -> dict[str, Any]:
     """Ray's options of a detached actor in one of the pipeline's bundles, of whose GPU it has a share.
 
     A share is of that one GPU, also for those who come after it: the bundle has no other.
@@ -240,6 +244,6 @@ def placed_in(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_shar
         "get_if_exists": True,
         "num_cpus": spec.threads_per_stage,
         "num_gpus": gpu_share if spec.use_gpus else 0,
-        "runtime_env": {"env_vars": THREADS_WAIT} if spec.plan.takes_turns else None,
+        "runtime_env": {"env_vars": OMP_SPIN_ENV} if spec.plan.is_oversubscribed else None,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
     }

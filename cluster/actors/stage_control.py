@@ -31,7 +31,7 @@ def fence_stages(stages: list[ActorHandle[Any]], epoch: int, holder: str, link: 
     ray.get(interrupted, timeout=INTERRUPT_TIMEOUT_S)
     _wait_for([stage.fence.remote(epoch, holder) for stage in stages], stages)
     if link == "direct":
-        _link_up(stages, epoch)
+        _connect_links(stages, epoch)
 
 
 def _wait_for(asked: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]) -> None:
@@ -42,7 +42,7 @@ def _wait_for(asked: "list[ray.ObjectRef[None]]", stages: list[ActorHandle[Any]]
     ray.get(asked, timeout=0)
 
 
-def _link_up(stages: list[ActorHandle[Any]], epoch: int) -> None:
+def _connect_links(stages: list[ActorHandle[Any]], epoch: int) -> None:
     """If a stage dies meanwhile that is raised, rather than what its neighbours suffer from it."""
     outlets: list[Any] = ray.get([stage.listen.remote(epoch) for stage in stages], timeout=FENCE_TIMEOUT_S)
     inlets = [None, *outlets[:-1]]
@@ -57,7 +57,7 @@ HEALTH_TIMEOUT_S = 1.0  # of all stages together, where one is stopped; while no
 HEALTH_LOOKS = 5
 
 
-def existing_stages(spec: PipelineSpec) -> list[ActorHandle[Any]]:
+def find_stage_actors(spec: PipelineSpec) -> list[ActorHandle[Any]]:
     stages = []
     for stage in spec.plan.stages:
         with contextlib.suppress(ValueError):
@@ -65,7 +65,7 @@ def existing_stages(spec: PipelineSpec) -> list[ActorHandle[Any]]:
     return stages
 
 
-def existing_workers(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
+def find_worker_actors(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
     """Stages and experts, by the names of their actors."""
     workers = {}
     for name in (*map(spec.stage_name, range(len(spec.plan.stages))), *(spec.expert_actors.names if spec.expert_actors else ())):
@@ -74,10 +74,10 @@ def existing_workers(spec: PipelineSpec) -> dict[str, ActorHandle[Any]]:
     return workers
 
 
-def lease_in_stages(spec: PipelineSpec) -> Lease | None:
+def recover_lease(spec: PipelineSpec) -> Lease | None:
     """The newest lease that any stage has been fenced for."""
     asked: list[ray.ObjectRef[StageHealth]] = [
-        stage.health.options(concurrency_group="control").remote() for stage in existing_stages(spec)
+        stage.health.options(concurrency_group="control").remote() for stage in find_stage_actors(spec)
     ]
     for _ in range(HEALTH_LOOKS if asked else 0):
         answers, silent = ray.wait(asked, num_returns=len(asked), timeout=HEALTH_TIMEOUT_S)

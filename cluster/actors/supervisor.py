@@ -16,17 +16,17 @@ from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
 
-from tramontane.cluster.actors.expert_actor import create_experts
-from tramontane.cluster.actors.expert_plan_store import forget_plan
-from tramontane.cluster.actors.expert_rebalancing import move_experts
-from tramontane.cluster.actors.hang_detector import Silences, replace_stuck
-from tramontane.cluster.actors.lease import Lease, LeaseBook, deployed_at, must_make_way
-from tramontane.cluster.actors.pipeline_spec import EXPERTS, STAGE, Application, PipelineSpec
+from tramontane.cluster.actors.expert_actor import create_expert_actor
+from tramontane.cluster.actors.expert_plan_store import delete_plan
+from tramontane.cluster.actors.expert_rebalancing import rebalance_experts
+from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
+from tramontane.cluster.actors.lease import Lease, LeaseManager, deployed_at, must_yield
+from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX, OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.stage_actor import create_stage
-from tramontane.cluster.actors.stage_control import existing_stages, existing_workers, fence_stages, lease_in_stages
+from tramontane.cluster.actors.stage_control import fence_stages, find_stage_actors, find_worker_actors, recover_lease
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
 from tramontane.cluster.common.deployments import is_superseded
-from tramontane.cluster.common.node_labels import off_head
+from tramontane.cluster.common.node_labels import avoid_head_node
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 HEAD_ANSWERS_WITHIN_S = 5.0
 
 
-def head_answers() -> bool:
+def is_head_alive() -> bool:
     """Whether it does, and has done so for some time: Ray makes whoever asks wait while it is away."""
     asked_at = time.monotonic()
     try:
@@ -46,7 +46,7 @@ def head_answers() -> bool:
     return time.monotonic() - asked_at < HEAD_ANSWERS_WITHIN_S
 
 
-def is_claimable(application: Application | None, last: Lease | None) -> bool:
+def may_be_claimed(application: OwnerApplication | None, last: Lease | None) -> bool:
     """Whether a router of a living application may still come for its pipeline; those of a newer deployment would have come."""
     from ray import serve  # rarely needed, and slow to import
 
@@ -55,7 +55,7 @@ def is_claimable(application: Application | None, last: Lease | None) -> bool:
     return last is None or not is_superseded(application.name, deployed_at(last.holder))
 
 
-def end_application(application: Application) -> None:
+def delete_application(application: OwnerApplication) -> None:
     """Ray Serve does the rest by itself, if this actor is removed meanwhile."""
     from ray import serve
 
@@ -88,22 +88,22 @@ class Supervisor:
         self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
         self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
         self._is_ending = False
-        self._book = LeaseBook(LEASE_TTL_S, time.monotonic(), lease_in_stages(spec))
+        self._book = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
         self._launcher_seen_at = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._reap_if_abandoned, daemon=True).start()
 
     def __repr__(self) -> str:
         return f"Supervisor {self.spec.name}"
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
         """Place and load every stage, or find them; None if the cluster had no room within ``timeout_s``."""
-        with self._making_allowed():
+        with self._if_not_removing():
             group = _group(self.spec)
         if not group.wait(timeout_s):
             return None
-        with self._making_allowed():
+        with self._if_not_removing():
             experts = self.spec.plan.experts
-            holders = [create_experts(self.spec, actor.actor_id, group) for actor in experts.actors] if experts else []
+            holders = [create_expert_actor(self.spec, actor.actor_id, group) for actor in experts.actors] if experts else []
             stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
         wait_until_ready([*holders, *stages])
         return stages
@@ -117,21 +117,21 @@ class Supervisor:
         with self._lock:
             self._claim(holder)
             epoch = self._book.next_epoch(floor=time.time_ns() // 1_000_000)  # a book lost with its stages cannot repeat one
-        stages = existing_stages(self.spec)
+        stages = find_stage_actors(self.spec)
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
         fence_stages(stages, epoch, holder, self.spec.link)
         return epoch
 
     @ray.method(concurrency_group="rescue")
-    def replace_stuck(self, limit_s: float) -> str:
+    def replace_hung_workers(self, limit_s: float) -> str:
         """See ``stuck``; also while a fence waits for what is stuck."""
-        return replace_stuck(existing_workers(self.spec), limit_s)
+        return replace_hung_workers(find_worker_actors(self.spec), limit_s)
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
         """Make the pipeline follow another plan, while it runs; see ``expert_moving``."""
-        return move_experts(self.spec, plan)
+        return rebalance_experts(self.spec, plan)
 
     @ray.method(concurrency_group="lease")
     def specification(self) -> PipelineSpec:
@@ -151,13 +151,13 @@ class Supervisor:
             return self._book.renew(holder, time.monotonic())
 
     @ray.method(concurrency_group="lease")
-    def keep(self) -> None:
+    def heartbeat(self) -> None:
         """A sign of life of the process that launched the application."""
         with self._lock:
             self._launcher_seen_at = time.monotonic()
 
     @contextlib.contextmanager
-    def _making_allowed(self) -> Iterator[None]:
+    def _if_not_removing(self) -> Iterator[None]:
         with self._making:
             if self._is_ending:
                 raise PipelineError("the pipeline is being removed")
@@ -172,10 +172,10 @@ class Supervisor:
 
     def _claim(self, holder: str) -> None:
         current = self._book.lease
-        makes_way = current is not None and current.holder != holder and must_make_way(current.holder, holder)
+        makes_way = current is not None and current.holder != holder and must_yield(current.holder, holder)
         self._book.claim(holder, time.monotonic(), makes_way)
 
-    def _watch(self) -> None:
+    def _reap_if_abandoned(self) -> None:
         """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone.
 
         Nothing counts that was while the head node was away, as nobody could come then.
@@ -185,20 +185,20 @@ class Supervisor:
             time.sleep(WATCH_EVERY_S)
             with self._lock:
                 now, last = time.monotonic(), self._book.lease
-                silent_s = min(self._book.idle_s(now), now - counted_from)
+                silent_s = min(self._book.silent_for_s(now), now - counted_from)
                 launcher_silent_s = min(now - self._launcher_seen_at, now - counted_from)
             application = self.spec.application
             is_missed = application is not None and application.launched and launcher_silent_s > ABANDONED_AFTER_S
             if not is_missed and silent_s <= ABANDONED_AFTER_S:
                 continue
             try:
-                if not head_answers():
+                if not is_head_alive():
                     counted_from = time.monotonic()
                     continue
                 if is_missed:
                     assert application is not None
-                    end_application(application)
-                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not is_claimable(application, last)):
+                    delete_application(application)
+                if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(application, last)):
                     self._remove()
             except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
                 logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
@@ -206,10 +206,10 @@ class Supervisor:
 
 def remove_pipeline(name: str) -> None:
     """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-    for worker in actor_names(rf"{re.escape(name)}({STAGE}|{EXPERTS})\d+"):
+    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+"):
         with contextlib.suppress(ValueError):  # it has just gone
             ray.kill(ray.get_actor(worker, NAMESPACE))
-    forget_plan(name)
+    delete_plan(name)
     with contextlib.suppress(ValueError):  # it was never made, or is gone
         remove_placement_group(get_placement_group(name))
 
@@ -219,18 +219,18 @@ def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
 
     One that was found, and is stopped or silent, would keep a new router waiting for ever.
     """
-    silences = Silences()
+    silences = SilenceTracker()
     waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
     while waiting:
         answered, _ = ray.wait(list(waiting), timeout=LOOK_EVERY_S)
         if not answered:
-            silences.end_silent(waiting.values())
+            silences.kill_silent(waiting.values())
             continue
         worker = waiting.pop(answered[0])
         try:
             ray.get(answered[0])
         except ActorUnavailableError:  # also where it is stopped, and this process has not talked to it before
-            silences.end_silent([worker])
+            silences.kill_silent([worker])
             time.sleep(REBIRTH_POLL_S)
             waiting[worker.ready.remote()] = worker
 
@@ -244,7 +244,7 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "get_if_exists": True,
         "num_cpus": 0,
         "max_restarts": -1,
-        **off_head(),
+        **avoid_head_node(),
     }
     # The lease's calls are answered also while workers are loading.
     actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]

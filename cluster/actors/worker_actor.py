@@ -13,16 +13,16 @@ from typing import Any, Generic, TypeVar
 import ray
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from tramontane.cluster.common.periodic import repeat_for_ever
+from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.proto.errors import CheckpointError, PipelineError
-from tramontane.proto.model_folder import RandomWeights, Weights
+from tramontane.proto.model_folder import RandomWeights, WeightSource
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint
 
 NAMESPACE = "tramontane"
 EXPORT_EVERY_S = 1.0  # of a worker's counts, to Ray's metrics
 # How long a worker's threads look out for the next product before they sleep (GNU OpenMP, which torch is built with): one or
 # two ms, which spans what lies between two products. By default it is nine, and taken from whoever's turn it is.
-THREADS_WAIT = {"GOMP_SPINCOUNT": "50000"}
+OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
 W = TypeVar("W")
 
 
@@ -36,7 +36,7 @@ class WorkerHealth:
     bytes_read: int  # from the checkpoint
     bytes_loaded: int  # of its weights, as they are in memory; grows up to ``weight_bytes`` while it loads
     weight_bytes: int
-    computing_s: float  # for how long it has been computing without a pause; 0 while it does not
+    busy_for_s: float  # for how long it has been computing without a pause; 0 while it does not
 
 
 class WorkerActor(Generic[W]):
@@ -47,9 +47,9 @@ class WorkerActor(Generic[W]):
     calls workers never needs it.
     """
 
-    most_deaths = 3  # while it loads, in a row; then there is most likely too little memory, and it is not loaded again
+    max_load_crashes = 3  # while it loads, in a row; then there is most likely too little memory, and it is not loaded again
 
-    def __init__(self, label: str, weight_bytes: int, weights: Weights, device: str, fingerprint: Fingerprint) -> None:
+    def __init__(self, label: str, weight_bytes: int, weights: WeightSource, device: str, fingerprint: Fingerprint) -> None:
         self.label = label
         self._weight_bytes = weight_bytes
         self._weights, self._device, self._fingerprint = weights, device, fingerprint
@@ -76,7 +76,7 @@ class WorkerActor(Generic[W]):
             "bytes_read": self._bytes_read,
             "bytes_loaded": self._bytes_loaded,
             "weight_bytes": self._weight_bytes,
-            "computing_s": self._computing_s,
+            "busy_for_s": self._computing_s,
         }
 
     @abstractmethod
@@ -93,11 +93,11 @@ class WorkerActor(Generic[W]):
         # Rows arrive as read-only views of the object store and are never written to.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
-            with _counted_loading(self.label, self.most_deaths), naming_the_node():
+            with _limit_load_attempts(self.label, self.max_load_crashes), annotate_node():
                 if not isinstance(self._weights, RandomWeights):
                     check_fingerprint(self._weights, self._fingerprint)
                 self._worker = self._load()
-            repeat_for_ever(EXPORT_EVERY_S, self._exporter())
+            start_periodic_thread(EXPORT_EVERY_S, self._exporter())
         except Exception as error:  # told to whoever waits for the weights
             self._failure = error.with_traceback(None)  # whose frames would keep what was loaded so far
 
@@ -123,7 +123,7 @@ class WorkerActor(Generic[W]):
 
 
 @contextmanager
-def naming_the_node() -> Iterator[None]:
+def annotate_node() -> Iterator[None]:
     """A checkpoint's folder is looked for on many nodes: say on which of them something is wrong with it."""
     try:
         yield
@@ -133,7 +133,7 @@ def naming_the_node() -> Iterator[None]:
 
 
 @contextmanager
-def _counted_loading(label: str, most_deaths: int) -> Iterator[None]:
+def _limit_load_attempts(label: str, most_deaths: int) -> Iterator[None]:
     """Whoever's process dies while it loads (out of memory, as a rule) is not loaded again and again.
 
     The mark, a byte for each time that it began, outlives the process: Ray restarts the actor, which then finds it.

@@ -10,14 +10,14 @@ from statistics import median
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.cluster.pipeline.load_progress import ShowLoading
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import CostModel
-from tramontane.router.scheduling.policy import Load, Policy, Share, Work
-from tramontane.router.simulation.comparison import Candidate, Summary, scheduler_for, summary
-from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, Trace, simulate
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
+from tramontane.router.simulation.comparison import PolicyEntry, Summary, scheduler_for, summary
+from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
-Step = tuple[Work, tuple[StageTiming, ...]]
+Step = tuple[BatchWork, tuple[StageTiming, ...]]
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Calibration:
     measured: Summary
     modelled: Summary
 
-    def pipeline(self, num_stages: int) -> ModelledPipeline:
+    def pipeline(self, num_stages: int) -> PipelineModel:
         """So many stages, each like the mean of the real ones."""
 
-        def seconds(work: Work) -> list[float]:
+        def seconds(work: BatchWork) -> list[float]:
             return [float(self.costs.seconds([work])[0].mean())] * num_stages
 
-        return ModelledPipeline(seconds, self.hop_s)
+        return PipelineModel(seconds, self.hop_s)
 
     @property
-    def errors(self) -> dict[str, float]:
+    def relative_errors(self) -> dict[str, float]:
         """Modelled over measured, less one."""
         pairs = {
             "tokens_per_s": (self.modelled.tokens_per_s, self.measured.tokens_per_s),
@@ -49,7 +49,7 @@ class Calibration:
         return {name: modelled / measured - 1 for name, (modelled, measured) in pairs.items()}
 
 
-class Recorder:
+class PolicyRecorder:
     """A policy that remembers what every micro-batch brought and took."""
 
     def __init__(self, policy: Policy) -> None:
@@ -57,18 +57,18 @@ class Recorder:
         self.overlaps_chunks = policy.overlaps_chunks
         self.steps: list[Step] = []
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         return self._policy.share(load)
 
-    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         self.steps.append((work, tuple(timings)))
         self._policy.observe(share, work, timings)
 
 
 async def calibrate(
     config: EngineConfig,
-    arrivals: Sequence[Sequence[Arrival]],
-    candidate: Candidate,
+    arrivals: Sequence[Sequence[SimRequest]],
+    candidate: PolicyEntry,
     report: Callable[[str], None],
     show_loading: ShowLoading,
 ) -> Calibration:
@@ -78,7 +78,7 @@ async def calibrate(
         traces, steps = [], []
         for number, requests in enumerate(arrivals, start=1):
             report(f"calibrating on {num_stages} real stages, run {number} of {len(arrivals)}")
-            recorder = Recorder(candidate.make(num_stages))
+            recorder = PolicyRecorder(candidate.make(num_stages))
             engine.router.scheduler.policy = recorder
             traces.append(await _run(engine, requests, recorder))
             steps.append(recorder.steps)
@@ -87,7 +87,7 @@ async def calibrate(
         costs.observe(work, [timing.busy_s for timing in timings])
     costs.refit()
     hop_s = hop_seconds(steps[0])
-    pipeline = ModelledPipeline(lambda work: costs.seconds([work])[0].tolist(), hop_s)
+    pipeline = PipelineModel(lambda work: costs.seconds([work])[0].tolist(), hop_s)
     scheduler = scheduler_for(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
     modelled = simulate(scheduler, pipeline, arrivals[1])
     return Calibration(costs, hop_s, summary("measured", traces[1]), summary("modelled", modelled))
@@ -107,18 +107,18 @@ def hop_seconds(steps: Sequence[Step]) -> float:
     return median(hops) if hops else 0.0
 
 
-async def _run(engine: Engine, arrivals: Sequence[Arrival], recorder: Recorder) -> Trace:
+async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
     """The requests, each at its time."""
     vocab_size = engine.plan.args.vocab_size
     started, backlog_until = time.time(), 0.0
 
-    async def one(number: int, arrival: Arrival) -> tuple[float, ...]:
+    async def one(number: int, arrival: SimRequest) -> tuple[float, ...]:
         nonlocal backlog_until
         await asyncio.sleep(max(started + arrival.at - time.time(), 0.0))
         prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
         sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0, ignore_eos=True)
         times: list[float] = []
-        async for batch in engine.router.generate([SequenceSpec(prompt, sampling)]):
+        async for batch in engine.router.generate([SequenceRequest(prompt, sampling)]):
             times += [time.time() - started] * len(batch.events)
             if engine.router.scheduler.num_waiting:
                 backlog_until = time.time() - started
@@ -128,4 +128,4 @@ async def _run(engine: Engine, arrivals: Sequence[Arrival], recorder: Recorder) 
     timings = tuple(
         tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each) for _, each in recorder.steps
     )
-    return Trace(tuple(arrivals), tuple(token_times), timings, backlog_until)
+    return SimTrace(tuple(arrivals), tuple(token_times), timings, backlog_until)

@@ -5,18 +5,18 @@ import time
 from collections.abc import Callable
 
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import Outcome, PipelineUse, RequestTrace, Round, Rounds
+from tramontane.cluster.bench.results import BenchResult, PipelineUsage, RequestTrace, Round, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest, Workload
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_folder import find_model_args
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.model_folder import resolve_model_args
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.stage_usage import UsageMeter, hop_times
 
 
-class Recorder:
+class StepRecorder:
     """Every step's result since it was last emptied."""
 
     def __init__(self) -> None:
@@ -25,25 +25,25 @@ class Recorder:
     def observe(self, result: StepResult) -> None:
         self.results.append(result)
 
-    def taken(self, engine: Engine) -> PipelineUse:
+    def taken(self, engine: Engine) -> PipelineUsage:
         results, self.results = self.results, []
         usage = UsageMeter(len(engine.plan.stages))
         for result in results:
             usage.observe(result)
         hops = hop_times([result.timings for result in results])
-        return PipelineUse(engine.plan, usage, hops, tuple(timing for result in results for timing in result.timings))
+        return PipelineUsage(engine.plan, usage, hops, tuple(timing for result in results for timing in result.timings))
 
 
-async def bench_offline(config: EngineConfig, workload: Workload, rounds: Rounds, display: BenchDisplay) -> Outcome:
+async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay) -> BenchResult:
     """Raises ConfigError, before anything is started, if the context is too short for the work."""
-    args = find_model_args(config.model)
+    args = resolve_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     if workload.longest > context:
         raise ConfigError(
             f"--input-len and --output-len come to {workload.longest} positions, and the context has {context}; ask for less"
         )
-    recorder = Recorder()
-    alone = config.alone()
+    recorder = StepRecorder()
+    alone = config.single_pipeline()
     async with open_engine(alone, display.report, recorder.observe, display.loading) as engine:
 
         async def one(number: int) -> Round:
@@ -71,7 +71,7 @@ async def _trace(engine: Engine, request: BenchRequest, due_at: float, advance: 
     assert not isinstance(request.prompt, str)
     sampling = SamplingParams(request.num_new_tokens, temperature=0.0, ignore_eos=True)
     pieces_at, num_tokens = list[float](), 0
-    async for batch in engine.router.generate([SequenceSpec(request.prompt, sampling)]):
+    async for batch in engine.router.generate([SequenceRequest(request.prompt, sampling)]):
         pieces_at.append(time.perf_counter())
         num_tokens += len(batch.events)
         advance(len(batch.events))

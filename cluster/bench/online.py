@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 
 from tramontane.cluster.bench.report import BenchDisplay
-from tramontane.cluster.bench.results import Failure, Figures, Outcome, RequestTrace, Round, Rounds
+from tramontane.cluster.bench.results import BenchMetrics, BenchResult, Failure, RequestTrace, Round, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
-from tramontane.cluster.console.server_client import base_url, check_allowed
+from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
 PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer
@@ -21,7 +21,7 @@ UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)  
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class LoadPattern:
     """``max_concurrency`` bounds what is being answered; what is due meanwhile waits, and its clock runs."""
 
     request_rate: float = float("inf")
@@ -34,27 +34,27 @@ class Traffic:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
 
 
-def client_of(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
+def make_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """Raises ConfigError as ``base_url`` does."""
     return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE, limits=UNLIMITED)
 
 
 async def bench_online(
-    client: httpx.AsyncClient, workload: Workload, traffic: Traffic, rounds: Rounds, display: BenchDisplay
-) -> Outcome:
+    client: httpx.AsyncClient, workload: Workload, traffic: LoadPattern, rounds: RoundPlan, display: BenchDisplay
+) -> BenchResult:
     """Raises ConfigError if there is no such server, PipelineError if it answers nothing."""
     due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
     async with client:
         model, vocab_size = await _model_of(client)
         if (vocab_size := traffic.vocab_size or vocab_size) is None:
             display.note("the server does not tell its vocabulary, so prompts are text of about the length; --vocab-size says it")
-        asker = Asker(client, model, traffic.max_concurrency, display.advance)
+        asker = LoadGenerator(client, model, traffic.max_concurrency, display.advance)
 
         async def one(number: int) -> Round:
             requests = workload.requests(number, vocab_size)
             display.begin_round(number, rounds, requests)
             traces = await asker.ask_all(requests, due)
-            if not (figures := Figures.of(traces)).num_completed:
+            if not (figures := BenchMetrics.of(traces)).num_completed:
                 worst = figures.failures[0]
                 raise PipelineError(f"all {len(traces)} requests failed, {worst.count} with {worst.kind}: {worst.example}")
             return Round(traces)
@@ -66,7 +66,7 @@ async def _model_of(client: httpx.AsyncClient) -> tuple[str, int | None]:
     """The first model's name, and the size of its vocabulary if the server tells it."""
     try:
         answer = await client.get("/v1/models")
-        check_allowed(client, answer)
+        raise_if_unauthorized(client, answer)
         answer.raise_for_status()
         entry = answer.json()["data"][0]
         return str(entry["id"]), entry.get("vocab_size")
@@ -78,7 +78,7 @@ async def _model_of(client: httpx.AsyncClient) -> tuple[str, int | None]:
         raise ConfigError(f"--url {client.base_url} lists no model at /v1/models; is it an OpenAI-compatible server?") from error
 
 
-class Asker:
+class LoadGenerator:
     """Sends each request when it is due, whether or not earlier ones have been answered."""
 
     def __init__(
@@ -95,14 +95,14 @@ class Asker:
     async def _ask_when_due(self, request: BenchRequest, due_at: float) -> RequestTrace:
         await asyncio.sleep(due_at - time.perf_counter())
         async with self._places:
-            answer = _Answer()
+            answer = _StreamTimes()
             failure = await self._ask(request, answer)
         num_new = answer.usage.get("completion_tokens", len(answer.pieces_at))
         self._advance(request.num_new_tokens - len(answer.pieces_at))
         num_prompt = answer.usage.get("prompt_tokens", request.num_prompt_tokens)
         return RequestTrace(due_at, num_prompt, num_new, tuple(answer.pieces_at), failure)
 
-    async def _ask(self, request: BenchRequest, answer: "_Answer") -> Failure | None:
+    async def _ask(self, request: BenchRequest, answer: "_StreamTimes") -> Failure | None:
         try:
             async with self._client.stream("POST", "/v1/completions", json=self._body(request)) as response:
                 if response.status_code != httpx.codes.OK:
@@ -124,7 +124,7 @@ class Asker:
         return {"model": self._model, "prompt": prompt, "stream": True, "stream_options": {"include_usage": True}, **sampling}
 
 
-class _Answer:
+class _StreamTimes:
     def __init__(self) -> None:
         self.pieces_at: list[float] = []
         self.usage: dict[str, int] = {}

@@ -13,11 +13,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from tramontane.cluster.bench.results import PERCENTILES, Figures, Latency, Outcome, PipelineUse, Rounds
+from tramontane.cluster.bench.results import PERCENTILES, BenchMetrics, BenchResult, Latency, PipelineUsage, RoundPlan
 from tramontane.cluster.bench.workload import BenchRequest
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.plotting import save
-from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_as_data
+from tramontane.cluster.console.plotting import save_figure
+from tramontane.cluster.console.run_summary import expert_table, experts_as_data, stage_table, stages_json
 from tramontane.router.engine.stage_usage import HopTime
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class BenchDisplay(Display):
         super().__init__(live=False)
         self._rounds_bar: Progress | None = None
 
-    def begin_round(self, number: int, rounds: Rounds, requests: Sequence[BenchRequest]) -> None:
+    def begin_round(self, number: int, rounds: RoundPlan, requests: Sequence[BenchRequest]) -> None:
         self.stop()
         what = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
         if not self.stderr.is_terminal:
@@ -61,12 +61,12 @@ class BenchDisplay(Display):
         super().stop()
 
 
-def _latencies(figures: Figures) -> list[tuple[str, str, Latency]]:
+def _latencies(figures: BenchMetrics) -> list[tuple[str, str, Latency]]:
     found = zip(LATENCIES, (figures.ttft, figures.tpot, figures.itl, figures.e2e), strict=True)
     return [(key, name, latency) for (key, name), latency in found if latency is not None]
 
 
-def summary(outcome: Outcome) -> Group:
+def render_report(outcome: BenchResult) -> Group:
     figures = outcome.figures
     speed = Table("tokens/s, in and out", "in", "out", "requests/s", "seconds")
     in_s, out_s = figures.per_s(figures.num_prompt_tokens), figures.per_s(figures.num_new_tokens)
@@ -75,7 +75,7 @@ def summary(outcome: Outcome) -> Group:
     latency = Table("milliseconds", "mean", *(f"p{at}" for at in PERCENTILES))
     for _, name, seconds in _latencies(figures):
         latency.add_row(name, *(f"{1000 * s:.1f}" for s in (seconds.mean_s, *seconds.percentiles_s)))
-    parts: list[Table | Text] = [Text(_what(outcome)), speed, latency]
+    parts: list[Table | Text] = [Text(_headline(outcome)), speed, latency]
     if (used := outcome.round.pipeline) is not None:
         parts += [stage_table(used.plan, used.usage), *([expert_table(used.plan, used.usage)] if used.plan.experts else [])]
         parts += [Text(_between_stages(used.usage.bubble, used.hops))]
@@ -83,7 +83,7 @@ def summary(outcome: Outcome) -> Group:
     return Group(*parts)
 
 
-def _what(outcome: Outcome) -> str:
+def _headline(outcome: BenchResult) -> str:
     figures = outcome.figures
     done = f"{figures.num_completed} requests, {figures.num_prompt_tokens} tokens in, {figures.num_new_tokens} out"
     failed = f", {figures.num_failed} FAILED" if figures.num_failed else ""
@@ -101,7 +101,7 @@ def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
     return "\n".join([f"bubble {bubble:.0%}", *each])
 
 
-def as_data(outcome: Outcome) -> dict[str, Any]:
+def as_data(outcome: BenchResult) -> dict[str, Any]:
     """The first five keys are those of ``vllm bench throughput``; the next ones, where it has them, of ``vllm bench serve``."""
     figures, used = outcome.figures, outcome.round.pipeline
     data: dict[str, Any] = {
@@ -126,7 +126,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
             data[f"{'median' if at == 50 else f'p{at}'}_{key}_ms"] = 1000 * value
     if used is not None:
         hops = [{"min_ms": 1000 * hop.min_s, "median_ms": 1000 * hop.median_s} for hop in used.hops]
-        data |= {"stages": stages_as_data(used.plan, used.usage), "bubble": used.usage.bubble, "hops": hops}
+        data |= {"stages": stages_json(used.plan, used.usage), "bubble": used.usage.bubble, "hops": hops}
         data |= experts_as_data(used.plan, used.usage)
     return data
 
@@ -134,7 +134,7 @@ def as_data(outcome: Outcome) -> dict[str, Any]:
 BINS = 60
 
 
-def write_plot(path: Path, outcome: Outcome) -> None:
+def save_plot(path: Path, outcome: BenchResult) -> None:
     """Tokens per second over time, how many requests were answered within which time, and what the stages did."""
     from matplotlib.figure import Figure
 
@@ -145,10 +145,10 @@ def write_plot(path: Path, outcome: Outcome) -> None:
     _latency(panels[1], outcome)
     if used is not None:
         _stages(panels[2], used)
-    save(picture, path)
+    save_figure(picture, path)
 
 
-def _speed(panel: "Axes", outcome: Outcome) -> None:
+def _speed(panel: "Axes", outcome: BenchResult) -> None:
     """A piece of an answer counts for its share of the answer's tokens."""
     done = [trace for trace in outcome.round.traces if trace.failure is None]
     begin = min(trace.due_at for trace in outcome.round.traces)
@@ -159,7 +159,7 @@ def _speed(panel: "Axes", outcome: Outcome) -> None:
     panel.set(xlabel="seconds", ylabel="new tokens/s", title=f"{outcome.figures.tokens_per_s:.0f} tokens/s in and out")
 
 
-def _latency(panel: "Axes", outcome: Outcome) -> None:
+def _latency(panel: "Axes", outcome: BenchResult) -> None:
     done = [trace for trace in outcome.round.traces if trace.failure is None]
     panel.ecdf([trace.ttft_s for trace in done], label="first token")
     panel.ecdf([trace.e2e_s for trace in done], label="whole answer")
@@ -167,7 +167,7 @@ def _latency(panel: "Axes", outcome: Outcome) -> None:
     panel.legend()
 
 
-def _stages(panel: "Axes", used: PipelineUse) -> None:
+def _stages(panel: "Axes", used: PipelineUsage) -> None:
     """Each stage's working times, one row per stage, by the stages' own clocks."""
     begin = min(timing.started_at for timing in used.timings)
     for stage in used.plan.stages:

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.step import StageTiming
 from tramontane.router.engine.stage_usage import HopTime, UsageMeter
 
@@ -84,7 +84,7 @@ class FailureCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class BenchMetrics:
     """Of one round: from the first request's due time to the last token."""
 
     elapsed_s: float
@@ -133,16 +133,16 @@ def count_failures(failures: Iterable[Failure]) -> tuple[FailureCount, ...]:
     return tuple(FailureCount(kind, count, examples[kind]) for kind, count in Counter(f.kind for f in seen).most_common())
 
 
-def middle(speeds: Sequence[float]) -> int:
+def median_index(speeds: Sequence[float]) -> int:
     """Which round stands for all: the one of median speed, the slower of two."""
     return sorted(range(len(speeds)), key=speeds.__getitem__)[(len(speeds) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineUse:
+class PipelineUsage:
     """What only our own engine tells: how its stages were used."""
 
-    plan: ClusterPlan
+    plan: PipelinePlan
     usage: UsageMeter
     hops: tuple[HopTime, ...]
     timings: tuple[StageTiming, ...]
@@ -151,21 +151,21 @@ class PipelineUse:
 @dataclass(frozen=True, slots=True)
 class Round:
     traces: Sequence[RequestTrace]
-    pipeline: PipelineUse | None = None
+    pipeline: PipelineUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class BenchResult:
     """One round of several, the one of median speed, so that its figures belong together; ``speeds`` are of all, in order."""
 
     round: Round
-    figures: Figures
+    figures: BenchMetrics
     speeds: tuple[float, ...]
     num_warmups: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rounds:
+class RoundPlan:
     num_warmups: int
     num_repeats: int
 
@@ -178,10 +178,10 @@ class Rounds:
     def total(self) -> int:
         return self.num_warmups + self.num_repeats
 
-    async def run(self, one: Callable[[int], Awaitable[Round]]) -> Outcome:
+    async def run(self, one: Callable[[int], Awaitable[Round]]) -> BenchResult:
         """One after the other; each is told its number, from 0."""
         rounds = [await one(number) for number in range(self.total)][self.num_warmups :]
-        figures = [Figures.of(done.traces) for done in rounds]
+        figures = [BenchMetrics.of(done.traces) for done in rounds]
         speeds = tuple(each.tokens_per_s for each in figures)
-        chosen = middle(speeds)
-        return Outcome(rounds[chosen], figures[chosen], speeds, self.num_warmups)
+        chosen = median_index(speeds)
+        return BenchResult(rounds[chosen], figures[chosen], speeds, self.num_warmups)

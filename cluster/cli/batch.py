@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from tramontane.cluster.console.batch_client import LineStream, PartFile
+from tramontane.cluster.console.batch_client import ResumableFile, StdoutSink
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, key_headers
+from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
-from tramontane.router.batch.store import LineProblem, none_is_a_request
+from tramontane.router.batch.store import LineError, summarize_line_errors
 
 if TYPE_CHECKING:
     from tramontane.cluster.console.batch_client import BatchClient
@@ -41,7 +41,7 @@ console = Console(stderr=True, highlight=False)
 def _client(url: str, key: str | None, key_file: Path | None) -> "Iterator[BatchClient]":
     from tramontane.cluster.console.batch_client import BatchClient  # brings an HTTP client
 
-    with BatchClient(url, key_headers(key, key_file), lambda text: console.print(text, style="yellow", markup=False)) as client:
+    with BatchClient(url, auth_headers(key, key_file), lambda text: console.print(text, style="yellow", markup=False)) as client:
         yield client
 
 
@@ -139,7 +139,7 @@ def results(
     is_shown = output == STANDARD_OUTPUT
     try:
         with _client(url, key, key_file) as client:
-            num_lines = client.results(job_id, LineStream(sys.stdout.buffer) if is_shown else PartFile(Path(output), job_id))
+            num_lines = client.results(job_id, StdoutSink(sys.stdout.buffer) if is_shown else ResumableFile(Path(output), job_id))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -194,5 +194,5 @@ def _line(job: dict[str, Any]) -> str:
 
 def _why_failed(job: dict[str, Any]) -> str:
     told = (job["errors"] or {"data": []})["data"]
-    problems = [LineProblem(each["line"], each["code"], each["message"]) for each in told]
-    return none_is_a_request(problems, job["request_counts"]["total"])
+    problems = [LineError(each["line"], each["code"], each["message"]) for each in told]
+    return summarize_line_errors(problems, job["request_counts"]["total"])

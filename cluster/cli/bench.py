@@ -9,20 +9,28 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from tramontane.cluster.common.signals import stoppable
-from tramontane.cluster.console.options import BATCHING, PIPELINE, RUN, configured, given_options, option, takes
-from tramontane.cluster.console.plotting import check_plot
-from tramontane.cluster.console.server_client import Key, KeyFile, key_headers
+from tramontane.cluster.common.signals import cancel_on_signal
+from tramontane.cluster.console.options import (
+    BATCHING,
+    PIPELINE,
+    RUN_OPTIONS,
+    explicit_options,
+    load_config,
+    option,
+    with_options,
+)
+from tramontane.cluster.console.plotting import check_plot_target
+from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers
 from tramontane.proto.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tramontane.cluster.bench.results import Outcome
+    from tramontane.cluster.bench.results import BenchResult
 
 ONLINE = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
-OF_ENGINE = {*PIPELINE, *BATCHING, *RUN} - {"seed", "json", "config"}
+OF_ENGINE = {*PIPELINE, *BATCHING, *RUN_OPTIONS} - {"seed", "json", "config"}
 
 
-@takes(PIPELINE, BATCHING, RUN)
+@with_options(PIPELINE, BATCHING, RUN_OPTIONS)
 def bench(
     context: typer.Context,
     num_prompts: Annotated[int, option("--num-prompts", help="Requests of a round.")] = 64,
@@ -53,14 +61,14 @@ def bench(
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
     from tramontane.cluster.bench.report import BenchDisplay
-    from tramontane.cluster.bench.results import Rounds
+    from tramontane.cluster.bench.results import RoundPlan
     from tramontane.cluster.bench.workload import Workload
 
-    _check_flags(given_options(context), url)
-    rounds = Rounds(*(default if n is None else n for n, default in ((warmups, 0 if url else 1), (repeats, 1 if url else 3))))
+    _check_flags(explicit_options(context), url)
+    rounds = RoundPlan(*(default if n is None else n for n, default in ((warmups, 0 if url else 1), (repeats, 1 if url else 3))))
     if plot is not None:
-        check_plot(plot)
-    with configured(context) as settings:
+        check_plot_target(plot)
+    with load_config(context) as settings:
         workload = Workload(num_prompts, input_len, output_len, range_ratio, settings.seed)
         display = BenchDisplay()
         try:
@@ -69,26 +77,26 @@ def bench(
 
                 measuring = bench_offline(settings, workload, rounds, display)
             else:
-                from tramontane.cluster.bench.online import Traffic, bench_online, client_of
+                from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
 
                 rate = float("inf") if request_rate is None else request_rate
-                traffic = Traffic(rate, max_concurrency, vocab_size)
-                measuring = bench_online(client_of(url, key_headers(key, key_file)), workload, traffic, rounds, display)
-            outcome = asyncio.run(stoppable(measuring))
+                traffic = LoadPattern(rate, max_concurrency, vocab_size)
+                measuring = bench_online(make_client(url, auth_headers(key, key_file)), workload, traffic, rounds, display)
+            outcome = asyncio.run(cancel_on_signal(measuring))
         finally:
             display.stop()
     _show(outcome, plot, settings.json_output)
 
 
-def _show(outcome: "Outcome", plot: Path | None, as_json: bool) -> None:
-    from tramontane.cluster.bench.report import as_data, summary, write_plot
+def _show(outcome: "BenchResult", plot: Path | None, as_json: bool) -> None:
+    from tramontane.cluster.bench.report import as_data, render_report, save_plot
 
     if plot is not None:
-        write_plot(plot, outcome)
+        save_plot(plot, outcome)
     if as_json:
         print(json.dumps(as_data(outcome)))
     else:
-        Console(highlight=False).print(summary(outcome))
+        Console(highlight=False).print(render_report(outcome))
 
 
 def _check_flags(given: Collection[str], url: str | None) -> None:

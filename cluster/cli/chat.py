@@ -18,23 +18,23 @@ import typer
 
 from tramontane.cluster.common.signals import Interrupts
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
-from tramontane.cluster.console.display import Display, for_terminal
+from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.options import (
     PIPELINE,
-    RUN,
+    RUN_OPTIONS,
     Temperature,
     TopK,
     TopP,
-    configured,
+    load_config,
     option,
-    takes,
+    with_options,
 )
-from tramontane.cluster.console.prompts import args_for_text
+from tramontane.cluster.console.prompts import text_model_args
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.tokenization.chat import ChatMessage, Conversation
-from tramontane.router.tokenization.loader import need_tokenizer, open_chat
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets what was said"
@@ -42,7 +42,7 @@ OF_THE_DEMO = "the demo model was trained on plays: it will go on in their tone,
 
 
 @dataclass(slots=True)
-class Answer:
+class ChatReply:
     """Grows while it is made; what Ctrl-C ends stays as far as it came."""
 
     text: str = ""
@@ -59,29 +59,29 @@ async def run_chat(
     terminal, for a line that cannot be answered.
     """
     interrupts = Interrupts()
-    args = args_for_text(config)
+    args = text_model_args(config)
     display.report("reading the tokenizer")
-    tokenizer = need_tokenizer(config.model, args.vocab_size)
-    prompt = open_chat(config.model, tokenizer)
+    tokenizer = require_tokenizer(config.model, args.vocab_size)
+    prompt = load_chat_template(config.model, tokenizer)
     head = (ChatMessage("system", system),) if system else ()
     prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
-    alone = config.alone()
+    alone = config.single_pipeline()
     async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         display.stop()
-        if isinstance(said, Terminal):
+        if isinstance(said, TerminalInput):
             display.note(HELP)
         if config.model == DEMO_MODEL:
             display.note(OF_THE_DEMO)
         conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
-        part = interrupts if isinstance(said, Terminal) else None
+        part = interrupts if isinstance(said, TerminalInput) else None
         chat = _Chat(engine, tokenizer, sampling, conversation, part, display, as_json=config.json_output)
         async for line in said:
             if line.strip() == "/exit":
                 break
             try:
-                await chat.hear(line)
+                await chat.handle_line(line)
             except RequestError as error:
-                if not isinstance(said, Terminal):
+                if not isinstance(said, TerminalInput):
                     raise
                 display.note(str(error))
 
@@ -102,17 +102,17 @@ class _Chat:
         self._conversation = self._nothing_said = conversation
         self._interrupts, self._display, self._as_json = interrupts, display, as_json
 
-    async def hear(self, line: str) -> None:
+    async def handle_line(self, line: str) -> None:
         if line.strip() == "/reset":
             self._conversation = self._nothing_said
             return
         self._tokenizer.check_length(line, self._conversation.context)
-        asked, prompt_ids = await asyncio.to_thread(self._conversation.asked, line)
+        asked, prompt_ids = await asyncio.to_thread(self._conversation.with_question, line)
         if asked.num_dropped > self._conversation.num_dropped:
             self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
-        answer = Answer()
+        answer = ChatReply()
         await self._interruptible(self._answer(prompt_ids, answer))
-        self._conversation = asked.answered(answer.text)
+        self._conversation = asked.with_answer(answer.text)
         print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
         if answer.finish is FinishReason.LENGTH and answer.num_tokens < self._sampling.max_tokens:
             self._display.note(f"the answer ends at the context of {self._conversation.context} positions")
@@ -121,16 +121,16 @@ class _Chat:
         """Where somebody sits at a terminal, Ctrl-C ends it and nothing else."""
         part = asyncio.create_task(work)
         try:
-            with self._interrupts.ending_only(part) if self._interrupts else nullcontext():
+            with self._interrupts.cancelling_only(part) if self._interrupts else nullcontext():
                 await asyncio.wait({part})
         finally:
             part.cancel()
         if not part.cancelled():
             part.result()  # raises what went wrong
 
-    async def _answer(self, prompt_ids: tuple[int, ...], answer: Answer) -> None:
+    async def _answer(self, prompt_ids: tuple[int, ...], answer: ChatReply) -> None:
         decoder = self._tokenizer.decoder(is_text_start=True)
-        async with aclosing(self._engine.router.generate([SequenceSpec(prompt_ids, self._sampling)])) as batches:
+        async with aclosing(self._engine.router.generate([SequenceRequest(prompt_ids, self._sampling)])) as batches:
             async for batch in batches:
                 finish = batch.events[-1].finish
                 piece = "".join(decoder.push(event.token_id) for event in batch.events) + (decoder.finish() if finish else "")
@@ -138,10 +138,10 @@ class _Chat:
                 answer.num_tokens += len(batch.events)
                 answer.finish = finish or answer.finish
                 if not self._as_json:
-                    print(for_terminal(piece), end="", flush=True)
+                    print(sanitize(piece), end="", flush=True)
 
 
-def _as_json(prompt_ids: tuple[int, ...], answer: Answer) -> str:
+def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
     return json.dumps(
         {
             "text": answer.text,
@@ -152,7 +152,7 @@ def _as_json(prompt_ids: tuple[int, ...], answer: Answer) -> str:
     )
 
 
-class Terminal:
+class TerminalInput:
     """Lines as somebody types them, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Terminal:
 
         self._session: PromptSession[str] = PromptSession()
 
-    def __aiter__(self) -> "Terminal":
+    def __aiter__(self) -> "TerminalInput":
         return self
 
     async def __anext__(self) -> str:
@@ -211,7 +211,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
             yield text
 
 
-@takes(PIPELINE, RUN)
+@with_options(PIPELINE, RUN_OPTIONS)
 def chat(
     context: typer.Context,
     system: Annotated[str | None, option("--system", help="What the model is told before the conversation.")] = None,
@@ -222,11 +222,11 @@ def chat(
 ) -> None:
     """Talk with a model: each line of standard input is what you say, in a terminal with history and editing."""
 
-    with configured(context) as settings:
+    with load_config(context) as settings:
         sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
         display = Display(live=False)
         in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
-        said = Terminal() if in_terminal else lines_of_stdin()
+        said = TerminalInput() if in_terminal else lines_of_stdin()
         try:
             asyncio.run(run_chat(settings, system, sampling, said, display))
         finally:

@@ -7,19 +7,26 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tramontane.cluster.cli.k8s import SHARED
-from tramontane.cluster.config.parsers import gpu_sizes
-from tramontane.cluster.console.options import BATCHING, flag, option, takes
-from tramontane.cluster.deploy.k8s_pods import Workers
-from tramontane.cluster.deploy.planned_cluster import THREADS, application_args, as_typed, folder_name, imagined_config, plan_of
-from tramontane.cluster.deploy.ray_up import MACHINES, MARK, ClusterFile, Machine, cluster_text
+from tramontane.cluster.config.parsers import parse_gpu_memory
+from tramontane.cluster.console.options import BATCHING, flag, option, with_options
+from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
+from tramontane.cluster.deploy.planned_cluster import (
+    THREADS,
+    application_args,
+    command_line,
+    model_folder_name,
+    plan_on,
+    planned_config,
+)
+from tramontane.cluster.deploy.ray_up import MACHINES, MARK, InstanceType, RayUpSpec, render
 from tramontane.proto.errors import ConfigError, PlanError
 
-OURS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
+COMMAND_OPTIONS = {"address", "replicas", "max_replicas", "api_key_file", "expert_memory", "gpu_speed", "stages_per_gpu"}
 MODELS = "/models"
 DEFAULTS = {"replicas": 1, "ssh_user": "ubuntu"}
 
 
-@takes(SHARED, BATCHING)
+@with_options(SHARED, BATCHING)
 def cluster_yaml(
     context: typer.Context,
     provider: Annotated[
@@ -51,12 +58,12 @@ def cluster_yaml(
     _check(provider, machine, gpu_memory, cpu, hosts, ssh_key)
     if out is not None and out.exists() and not (out.is_file() and out.read_text(encoding="utf-8").startswith(MARK)):
         raise ConfigError(f"{out} was not written by this command; choose another --out")
-    args = application_args(context, OURS | {"gpu_memory"})
+    args = application_args(context, COMMAND_OPTIONS | {"gpu_memory"})
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     chosen, num_nodes = _machine_for(args, model, replicas, provider, machine, gpu_memory, has_gpu=not cpu)
-    where = {} if model is None else {"model": model_path or f"{MODELS}/{folder_name(model)}"}
-    file = ClusterFile(
-        command=as_typed(context, "cluster-yaml", DEFAULTS),
+    where = {} if model is None else {"model": model_path or f"{MODELS}/{model_folder_name(model)}"}
+    file = RayUpSpec(
+        command=command_line(context, "cluster-yaml", DEFAULTS),
         provider=provider,
         machine=chosen.name,
         hosts=_hosts(hosts, num_nodes) if provider == "local" else (),
@@ -69,9 +76,9 @@ def cluster_yaml(
         ssh_key=ssh_key or ("~/.ssh/id_ed25519" if provider == "local" else None),
     )
     if out is None:
-        typer.echo(cluster_text(file), nl=False)
+        typer.echo(render(file), nl=False)
         return
-    out.write_text(cluster_text(file), encoding="utf-8")
+    out.write_text(render(file), encoding="utf-8")
     typer.echo(f"wrote {out}: {num_nodes} machines with a stage each{f', {chosen.name}' if chosen.name else ''}")
 
 
@@ -91,17 +98,17 @@ def _check(provider: str, machine: str | None, gpu_memory: str | None, cpu: bool
 
 def _machine_for(
     args: dict[str, Any], model: Path | None, replicas: int, provider: str, named: str | None, memory: str | None, has_gpu: bool
-) -> tuple[Machine, int]:
+) -> tuple[InstanceType, int]:
     """And how many of them. Raises PlanError if the model does not fit."""
     if memory is not None:
-        sizes = gpu_sizes(memory)
-        candidates: tuple[Machine, ...] = (Machine(named or "", sizes[0] if sizes and len(sizes) == 1 else 0),)
+        sizes = parse_gpu_memory(memory)
+        candidates: tuple[InstanceType, ...] = (InstanceType(named or "", sizes[0] if sizes and len(sizes) == 1 else 0),)
     else:
         candidates = MACHINES[provider]
     for machine in candidates:
-        config = imagined_config(args | {"gpu_memory": memory or str(machine.memory)}, model, replicas)
+        config = planned_config(args | {"gpu_memory": memory or str(machine.memory)}, model, replicas)
         try:
-            plan = plan_of(config, Workers(config.threads_per_stage or 1, machine.memory, has_gpu))
+            plan = plan_on(config, WorkerPodSpec(config.threads_per_stage or 1, machine.memory, has_gpu))
         except PlanError:
             if machine is candidates[-1]:
                 raise

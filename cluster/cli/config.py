@@ -7,17 +7,25 @@ from typing import Any
 import typer
 
 from tramontane.cluster.config.engine_config import SECRETS, ConfigFile, EngineConfig
-from tramontane.cluster.console.options import BATCHING, PIPELINE, RUN, SERVING, configured, given_options, takes
+from tramontane.cluster.console.options import (
+    BATCHING,
+    PIPELINE,
+    RUN_OPTIONS,
+    SERVING,
+    explicit_options,
+    load_config,
+    with_options,
+)
 
 HIDDEN = "***"
 COMMENTS_FROM = 44  # columns
 
 
-@takes(PIPELINE, BATCHING, RUN, SERVING)
+@with_options(PIPELINE, BATCHING, RUN_OPTIONS, SERVING)
 def config(context: typer.Context) -> None:
     """Print the configuration that these options, a --config file and the defaults come to; it is itself such a file."""
-    with configured(context) as settings:
-        values = _shown(settings)
+    with load_config(context) as settings:
+        values = _redacted(settings)
     if settings.json_output:
         print(json.dumps(values))
         return
@@ -25,7 +33,7 @@ def config(context: typer.Context) -> None:
         print(line)
 
 
-def _shown(settings: EngineConfig) -> dict[str, Any]:
+def _redacted(settings: EngineConfig) -> dict[str, Any]:
     """Every key but ``json``, which is not the configuration's but this command's. What may be secret is HIDDEN."""
     values = settings.model_dump(mode="json", by_alias=True, exclude={"json_output"})
     return values | {key: HIDDEN for key in (*SECRETS, "api_key") if values[key]}
@@ -35,7 +43,7 @@ def _sources(context: typer.Context) -> dict[str, str]:
     """Where a value is from that is no default."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
-    flags = {name: f"--{name.replace('_', '-')}" for name in given_options(context) if context.params[name] != ()}
+    flags = {name: f"--{name.replace('_', '-')}" for name in explicit_options(context) if context.params[name] != ()}
     return in_file | flags
 
 

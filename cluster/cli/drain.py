@@ -23,19 +23,19 @@ def drain(
         raise ConfigError(f"--drain-timeout is {timeout}; it must be a number of seconds, 0 or more")
     from ray import serve  # which other commands do not need
 
-    from tramontane.cluster.pipeline.lifecycle import joined_ray
+    from tramontane.cluster.pipeline.lifecycle import join_ray_cluster
     from tramontane.cluster.serving import draining
     from tramontane.cluster.serving.app import APPLICATION
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the command reports itself
     display = Display(live=False)
     try:
-        with joined_ray(address, measured=False, needed=True):
+        with join_ray_cluster(address, measured=False, needed=True):
             if APPLICATION not in serve.status().applications:
                 raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
             if undo:
-                draining.undo()
-            num_left = 0 if undo else draining.drain(timeout, display.report, _slept)
+                draining.resume()
+            num_left = 0 if undo else draining.drain(timeout, display.report, _sleep)
     finally:
         display.stop()
     if num_left:
@@ -44,6 +44,6 @@ def drain(
     typer.echo("new requests are taken again" if undo else "drained: nothing runs, and nothing new is taken")
 
 
-def _slept(seconds: float) -> bool:
+def _sleep(seconds: float) -> bool:
     time.sleep(seconds)
     return False

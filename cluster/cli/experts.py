@@ -19,10 +19,10 @@ from rich.live import Live
 from rich.text import Text
 
 from tramontane.cluster.config.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.heat_map import BUSIEST, busiest_line, heat_map, legend
+from tramontane.cluster.console.heat_map import BUSIEST, busiest_summary, heat_map, legend
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, answer_of, client_of, key_headers
-from tramontane.proto.errors import ConfigError, NotRunningError
+from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers, client_of, request
+from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 
 
 def experts(
@@ -41,12 +41,12 @@ def experts(
     if watch and as_json:
         raise ConfigError("--watch is for the eye, so --json cannot be used with it")
     console = Console(highlight=False)
-    with client_of(url, key_headers(key, key_file)) as client:
+    with client_of(url, auth_headers(key, key_file)) as client:
         if adopt is not None:
             console.print(post_load(client, read_load(adopt, "--adopt")))
             return
         if not watch:
-            load = ask_load(client)
+            load = fetch_load(client)
             if as_json:
                 print(json.dumps(load_as_data(load.tokens)))
             else:
@@ -69,11 +69,11 @@ class NoExpertsError(ConfigError):
     """The server's model has none."""
 
 
-def ask_load(client: httpx.Client) -> MeasuredLoad:
-    """Raises ConfigError where no server of ours answers, NoExpertsError where its model has none, NotRunningError while none can
-    tell.
+def fetch_load(client: httpx.Client) -> MeasuredLoad:
+    """Raises ConfigError where no server of ours answers, NoExpertsError where its model has none, PipelineUnavailableError
+    while none can tell.
     """
-    answer = answer_of(client, "GET", "/experts")
+    answer = request(client, "GET", "/experts")
     try:
         data = answer.json()
         if answer.status_code == httpx.codes.OK:
@@ -84,13 +84,13 @@ def ask_load(client: httpx.Client) -> MeasuredLoad:
     if code == NO_EXPERTS:
         raise NoExpertsError(f"--url {client.base_url} serves a model that has no experts")
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        raise NotRunningError(f"--url {client.base_url}: {message}; try again soon")
+        raise PipelineUnavailableError(f"--url {client.base_url}: {message}; try again soon")
     raise _no_tramontane(client, answer)
 
 
 def post_load(client: httpx.Client, load: ExpertLoad) -> str:
     """What the server says that it did. Raises ConfigError where it will not or cannot."""
-    answer = answer_of(client, "POST", "/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
+    answer = request(client, "POST", "/experts", json=load_as_data(load), timeout=None)  # as long as loading takes
     if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
         raise ConfigError(f"--url {client.base_url} does not let clients move experts; start it with --move-experts")
     try:
@@ -110,7 +110,7 @@ def _no_tramontane(client: httpx.Client, answer: httpx.Response) -> ConfigError:
 
 
 @dataclass
-class Recent:
+class LoadWindow:
     """What was added within the last ``SPAN_S``, from totals that only grow: where one does not, a stage was loaded anew."""
 
     _looks: deque[tuple[float, MeasuredLoad]] = field(default_factory=deque)
@@ -143,26 +143,26 @@ def totals(load: MeasuredLoad, width: int) -> Group:
     """All since the stages were loaded."""
     pipelines = f"{load.num_pipelines} pipelines" if load.num_pipelines > 1 else "1 pipeline"
     title = f"since loading, {pipelines}: {WHAT}"
-    return Group(_title(title), heat_map(load.tokens, width), Text(busiest_line(load.tokens)), legend())
+    return Group(_title(title), heat_map(load.tokens, width), Text(busiest_summary(load.tokens)), legend())
 
 
-def frames(looks: Iterable[Look], width: int) -> Iterator[Group]:
+def render(poll: Iterable[Look], width: int) -> Iterator[Group]:
     """For each look, what was added recently, and below it the totals."""
-    recent, shown = Recent(), Group()
-    for at_s, load in looks:
+    recent, shown = LoadWindow(), Group()
+    for at_s, load in poll:
         if load is None:
             yield Group(_title("no pipeline can tell its load now; this is what was told before"), shown)
             continue
         recent.add(at_s, load)
         title = f"the last {recent.span_s:.0f} s: {WHAT}"
-        added = [_title(title), heat_map(recent.tokens, width), Text(busiest_line(recent.tokens))]
+        added = [_title(title), heat_map(recent.tokens, width), Text(busiest_summary(recent.tokens))]
         shown = Group(*added, Text(), totals(load, width))
         yield shown
 
 
 def watch_load(client: httpx.Client, console: Console) -> None:
     """Until it is interrupted. In a terminal each frame takes the place of the one before; what does not fit is cut off."""
-    shown = frames(_looks(client), console.width)
+    shown = render(_looks(client), console.width)
     if not console.is_terminal:
         for frame in shown:
             console.print(frame, Text())
@@ -174,8 +174,8 @@ def watch_load(client: httpx.Client, console: Console) -> None:
 def _looks(client: httpx.Client) -> Iterator[Look]:
     while True:
         try:
-            load = ask_load(client)
-        except NotRunningError:
+            load = fetch_load(client)
+        except PipelineUnavailableError:
             load = None
         yield time.monotonic(), load
         time.sleep(LOOK_EVERY_S)

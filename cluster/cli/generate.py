@@ -8,19 +8,19 @@ import psutil
 from rich.segment import Segments
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.console.display import Display, for_terminal
+from tramontane.cluster.console.display import Display, sanitize
 from tramontane.cluster.console.prompts import Prompt, encode_prompts
-from tramontane.cluster.console.run_summary import Completion, ExpertIds, Outcome
-from tramontane.cluster.console.token_colors import TokenColours, check_layer
+from tramontane.cluster.console.run_summary import Completion, ExpertIds, GenerateResult
+from tramontane.cluster.console.token_colors import TokenColors, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
-from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceSpec
+from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceRequest
 from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 async def generate(
     config: EngineConfig, prompts: list[Prompt], sampling: SamplingParams, display: Display, show_experts: int | None = None
-) -> Outcome:
+) -> GenerateResult:
     """Run all prompts at once; ``show_experts`` is a layer by whose experts to colour them.
 
     Raises UserError before anything is started if one of them cannot be served.
@@ -28,14 +28,14 @@ async def generate(
     born = psutil.Process().create_time()
     colours = None
     if show_experts is not None:
-        colours = TokenColours(show_experts, check_layer(config, show_experts))
+        colours = TokenColors(show_experts, check_layer(config, show_experts))
         sampling = replace(sampling, return_experts=(show_experts,))
     tokenizer, prompt_ids = encode_prompts(config, prompts)
-    alone = config.alone()
+    alone = config.single_pipeline()
     async with open_engine(alone, display.report, show_loading=display.loading) as engine:
         ready = time.time()
         display.start([prompt.text for prompt in prompts], colours)
-        run = _Run(engine, tokenizer, sampling, display, colours)
+        run = _GenerateRun(engine, tokenizer, sampling, display, colours)
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = enumerate(zip(prompts, prompt_ids, strict=True))
@@ -45,12 +45,12 @@ async def generate(
         finally:
             display.stop()
         engine.router.scheduler.check_integrity()
-        return Outcome(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
+        return GenerateResult(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
 
 
-class _Run:
+class _GenerateRun:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display, colours: TokenColours | None
+        self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display, colours: TokenColors | None
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.display = engine, tokenizer, sampling, display
         self.colours = colours
@@ -62,7 +62,7 @@ class _Run:
         token_ids: list[int] = []
         experts: list[ExpertChoices] = []
         finish = None
-        async for batch in self.engine.router.generate([SequenceSpec(prompt_ids, self.sampling)]):
+        async for batch in self.engine.router.generate([SequenceRequest(prompt_ids, self.sampling)]):
             self.first_token_at = min(self.first_token_at, time.time())
             token_ids += [event.token_id for event in batch.events]
             experts += batch.experts
@@ -81,4 +81,4 @@ class _Run:
         if self.colours is None:
             return None
         heaviest = [ids[0] for told in chosen for of_layer in told.values() for ids in of_layer]
-        return self.colours.painted(list(map(for_terminal, pieces)), heaviest)
+        return self.colours.colorize(list(map(sanitize, pieces)), heaviest)

@@ -8,24 +8,31 @@ from typing import Annotated
 
 import typer
 
-from tramontane.cluster.console.options import BATCHING, PIPELINE, flag, option, takes
+from tramontane.cluster.console.options import BATCHING, PIPELINE, flag, option, with_options
 from tramontane.cluster.deploy.k8s_overlay import FILES, MARK, Overlay, overlay_files
-from tramontane.cluster.deploy.k8s_pods import Workers
-from tramontane.cluster.deploy.planned_cluster import THREADS, application_args, as_typed, folder_name, imagined_config, plan_of
+from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
+from tramontane.cluster.deploy.planned_cluster import (
+    THREADS,
+    application_args,
+    command_line,
+    model_folder_name,
+    plan_on,
+    planned_config,
+)
 from tramontane.proto.errors import ConfigError
 
 ALIKE = ("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_memory", "threads_per_stage", "link")
 SHARED = MappingProxyType(
     {name: PIPELINE[name] for name in (*ALIKE, "step_timeout", "expert_actors", "expert_replicas", "config")}
 )
-OURS = {
+COMMAND_OPTIONS = {
     *("placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"),
     *("expert_memory", "gpu_speed", "stages_per_gpu"),  # pods and their GPUs are alike, and have a stage each
 }
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
 
-@takes(SHARED, BATCHING)
+@with_options(SHARED, BATCHING)
 def k8s(
     context: typer.Context,
     stages: Annotated[int, typer.Option("--stages", min=1, help="Pods of a pipeline, one for each stage.")],
@@ -51,15 +58,15 @@ def k8s(
     image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
     if not IMAGE_NAME.fullmatch(image):
         raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
-    args = application_args(context, OURS)
+    args = application_args(context, COMMAND_OPTIONS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
-    config = imagined_config(args, model, replicas)
-    workers = Workers(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
-    plan = plan_of(config, workers)
+    config = planned_config(args, model, replicas)
+    workers = WorkerPodSpec(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
+    plan = plan_on(config, workers)
     overlay = Overlay(
-        command=as_typed(context, "k8s", {"replicas": 1, "base": "../.."}),
+        command=command_line(context, "k8s", {"replicas": 1, "base": "../.."}),
         args=args,
-        model=None if model is None else folder_name(model),
+        model=None if model is None else model_folder_name(model),
         num_stages=len(plan.stages),
         num_experts=config.expert_actors,
         workers=workers,

@@ -23,24 +23,24 @@ from tramontane.cluster.cli.plan import plan
 from tramontane.cluster.cli.simulate import simulate
 from tramontane.cluster.cli.top import top
 from tramontane.cluster.cli.trace import trace
-from tramontane.cluster.common.signals import INTERRUPTED, stoppable
+from tramontane.cluster.common.signals import INTERRUPTED, cancel_on_signal
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import (
     BATCHING,
     PIPELINE,
-    RUN,
+    RUN_OPTIONS,
     SERVING,
     Temperature,
     TopK,
     TopP,
-    configured,
     flag,
+    load_config,
     option,
-    takes,
+    with_options,
 )
-from tramontane.cluster.console.prompts import given_prompts
-from tramontane.cluster.console.run_summary import as_json, cut_short, summary
-from tramontane.cluster.console.secrets import hide_keys
+from tramontane.cluster.console.prompts import read_prompts
+from tramontane.cluster.console.run_summary import as_json, render_summary, truncation_note
+from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, UserError
 from tramontane.proto.request import SamplingParams
 
@@ -60,7 +60,7 @@ def tramontane(
 
 
 @app.command()
-@takes(PIPELINE, BATCHING, RUN)
+@with_options(PIPELINE, BATCHING, RUN_OPTIONS)
 def generate(
     context: typer.Context,
     prompts: Annotated[
@@ -80,24 +80,24 @@ def generate(
     """Continue prompts, all of them at once, and print how busy the stages were."""
     from tramontane.cluster.cli.generate import generate as run_generate  # brings Ray, which other commands do not need
 
-    with configured(context) as settings:
+    with load_config(context) as settings:
         sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
         display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
         try:
-            run = run_generate(settings, given_prompts(prompts), sampling, display, show_experts)
-            outcome = asyncio.run(stoppable(run))
+            run = run_generate(settings, read_prompts(prompts), sampling, display, show_experts)
+            outcome = asyncio.run(cancel_on_signal(run))
         finally:
             display.stop()
-    if (note := cut_short(outcome, max_tokens)) is not None:
+    if (note := truncation_note(outcome, max_tokens)) is not None:
         display.note(note)
     if settings.json_output:
         print(as_json(outcome))
     else:
-        display.stderr.print(summary(outcome))
+        display.stderr.print(render_summary(outcome))
 
 
 @app.command()
-@takes(PIPELINE, BATCHING, SERVING)
+@with_options(PIPELINE, BATCHING, SERVING)
 def serve(
     context: typer.Context,
     json: Annotated[bool | None, flag("--json", help="The line that says it is ready as JSON.")] = None,
@@ -109,8 +109,8 @@ def serve(
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        with configured(context) as settings:
-            run_server(settings, display.report, display.loading, lambda served: _announce(display, served.line()))
+        with load_config(context) as settings:
+            run_server(settings, display.report, display.loading, lambda served: _print_ready(display, served.to_line()))
     finally:
         display.stop()
 
@@ -130,7 +130,7 @@ app.command()(make_random)
 app.command()(simulate)
 
 
-def _announce(display: Display, line: str) -> None:
+def _print_ready(display: Display, line: str) -> None:
     display.stop()
     print(line, flush=True)
 
@@ -140,23 +140,23 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
-    hide_keys(sys.argv)
+    hide_secrets_in_title(sys.argv)
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        code = _complain(error.format_message().replace("Value error, ", ""), 2)  # pydantic's, in typer
+        code = _print_error(error.format_message().replace("Value error, ", ""), 2)  # pydantic's, in typer
     except TramontaneError as error:
-        code = _complain(str(error), 2 if isinstance(error, UserError) else 1)
+        code = _print_error(str(error), 2 if isinstance(error, UserError) else 1)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
     except BrokenPipeError:  # whoever read our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     if code == INTERRUPTED:  # typer's answer to Ctrl-C
-        _complain("interrupted", code)
+        _print_error("interrupted", code)
     sys.exit(code or 0)
 
 
-def _complain(message: str, code: int) -> int:
+def _print_error(message: str, code: int) -> int:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from tramontane.proto.byte_size import readable_size
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.model_folder import Layout
-from tramontane.proto.presets import PRESETS, preset, scaled_down
+from tramontane.proto.presets import PRESETS, preset, tiny_variant
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 
@@ -39,14 +39,14 @@ def make_random(
 
     args = preset(like)
     if scale is Scale.SMALL:
-        args = scaled_down(args)
+        args = tiny_variant(args)
     names = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), LAYOUTS[layout])}
     num_bytes = sum(spec.num_bytes(args.dtype) for spec in names.values())
     columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True, highlight=False)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    console.print(f"writing {readable_size(num_bytes)} to {out} ...", soft_wrap=True)
+    console.print(f"writing {format_bytes(num_bytes)} to {out} ...", soft_wrap=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(str(out), total=num_bytes)
         write_random_checkpoint(out, args, LAYOUTS[layout], lambda written: progress.advance(task, written))
-    console.print(f"{out}: {args.n_layers} layers, {readable_size(num_bytes)}, random", soft_wrap=True)
+    console.print(f"{out}: {args.n_layers} layers, {format_bytes(num_bytes)}, random", soft_wrap=True)

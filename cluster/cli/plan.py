@@ -8,18 +8,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.config.engine_config import MOST_TOGETHER
-from tramontane.cluster.config.expert_load import by_expert, read_load
-from tramontane.cluster.config.parsers import expert_sizes, for_each_expert_actor, gpu_sizes, gpu_speeds
-from tramontane.cluster.console.options import Defaults, flag
-from tramontane.cluster.planning.capacity import held_by, held_together, plan_as_data, ways_out
-from tramontane.cluster.planning.expert_planner import ExpertOutlook, ExpertRequest, outlook
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, TooLittleMemoryError, make_plan
+from tramontane.cluster.config.engine_config import MAX_STAGES_PER_GPU
+from tramontane.cluster.config.expert_load import per_expert, read_load
+from tramontane.cluster.config.parsers import expert_sizes, for_each_expert_actor, gpu_speeds, parse_gpu_memory
+from tramontane.cluster.console.options import ConfigDefaults, flag
+from tramontane.cluster.planning.capacity import pipeline_capacity, plan_as_data, stage_capacity, suggest_fixes
+from tramontane.cluster.planning.expert_planner import ExpertPlanReport, ExpertRequest, report
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, TooLittleMemoryError, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
-from tramontane.proto.model_folder import find_model_args
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.model_folder import resolve_model_args
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.presets import PRESETS
 
 FEW, MANY = 2**14, 2**24  # as ``config.EngineConfig`` bounds them
@@ -30,7 +30,7 @@ def plan(
     gpu_memory: Annotated[str, typer.Option("--gpu-memory", help="Of each GPU: 80GiB, or one per GPU: 24GiB,24GiB,80GiB.")],
     gpus: Annotated[int | None, typer.Option("--gpus", min=1, max=FEW, help="How many.")] = None,
     stages_per_gpu: Annotated[
-        int, typer.Option("--stages-per-gpu", min=1, max=MOST_TOGETHER, help="Stages that share a GPU.")
+        int, typer.Option("--stages-per-gpu", min=1, max=MAX_STAGES_PER_GPU, help="Stages that share a GPU.")
     ] = 1,
     gpu_speed: Annotated[str | None, typer.Option("--gpu-speed", help="Relative, one per GPU: 1,1,3.")] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, bfloat16, float16 or float32.")] = "auto",
@@ -50,22 +50,22 @@ def plan(
     expert_load: Annotated[
         Path | None, typer.Option("--expert-load", help="What tramontane experts --json measured: experts are spread by it.")
     ] = None,
-    config: Defaults = None,
+    config: ConfigDefaults = None,
     as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Show how a model would be split over GPUs, from its configuration alone."""
-    args = find_model_args(Path(model))
+    args = resolve_model_args(Path(model))
     if dtype != "auto" and dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype is {dtype!r}; it must be auto, {', '.join(DTYPE_BYTES)}")
-    rooms = _rooms(gpus, gpu_memory, gpu_speed, stages_per_gpu)
+    rooms = _stage_budgets(gpus, gpu_memory, gpu_speed, stages_per_gpu)
     if len(rooms) > args.n_layers:
         many = f"{len(rooms) // stages_per_gpu} GPUs{f' of {stages_per_gpu} stages' if stages_per_gpu > 1 else ''}"
         raise PlanError(f"{many} are too many: the model has {args.n_layers} layers, and no stage may be empty")
     chosen = args.dtype if dtype == "auto" else dtype
     holding = _expert_rooms(expert_actors, expert_memory, expert_replicas, expert_load)
-    loads = None if expert_load is None else by_expert(read_load(expert_load))
+    loads = None if expert_load is None else per_expert(read_load(expert_load))
     wanted = ExpertRequest(holding, chosen, quantize, _replicas(expert_replicas), loads)
-    experts = outlook(args, wanted) if holding else None
+    experts = report(args, wanted) if holding else None
     request = PlanRequest(
         rooms,
         chosen,
@@ -75,7 +75,7 @@ def plan(
         quantize=quantize,
         experts_inside=experts is None,
     )
-    made = _made(args, request, stages_per_gpu)
+    made = _make_plan(args, request, stages_per_gpu)
     if as_json:
         print(json.dumps(plan_as_data(made, rooms, experts)))
         return
@@ -85,28 +85,28 @@ def plan(
         _show_experts(console, experts)
 
 
-def _made(args: ModelArgs, request: PlanRequest, together: int) -> ClusterPlan:
+def _make_plan(args: ModelArgs, request: PlanRequest, together: int) -> PipelinePlan:
     """Raises PlanError, with the ways out where memory is too little."""
     try:
         return make_plan(args, request)
     except TooLittleMemoryError as error:
-        raise PlanError(f"{error}; {ways_out(args, request, together)}") from error
+        raise PlanError(f"{error}; {suggest_fixes(args, request, together)}") from error
 
 
-def _rooms(gpus: int | None, gpu_memory: str, gpu_speed: str | None, together: int) -> tuple[StageRoom, ...]:
+def _stage_budgets(gpus: int | None, gpu_memory: str, gpu_speed: str | None, together: int) -> tuple[StageBudget, ...]:
     """Of each stage: 80 GiB and 2 together are two of 40 GiB."""
-    memories = gpu_sizes(gpu_memory) or ()
+    memories = parse_gpu_memory(gpu_memory) or ()
     if len(memories) == 1:
         memories *= 1 if gpus is None else max(gpus, 0)
     speeds = gpu_speeds(gpu_speed) or (1,) * len(memories)
     for name, number in (("--gpus", len(memories) if gpus is None else gpus), ("--gpu-speed", len(speeds))):
         if number != len(memories) or number < 1:
             raise ConfigError(f"{name} is for {number} GPUs, and --gpu-memory for {len(memories)}; give as many of each")
-    each = [StageRoom(memory // together, speed) for memory, speed in zip(memories, speeds, strict=True)]
+    each = [StageBudget(memory // together, speed) for memory, speed in zip(memories, speeds, strict=True)]
     return tuple(room for room in each for _ in range(together))
 
 
-def _expert_rooms(num_actors: int, memory: str | None, replicas: str | None, load: Path | None) -> tuple[StageRoom, ...]:
+def _expert_rooms(num_actors: int, memory: str | None, replicas: str | None, load: Path | None) -> tuple[StageBudget, ...]:
     """Of the expert actors; none where experts stay inside the stages."""
     if not num_actors:
         given = {"--expert-memory": memory, "--expert-replicas": replicas, "--expert-load": load}
@@ -116,7 +116,7 @@ def _expert_rooms(num_actors: int, memory: str | None, replicas: str | None, loa
     sizes = expert_sizes(memory)
     if sizes is None:
         raise ConfigError("--expert-actors needs --expert-memory, which says what each of them has, such as 80GiB")
-    return tuple(StageRoom(size) for size in for_each_expert_actor(sizes, num_actors))
+    return tuple(StageBudget(size) for size in for_each_expert_actor(sizes, num_actors))
 
 
 def _replicas(given: str | None) -> int | None:
@@ -128,15 +128,15 @@ def _replicas(given: str | None) -> int | None:
     return int(given or 1)
 
 
-def _show(console: Console, model: str, args: ModelArgs, made: ClusterPlan, rooms: tuple[StageRoom, ...]) -> None:
+def _show(console: Console, model: str, args: ModelArgs, made: PipelinePlan, rooms: tuple[StageBudget, ...]) -> None:
     windowed = any(args.windows)
-    held = [held_by(stage, room, made.cache.page_size) for stage, room in zip(made.stages, rooms, strict=True)]
+    held = [stage_capacity(stage, room, made.cache.page_size) for stage, room in zip(made.stages, rooms, strict=True)]
     table = Table("stage", "layers", "GiB", "weights", "cache", *(f"{each.length // 1024}k" for each in held[0]))
     for stage, room, row in zip(made.stages, rooms, held, strict=True):
         counts = (f"{h.num_seqs} ({h.num_seqs_without_windows})" if windowed else str(h.num_seqs) for h in row)
         sizes = (f"{size / GIB:.2f}" for size in (room.memory, stage.weight_bytes, stage.cache_bytes))
         table.add_row(f"{stage.stage_id + 1}/{len(rooms)}", f"{stage.first_layer}-{stage.last_layer - 1}", *sizes, *counts)
-    together = held_together(made)
+    together = pipeline_capacity(made)
     totals = (sum(sizes) / GIB for sizes in zip(*((s.weight_bytes, s.cache_bytes) for s in made.stages), strict=True))
     memory = sum(room.memory for room in rooms) / GIB
     counts = (str(together.get(each.length, "")) for each in held[0])
@@ -157,7 +157,7 @@ def _show(console: Console, model: str, args: ModelArgs, made: ClusterPlan, room
     )
 
 
-def _show_experts(console: Console, experts: ExpertOutlook) -> None:
+def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
     table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
     actors = experts.plan.actors
     for actor, room, share in zip(actors, experts.rooms, experts.shares, strict=True):
@@ -176,7 +176,7 @@ def _show_experts(console: Console, experts: ExpertOutlook) -> None:
     console.print(_replicas_line(experts), soft_wrap=True)
 
 
-def _replicas_line(experts: ExpertOutlook) -> str:
+def _replicas_line(experts: ExpertPlanReport) -> str:
     copies = [number for number in experts.num_copies.values() if number > 1]
     if not copies:
         return f"none of {len(experts.num_copies)} experts has replicas"

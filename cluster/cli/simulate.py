@@ -16,16 +16,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from tramontane.cluster.common.signals import stoppable
+from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.options import Defaults, flag, option
-from tramontane.cluster.console.plotting import check_plot, save
+from tramontane.cluster.console.options import ConfigDefaults, flag, option
+from tramontane.cluster.console.plotting import check_plot_target, save_figure
 from tramontane.proto.errors import ConfigError
-from tramontane.router.scheduling.policy import Work
-from tramontane.router.simulation.comparison import PERCENTILES, Summary, candidates, compared
-from tramontane.router.simulation.simulator import ModelledPipeline, Trace
-from tramontane.router.simulation.traffic import Lengths, Traffic
+from tramontane.router.scheduling.policy import BatchWork
+from tramontane.router.simulation.comparison import PERCENTILES, Summary, all_policies, compare
+from tramontane.router.simulation.simulator import PipelineModel, SimTrace
+from tramontane.router.simulation.traffic import LengthDistribution, TrafficModel
 
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration
@@ -59,65 +59,67 @@ def simulate(
     model: Annotated[Path | None, option("--model", help="With --calibrate: checkpoint folder. Default: the demo model.")] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and arrivals.")] = 0,
     plot: Annotated[Path | None, option("--plot", help="Write a picture (.png, .svg or .pdf) to this file.")] = None,
-    config: Defaults = None,
+    config: ConfigDefaults = None,
     as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
 ) -> None:
     """Compare scheduling policies: the real scheduler against a modelled pipeline."""
     if model is not None and not calibrate:
         raise ConfigError("--model is for --calibrate; give both or none")
     if plot is not None:
-        check_plot(plot)
-    traffic = Traffic(
+        check_plot_target(plot)
+    traffic = TrafficModel(
         num_requests,
-        Lengths(input_len, PROMPT_SPREAD, LONGEST * input_len),
-        Lengths(output_len, ANSWER_SPREAD, LONGEST * output_len),
+        LengthDistribution(input_len, PROMPT_SPREAD, LONGEST * input_len),
+        LengthDistribution(output_len, ANSWER_SPREAD, LONGEST * output_len),
         request_rate,
         burst,
     )
-    measured = _calibrated(model) if calibrate else None
-    pipeline = measured.pipeline(stages) if measured else ModelledPipeline(assumed_seconds(stages), ASSUMED_HOP_S)
-    pipeline = ModelledPipeline(pipeline.seconds, pipeline.hop_s, noise)
-    chosen = candidates(max_num_batched_tokens, None if itl_target_ms is None else itl_target_ms / 1000)
+    measured = _calibrate(model) if calibrate else None
+    pipeline = measured.pipeline(stages) if measured else PipelineModel(default_cost_model(stages), ASSUMED_HOP_S)
+    pipeline = PipelineModel(pipeline.seconds, pipeline.hop_s, noise)
+    chosen = all_policies(max_num_batched_tokens, None if itl_target_ms is None else itl_target_ms / 1000)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("simulating", total=len(chosen))
-        outcomes = compared(chosen, pipeline, stages, traffic.arrivals(seed), max_num_seqs, lambda: progress.advance(task))
+        outcomes = compare(chosen, pipeline, stages, traffic.arrivals(seed), max_num_seqs, lambda: progress.advance(task))
     if plot is not None:
-        draw(plot, [trace for _, trace in outcomes], [each.name for each, _ in outcomes])
+        plot_runs(plot, [trace for _, trace in outcomes], [each.name for each, _ in outcomes])
     _print(outcomes, measured, as_json=as_json)
 
 
-def assumed_seconds(num_stages: int) -> Callable[[Work], list[float]]:
+def default_cost_model(num_stages: int) -> Callable[[BatchWork], list[float]]:
     """Of a stage of a 7B model over eight large GPUs: its weights are read in 0.4 ms, and then every token costs.
 
     256 decodes that see 1,000 keys each take 0.4 + 256 * 0.004 + 256,000 * 0.000006 = 3.0 ms.
     """
 
-    def seconds(work: Work) -> list[float]:
+    def seconds(work: BatchWork) -> list[float]:
         prefill = 4e-6 * work.prefill_tokens + 1e-10 * work.prefill_keys
         return [4e-4 + prefill + 4e-6 * work.decodes + 6e-9 * work.decode_keys] * num_stages
 
     return seconds
 
 
-def _calibrated(model: Path | None) -> "Calibration":
+def _calibrate(model: Path | None) -> "Calibration":
     from tramontane.cluster.bench.calibration import calibrate  # brings Ray, which simulation does not need
 
     config = EngineConfig.build(None, {"model": model, "stages": CALIBRATED_STAGES})
-    traffic = Traffic(CALIBRATION_REQUESTS, Lengths(100, PROMPT_SPREAD, 600), Lengths(40, ANSWER_SPREAD, 200))
-    candidate = candidates(config.max_num_batched_tokens)[0]
+    traffic = TrafficModel(
+        CALIBRATION_REQUESTS, LengthDistribution(100, PROMPT_SPREAD, 600), LengthDistribution(40, ANSWER_SPREAD, 200)
+    )
+    candidate = all_policies(config.max_num_batched_tokens)[0]
     display = Display(live=False)
     try:
         runs = [traffic.arrivals(seed) for seed in (1, 2)]
-        return asyncio.run(stoppable(calibrate(config, runs, candidate, display.report, display.loading)))
+        return asyncio.run(cancel_on_signal(calibrate(config, runs, candidate, display.report, display.loading)))
     finally:
         display.stop()
 
 
-def _print(outcomes: Sequence[tuple[Summary, Trace]], measured: "Calibration | None", *, as_json: bool) -> None:
+def _print(outcomes: Sequence[tuple[Summary, SimTrace]], measured: "Calibration | None", *, as_json: bool) -> None:
     if as_json:
         data: dict[str, object] = {"percentiles": PERCENTILES, "policies": [asdict(each) for each, _ in outcomes]}
         if measured:
-            data["calibration"] = {"errors": measured.errors, "hop_s": measured.hop_s, "stages": CALIBRATED_STAGES}
+            data["calibration"] = {"errors": measured.relative_errors, "hop_s": measured.hop_s, "stages": CALIBRATED_STAGES}
         print(json.dumps(data))
         return
     times = (f"{name}\n{p}%" for name in ("TTFT", "ITL", "E2E") for p in PERCENTILES[::2])
@@ -130,7 +132,7 @@ def _print(outcomes: Sequence[tuple[Summary, Trace]], measured: "Calibration | N
     console.print(table)
     console.print("milliseconds; tokens in and out; the bubble is that of the time in which requests waited", soft_wrap=True)
     if measured:
-        errors = ", ".join(f"{name.replace('_', ' ')} {error:+.0%}" for name, error in measured.errors.items())
+        errors = ", ".join(f"{name.replace('_', ' ')} {error:+.0%}" for name, error in measured.relative_errors.items())
         console.print(
             f"costs: the mean of {CALIBRATED_STAGES} real stages here, hops of {_milliseconds(measured.hop_s)} ms. "
             f"Against a real run of other requests the model is off by: {errors}",
@@ -147,7 +149,7 @@ def _milliseconds(seconds: float) -> str:
 SHOWN_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
 
 
-def draw(path: Path, traces: Sequence[Trace], names: Sequence[str]) -> None:
+def plot_runs(path: Path, traces: Sequence[SimTrace], names: Sequence[str]) -> None:
     """A row per policy: which stage worked when, and the distribution of the time between tokens."""
     from matplotlib.figure import Figure
 
@@ -163,4 +165,4 @@ def draw(path: Path, traces: Sequence[Trace], names: Sequence[str]) -> None:
         work.set(title=name, ylabel="stage", xlabel="ms")
         gaps.hist([seconds * 1000 for seconds in trace.between_tokens_s()], bins=60, color="#3b6ea5")
         gaps.set(title="between tokens", xlabel="ms", yscale="log")
-    save(figure, path)
+    save_figure(figure, path)

@@ -15,15 +15,15 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from tramontane.cluster.cli.experts import NoExpertsError, Recent, ask_load
+from tramontane.cluster.cli.experts import LoadWindow, NoExpertsError, fetch_load
 from tramontane.cluster.config.expert_load import MeasuredLoad
-from tramontane.cluster.console.heat_map import busiest_line, heat_map
+from tramontane.cluster.console.heat_map import busiest_summary, heat_map
 from tramontane.cluster.console.heat_map import legend as heat_legend
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, Look, client_of, key_headers, poll_activity
-from tramontane.cluster.console.timeline import columns, legend, timeline
-from tramontane.proto.errors import ConfigError, NotRunningError
-from tramontane.router.engine.activity_log import Activity, PastMicroBatch, Percentiles, PipelineActivity
+from tramontane.cluster.console.server_client import Key, KeyFile, Snapshot, auth_headers, client_of, poll_activity
+from tramontane.cluster.console.timeline import bin_activity, legend, render_timeline
+from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.router.engine.activity_log import Activity, MicroBatchModel, Percentiles, PipelineActivity
 
 
 def top(
@@ -35,7 +35,7 @@ def top(
 ) -> None:
     """Show what the pipelines of a running server do, until interrupted."""
     console = Console(highlight=False)
-    with client_of(url, key_headers(key, key_file)) as client:
+    with client_of(url, auth_headers(key, key_file)) as client:
         looks = islice(poll_activity(client), 1 if once else None)
         if not once:
             for number in (signal.SIGTERM, signal.SIGHUP):  # which would leave the terminal without a cursor
@@ -44,10 +44,10 @@ def top(
             if as_json:
                 _print_lines(looks)
             else:
-                _show(frames(looks, str(client.base_url), console.width, _experts_of(client)), console, once)
+                _show(render(looks, str(client.base_url), console.width, _experts_of(client)), console, once)
 
 
-def _print_lines(looks: Iterable[Look]) -> None:
+def _print_lines(looks: Iterable[Snapshot]) -> None:
     for look in looks:
         if isinstance(look, str):
             Console(stderr=True, highlight=False).print(f"note: {look}", markup=False, soft_wrap=True)
@@ -73,10 +73,10 @@ def _experts_of(client: httpx.Client) -> Callable[[], MeasuredLoad | None]:
     def ask() -> MeasuredLoad | None:
         nonlocal are_there
         try:
-            return ask_load(client) if are_there else None
+            return fetch_load(client) if are_there else None
         except NoExpertsError:
             are_there = False
-        except (ConfigError, NotRunningError):
+        except (ConfigError, PipelineUnavailableError):
             pass
         return None
 
@@ -94,7 +94,7 @@ class History:
     """The micro-batches of one pipeline that the timelines show."""
 
     def __init__(self) -> None:
-        self._batches: deque[PastMicroBatch] = deque()
+        self._batches: deque[MicroBatchModel] = deque()
 
     def add(self, pipeline: PipelineActivity, now: float) -> None:
         """Those that have come since; they are in the order in which they came back. A log that begins anew is another one."""
@@ -109,13 +109,13 @@ class History:
         """Columns begin at the same times at every look, so that what has been drawn only moves."""
         column_s = SPAN_S / width
         began_at = now // column_s * column_s - SPAN_S
-        return timeline(columns(self._batches, stage, began_at, column_s, width), column_s)
+        return render_timeline(bin_activity(self._batches, stage, began_at, column_s, width), column_s)
 
 
-def frames(looks: Iterable[Look], url: str, width: int, ask_load: AskLoad) -> Iterator[Group]:
-    """For each look what there is to see. ``ask_load``: of the experts, where there are any."""
+def render(looks: Iterable[Snapshot], url: str, width: int, ask_load: AskLoad) -> Iterator[Group]:
+    """For each look what there is to see. ``fetch_load``: of the experts, where there are any."""
     histories: dict[str, History] = {}
-    recent, shown = Recent(), Group()
+    recent, shown = LoadWindow(), Group()
     for look in looks:
         if isinstance(look, str):
             yield Group(Text(f"{look}; this is what was told before", style="bold red"), shown)
@@ -143,7 +143,7 @@ def _pipeline(pipeline: PipelineActivity, history: History, now: float, width: i
         f"{pipeline.tokens_per_s:.0f} new tokens/s, {pipeline.running} running, {pipeline.waiting} waiting, "
         f"{pipeline.pages_held} of {pipeline.pages} pages, {_counted(pipeline.recoveries)}"
     )
-    waits = Text(f"first token {_waits(pipeline.first_token_s)}, between tokens {_waits(pipeline.inter_token_s)}")
+    waits = Text(f"first token {_percentiles(pipeline.first_token_s)}, between tokens {_percentiles(pipeline.inter_token_s)}")
     labels = max((len(stage.label) for stage in pipeline.stages), default=0)
     room = max(width - labels - BAR - 8, 10)
     stages = [
@@ -157,7 +157,7 @@ def _counted(recoveries: int) -> str:
     return "1 recovery" if recoveries == 1 else f"{recoveries} recoveries"
 
 
-def _waits(waits: Percentiles | None) -> str:
+def _percentiles(waits: Percentiles | None) -> str:
     return "-" if waits is None else f"p50 {_short(waits.p50)} p95 {_short(waits.p95)}"
 
 
@@ -170,8 +170,8 @@ def _bar(share: float) -> Text:
     return Text.assemble(("█" * full, next(style for limit, style in BUSY if share <= limit)), ("·" * (BAR - full), "dim"))
 
 
-def _experts(recent: Recent, load: MeasuredLoad, width: int) -> Group:
+def _experts(recent: LoadWindow, load: MeasuredLoad, width: int) -> Group:
     """What was given of late, or since the stages were loaded as long as there is only one look."""
     tokens, when = (recent.tokens, f"the last {recent.span_s:.0f} s") if recent.span_s else (load.tokens, "since loading")
     title = Text(f"\n{when}: % of each layer's tokens that each expert was given", style="bold")
-    return Group(title, heat_map(tokens, width), Text(busiest_line(tokens)), heat_legend())
+    return Group(title, heat_map(tokens, width), Text(busiest_summary(tokens)), heat_legend())

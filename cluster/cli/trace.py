@@ -19,9 +19,9 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, client_of, key_headers, known_of
-from tramontane.proto.errors import ConfigError, NotRunningError
-from tramontane.router.engine.activity_log import Activity, PastMicroBatch, PipelineActivity
+from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, client_of, last_seen
+from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
 
 MAX_SECONDS = 3600.0
 ASK_EVERY_S = 0.5  # a server tells of 1000 micro-batches at once
@@ -40,22 +40,24 @@ def trace(
         raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
     _check_file(output)
     status = Console(stderr=True, highlight=False).status(f"watching for {seconds:g} s")
-    with client_of(url, key_headers(key, key_file)) as client, status:
-        data = trace_data(list(_looks(client, seconds)))
+    with client_of(url, auth_headers(key, key_file)) as client, status:
+        data = build_trace(list(_poll(client, seconds)))
     if not num_slices(data):
-        raise NotRunningError(f"nothing ran in these {seconds:g} s, so {output} was not written; trace while requests run")
+        raise PipelineUnavailableError(
+            f"nothing ran in these {seconds:g} s, so {output} was not written; trace while requests run"
+        )
     _write(output, data)
     print(f"{num_slices(data)} slices in {output}; open it at https://ui.perfetto.dev")
 
 
-def _looks(client: httpx.Client, seconds: float) -> Iterator[Activity]:
+def _poll(client: httpx.Client, seconds: float) -> Iterator[Activity]:
     """From the beginning to the first that is after the end, by the server's clock."""
     look = ask_activity(client)
     ends_at = look.now + seconds
     yield look
     while look.now < ends_at:
         time.sleep(min(ASK_EVERY_S, ends_at - look.now))
-        look = ask_activity(client, known_of(look))
+        look = ask_activity(client, last_seen(look))
         yield look
 
 
@@ -90,10 +92,10 @@ Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class StageSlice:
     """Of one stage on one micro-batch; ``began_s`` is since the trace began."""
 
-    batch: PastMicroBatch
+    batch: MicroBatchModel
     stage: int
     began_s: float
     busy_s: float
@@ -104,7 +106,7 @@ class Work:
         return self.began_s + self.elapsed_s
 
 
-def trace_data(looks: Sequence[Activity]) -> dict[str, Any]:
+def build_trace(looks: Sequence[Activity]) -> dict[str, Any]:
     """Of what began since the first look, whichever of them tells it."""
     began_at = looks[0].now
     names = sorted({pipeline.name for look in looks for pipeline in look.pipelines})
@@ -127,7 +129,7 @@ def _pipeline(process: int, told: Sequence[PipelineActivity], began_at: float) -
     slices: dict[tuple[int, int], list[Event]] = {key: [] for key in batches}
     for stage in told[0].stages:
         works = [work for batch in batches.values() for work in _works(batch, began_at) if work.stage == stage.stage]
-        for number, lane in enumerate(lanes(works)):
+        for number, lane in enumerate(assign_lanes(works)):
             thread = stage.stage * LANES + number
             yield _meta("thread_name", process, thread, name=stage.label + (f" ({number + 1})" if number else ""))
             yield _meta("thread_sort_index", process, thread, sort_index=thread)
@@ -138,18 +140,18 @@ def _pipeline(process: int, told: Sequence[PipelineActivity], began_at: float) -
         yield from _arrow(f"{process}.{epoch}.{number}", path)
 
 
-def _works(batch: PastMicroBatch, began_at: float) -> Iterator[Work]:
+def _works(batch: MicroBatchModel, began_at: float) -> Iterator[StageSlice]:
     for stage, started_at, busy_s, elapsed_s in batch.stages:
         if started_at >= began_at:
-            yield Work(batch, stage, started_at - began_at, busy_s, elapsed_s)
+            yield StageSlice(batch, stage, started_at - began_at, busy_s, elapsed_s)
 
 
-def lanes(works: Iterable[Work]) -> list[list[Work]]:
+def assign_lanes(works: Iterable[StageSlice]) -> list[list[StageSlice]]:
     """Slices of a thread must not overlap; a stage that waits for expert actors has two micro-batches at once.
 
     0..3, 1..4 and 3..5 are [0..3, 3..5] and [1..4].
     """
-    found: list[list[Work]] = []
+    found: list[list[StageSlice]] = []
     for work in sorted(works, key=lambda each: each.began_s):
         free = next((lane for lane in found if lane[-1].ended_s <= work.began_s + CLOCKS_S), None)
         if free is None:
@@ -159,7 +161,7 @@ def lanes(works: Iterable[Work]) -> list[list[Work]]:
     return found
 
 
-def _slices(process: int, thread: int, lane: Sequence[Work]) -> Iterator[Event]:
+def _slices(process: int, thread: int, lane: Sequence[StageSlice]) -> Iterator[Event]:
     """Each ends when the next begins, at the latest."""
     for work, next_work in pairwise([*lane, None]):
         assert work is not None
@@ -170,7 +172,7 @@ def _slices(process: int, thread: int, lane: Sequence[Work]) -> Iterator[Event]:
         yield {"ph": "X", "name": _kind(batch), "cat": "stage", "pid": process, "tid": thread, **times, "args": args}
 
 
-def _kind(batch: PastMicroBatch) -> str:
+def _kind(batch: MicroBatchModel) -> str:
     if batch.prefill_tokens and batch.decodes:
         return "mixed"
     return "prefill" if batch.prefill_tokens else "decode"

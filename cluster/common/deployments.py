@@ -7,10 +7,10 @@ import time
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-BELIEVED_FOR_NS = 900 * 10**9
+TTL_NS = 900 * 10**9
 
 
-def note_deployment(application: str, deployed_at: int) -> None:
+def record_deployment(application: str, deployed_at: int) -> None:
     """``deployed_at`` is when the application was built, in nanoseconds; nothing happens where a newer one is known."""
     if deployed_at > newest_deployment(application):
         _internal_kv_put(_key(application), str(deployed_at).encode())
@@ -19,15 +19,15 @@ def note_deployment(application: str, deployed_at: int) -> None:
 def is_superseded(application: str, deployed_at: int) -> bool:
     """Whether a newer one is known, of whose routers something may still be heard: one that could not load is not waited for."""
     newest = newest_deployment(application)
-    return newest > deployed_at and time.time_ns() - newest < BELIEVED_FOR_NS
+    return newest > deployed_at and time.time_ns() - newest < TTL_NS
 
 
-def note_drained(application: str) -> None:
+def mark_drained(application: str) -> None:
     """Its newest deployment takes nothing new any more; a later one will."""
     _internal_kv_put(_drained_key(application), str(newest_deployment(application)).encode())
 
 
-def forget_drained(application: str) -> None:
+def clear_drained(application: str) -> None:
     """It takes new requests again."""
     _internal_kv_del(_drained_key(application))
 

@@ -6,6 +6,6 @@ from typing import Any
 NODE_GROUP, HEAD_GROUP = "ray.io/node-group", "headgroup"
 
 
-def off_head() -> dict[str, Any]:
+def avoid_head_node() -> dict[str, Any]:
     """Ray's options of an actor: on another node than the head, if there is one."""
     return {"label_selector": {NODE_GROUP: f"!{HEAD_GROUP}"}, "fallback_strategy": [{"label_selector": {}}]}

@@ -10,11 +10,11 @@ import ray
 logger = logging.getLogger(__name__)
 
 ASK_EVERY_S = 1.0
-SIGN_WITHIN_S = 2.0  # whoever is asked says at once on which node that is
+ACK_TIMEOUT_S = 2.0  # whoever is asked says at once on which node that is
 UNKNOWN_FOR_S = 30.0  # Ray Serve may still ask a door of a node that has died, until it has looked
 
 
-class LostNodes:
+class DeadNodeWatcher:
     """As Ray has declared them dead. It is asked while somebody wants to know, and once for all of them."""
 
     def __init__(self, ask: Callable[[], set[str]] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -23,19 +23,19 @@ class LostNodes:
         self._asking: asyncio.Task[set[str]] | None = None
         self._died_at: dict[str, float] = {}
 
-    async def until_lost(self, node: Callable[[], str | None]) -> None:
+    async def wait_until_dead(self, node: Callable[[], str | None]) -> None:
         """Until that is among them; or, where whoever was asked has not even said its node, until that could be."""
         began = self._clock()
         while True:
             await asyncio.sleep(ASK_EVERY_S)
-            await self._look()
+            await self._refresh()
             if (known := node()) is not None:
                 if known in self._died_at:
                     return
-            elif self._clock() - began >= SIGN_WITHIN_S and any(at > began - UNKNOWN_FOR_S for at in self._died_at.values()):
+            elif self._clock() - began >= ACK_TIMEOUT_S and any(at > began - UNKNOWN_FOR_S for at in self._died_at.values()):
                 return
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         if self._asking is None or (self._asking.done() and self._clock() - self._asked_at >= ASK_EVERY_S):
             self._asked_at = self._clock()
             self._asking = asyncio.create_task(asyncio.to_thread(self._ask))

@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def repeated(every_s: float, work: Callable[[], None]) -> Iterator[None]:
+def run_periodically(every_s: float, work: Callable[[], None]) -> Iterator[None]:
     """While the block runs, a thread does the work, for the first time after ``every_s``; what it raises ends it."""
     stopped = threading.Event()
     thread = _repeating(every_s, work, stopped)
@@ -21,8 +21,8 @@ def repeated(every_s: float, work: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-def repeat_for_ever(every_s: float, work: Callable[[], None]) -> None:
-    """As ``repeated``, until the process ends; what the work raises is logged, and it goes on."""
+def start_periodic_thread(every_s: float, work: Callable[[], None]) -> None:
+    """As ``run_periodically``, until the process ends; what the work raises is logged, and it goes on."""
 
     @wraps(work)
     def tried() -> None:

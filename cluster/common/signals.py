@@ -35,7 +35,7 @@ class Interrupts:
             self._work.cancel()
 
     @contextmanager
-    def ending_only(self, part: "asyncio.Task[Any]") -> Iterator[None]:
+    def cancelling_only(self, part: "asyncio.Task[Any]") -> Iterator[None]:
         """Meanwhile Ctrl-C ends this part of the work, and the rest goes on."""
         self._part = part
         try:
@@ -50,7 +50,7 @@ class Interrupts:
             self._part.cancel()
 
 
-class CountedSignals:
+class SignalCounter:
     """Ctrl-C, SIGTERM and a closed terminal break nothing off while this is entered: they are counted."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class CountedSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def another(self, within_s: float | None = None) -> bool:
+    def wait_next(self, within_s: float | None = None) -> bool:
         """Waits for the next one; whether it came in time."""
         try:
             self._heard.get(timeout=within_s)
@@ -74,7 +74,7 @@ class CountedSignals:
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """What the first Ctrl-C meets here is finished before it counts; a second one breaks it off.
 
     So for all signals that Python answers with KeyboardInterrupt. An event loop has its own way to hear of them.
@@ -99,7 +99,7 @@ def held_back() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-async def stoppable(work: Coroutine[Any, Any, Result]) -> Result:
+async def cancel_on_signal(work: Coroutine[Any, Any, Result]) -> Result:
     """The work, ended by any of them."""
     Interrupts()
     return await work

@@ -34,26 +34,26 @@ class ApiKeys:
             raise ConfigError(f"--api-key must be printable ASCII without spaces, at most {MAX_KEYS} times")
         self._given = frozenset(map(_digest, given))
         self._file = file
-        self._stamp: Stamp | None = None
+        self._file_version: Stamp | None = None
         in_file: frozenset[bytes] = frozenset()
         if file is not None:
-            self._stamp, in_file = _stamp(file), _digests(file)
+            self._file_version, in_file = _file_version(file), _digests(file)
         self._known = sorted(self._given | in_file)
 
     @property
-    def are_needed(self) -> bool:
+    def is_enabled(self) -> bool:
         return bool(self._given) or self._file is not None
 
     def allows(self, authorization: str | None) -> bool:
-        return self.owner_of(authorization) is not None
+        return self.authenticate(authorization) is not None
 
-    def owner_of(self, authorization: str | None) -> int | None:
+    def authenticate(self, authorization: str | None) -> int | None:
         """A number for the key that a header ``Authorization: Bearer KEY`` has; None: it has none of them.
 
         It says nothing about the key: keys are numbered from 1. Where there are not several it is 0, also without any key.
         However a header differs, that takes the same time.
         """
-        if not self.are_needed:
+        if not self.is_enabled:
             return 0
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
@@ -66,10 +66,10 @@ class ApiKeys:
     def _reload(self) -> None:
         if self._file is None:
             return
-        stamp = _stamp(self._file)
-        if stamp == self._stamp:
+        stamp = _file_version(self._file)
+        if stamp == self._file_version:
             return
-        self._stamp = stamp  # a file that cannot be used is said so once, not by every request
+        self._file_version = stamp  # a file that cannot be used is said so once, not by every request
         try:
             self._known = sorted(self._given | _digests(self._file))
         except ConfigError as error:
@@ -80,7 +80,7 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()
 
 
-def _stamp(file: Path) -> Stamp:
+def _file_version(file: Path) -> Stamp:
     """Changes with the file; empty where there is none."""
     try:
         status = file.stat()
@@ -90,10 +90,10 @@ def _stamp(file: Path) -> Stamp:
 
 
 def _digests(file: Path) -> frozenset[bytes]:
-    return frozenset(map(_digest, keys_in(file)))
+    return frozenset(map(_digest, read_key_file(file)))
 
 
-def keys_in(file: Path) -> list[str]:
+def read_key_file(file: Path) -> list[str]:
     """One key per line; blank lines and lines that begin with # are none. Raises ConfigError."""
     try:
         with file.open("rb") as opened:

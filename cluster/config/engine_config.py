@@ -8,20 +8,20 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationError
 
-from tramontane.cluster.config.expert_load import ExpertLoad, given_load
+from tramontane.cluster.config.expert_load import ExpertLoad, parse_load_option
 from tramontane.cluster.config.logging import LogFormat, LogLevel, LogSettings
 from tramontane.cluster.config.parsers import (
     absolute_database,
     absolute_folder,
-    api_keys,
     expert_sizes,
-    gpu_sizes,
     gpu_speeds,
+    parse_api_keys,
+    parse_gpu_memory,
     url_prefixes,
 )
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import Quantization
-from tramontane.proto.model_folder import RandomWeights, Weights, is_preset
+from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
 from tramontane.proto.plan import Link
 
 PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
@@ -33,9 +33,9 @@ SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
 DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
 
 # Bounds beyond which a number can only be a slip: what is allotted in advance must stay small.
-Count = Annotated[int, Field(ge=1, le=2**24)]
-Few = Annotated[int, Field(ge=1, le=2**14)]
-MOST_TOGETHER = 64  # stages on one GPU, of which each is a process
+PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
+SmallInt = Annotated[int, Field(ge=1, le=2**14)]
+MAX_STAGES_PER_GPU = 64  # stages on one GPU, of which each is a process
 Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
@@ -46,60 +46,68 @@ class EngineConfig(BaseModel):
 
     model: Path = DEMO_MODEL
     load_format: Literal["auto", "dummy"] = "auto"
-    stages: Few | None = None
-    stages_per_gpu: Annotated[int, Field(ge=1, le=MOST_TOGETHER)] = 1
+    stages: SmallInt | None = None
+    stages_per_gpu: Annotated[int, Field(ge=1, le=MAX_STAGES_PER_GPU)] = 1
     local: bool = False
     address: str | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     quantize: Quantization | None = None
-    max_model_len: Count | None = None
-    max_num_seqs: Few = 64
-    max_num_batched_tokens: Count = 512
-    max_in_flight: Few | None = Field(None, description="micro-batches in flight; measured if not given")
+    max_model_len: PositiveInt | None = None
+    max_num_seqs: SmallInt = 64
+    max_num_batched_tokens: PositiveInt = 512
+    max_in_flight: SmallInt | None = Field(None, description="micro-batches in flight; measured if not given")
     itl_target_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between a sequence's tokens")
     step_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(30.0, description="seconds until a micro-batch is given up")
-    page_size: Count = 16
+    page_size: PositiveInt = 16
     kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
-    threads_per_stage: Few | None = None
+    threads_per_stage: SmallInt | None = None
     placement_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds until there must be room")
-    gpu_memory: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_sizes)] = Field(
+    gpu_memory: Annotated[tuple[int, ...] | None, BeforeValidator(parse_gpu_memory)] = Field(
         None, description="of each stage, or of all"
     )
     gpu_speed: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_speeds)] = Field(None, description="of each stage, relative")
     link: Link = "object-store"
     expert_actors: Annotated[int, Field(ge=0, le=2**14)] = Field(0, description="0: experts inside the stages")
-    expert_replicas: Literal["auto"] | Few = Field(1, description="of every expert; auto: of those that have most to do")
+    expert_replicas: Literal["auto"] | SmallInt = Field(1, description="of every expert; auto: of those that have most to do")
     expert_memory: Annotated[tuple[int, ...] | None, BeforeValidator(expert_sizes)] = Field(
         None, description="of each expert actor, or of all"
     )
-    expert_load: Annotated[ExpertLoad | None, BeforeValidator(given_load)] = Field(None, description="a file of measured load")
+    expert_load: Annotated[ExpertLoad | None, BeforeValidator(parse_load_option)] = Field(
+        None, description="a file of measured load"
+    )
     move_experts: bool = Field(False, description="clients may, by POST /experts")
-    ping_pong: Few = Field(2, description="micro-batches a stage keeps open while experts on actors of their own work")
+    ping_pong: SmallInt = Field(2, description="micro-batches a stage keeps open while experts on actors of their own work")
     seed: int = 0
     served_model_name: Annotated[str, Field(min_length=1)] | None = None
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
     grpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(9000, description="0: no gRPC")
-    replicas: Few = 1
-    max_replicas: Few | None = Field(None, description="pipelines when there is much to do; as many as replicas if not given")
+    replicas: SmallInt = 1
+    max_replicas: SmallInt | None = Field(
+        None, description="pipelines when there is much to do; as many as replicas if not given"
+    )
     target_load: Annotated[float, Field(gt=0, le=100)] = Field(0.75, description="how full each is to be; above 1 some wait")
-    target_tokens: Count | None = Field(None, description="that each is to have in flight, if they are to count beside that")
+    target_tokens: PositiveInt | None = Field(
+        None, description="that each is to have in flight, if they are to count beside that"
+    )
     upscale_delay: Seconds = Field(30.0, description="seconds for which more pipelines have to be wanted")
     downscale_delay: Seconds = Field(600.0, description="seconds for which fewer have to be enough")
-    ingress_replicas: Few = 1
+    ingress_replicas: SmallInt = 1
     max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")
-    max_queued_tokens: Count = Field(2**17, description="prompt tokens waiting for a place")
-    max_body_bytes: Count = Field(8 * 2**20, description="of one HTTP request")
-    stream_writes_per_s: Count | None = Field(None, description="of one ingress replica; 50 per core if not given")
+    max_queued_tokens: PositiveInt = Field(2**17, description="prompt tokens waiting for a place")
+    max_body_bytes: PositiveInt = Field(8 * 2**20, description="of one HTTP request")
+    stream_writes_per_s: PositiveInt | None = Field(None, description="of one ingress replica; 50 per core if not given")
     drain_timeout: Annotated[float, Field(ge=0, le=86_400)] | None = Field(None, description="seconds; 30, deployed by Serve 600")
     slow_reader_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds without reading an answer")
-    api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(api_keys)] = Field((), description="shown by nothing")
+    api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = Field((), description="shown by nothing")
     api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
     jobs_database: Annotated[SecretStr, Field(min_length=1)] | None = Field(
         None, description="of batch jobs: sqlite or postgresql"
     )
     jobs_storage: Annotated[SecretStr, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
-    jobs_concurrency: Few | None = Field(None, description="lines of batch jobs in progress; a quarter more than run at once")
+    jobs_concurrency: SmallInt | None = Field(
+        None, description="lines of batch jobs in progress; a quarter more than run at once"
+    )
     jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = Field(30, description="days; 0: for ever")
     jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
     log_format: LogFormat = Field("text", description="of what the log says; json: an object a line")
@@ -119,16 +127,16 @@ class EngineConfig(BaseModel):
         return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
     @property
-    def most_replicas(self) -> int:
+    def max_pipelines(self) -> int:
         """Pipelines that there may be at once."""
         return self.max_replicas or self.replicas
 
-    def alone(self) -> Self:
+    def single_pipeline(self) -> Self:
         """Of a file that was written for ``serve``: one pipeline."""
         return self.model_copy(update={"replicas": 1, "max_replicas": None})
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightSource:
         """Where every stage gets its own."""
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
 
@@ -136,7 +144,7 @@ class EngineConfig(BaseModel):
     def logs(self) -> LogSettings:
         return LogSettings(self.log_format, self.log_level)
 
-    def for_other_directories(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same files, for processes that run elsewhere."""
         model = self.model if is_preset(self.model) else self.model.resolve()
         return self.model_copy(
@@ -148,7 +156,7 @@ class EngineConfig(BaseModel):
             }
         )
 
-    def without_keys(self) -> Self:
+    def without_secrets(self) -> Self:
         """For those who need none."""
         return self.model_copy(update={"api_key": (), "api_key_file": None})
 
@@ -159,8 +167,8 @@ class EngineConfig(BaseModel):
         try:
             config = cls(**keys)
         except ValidationError as error:
-            raise ConfigError("; ".join(_explain(problem) for problem in error.errors())) from None
-        if config.most_replicas < config.replicas:
+            raise ConfigError("; ".join(_format_error(problem) for problem in error.errors())) from None
+        if config.max_pipelines < config.replicas:
             raise ConfigError(
                 f"--max-replicas is {config.max_replicas}, and --replicas is {config.replicas}; there are never fewer"
             )
@@ -225,7 +233,7 @@ def _place(error: yaml.MarkedYAMLError) -> str:
     return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
 
-def _explain(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
+def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
         return f"{problem['loc'][0]} is not a key of the configuration; README lists them"

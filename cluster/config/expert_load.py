@@ -30,13 +30,13 @@ class MeasuredLoad:
         return cls(tuple(tuple(map(sum, zip(*rows, strict=True))) for rows in by_layer), len(each))
 
     def as_data(self) -> dict[str, object]:
-        """What ``from_data`` reads; also what ``load_from`` does."""
+        """What ``from_data`` reads; also what ``parse_load`` does."""
         return load_as_data(self.tokens) | {PIPELINES: self.num_pipelines}
 
     @classmethod
     def from_data(cls, data: Any) -> Self:  # noqa: ANN401 - whatever came as JSON
         """Raises ValueError, TypeError or LookupError for anything else."""
-        tokens, num_pipelines = load_from(data), data[PIPELINES]
+        tokens, num_pipelines = parse_load(data), data[PIPELINES]
         lengths = {len(row) for row in tokens}
         if len(lengths) != 1 or 0 in lengths or type(num_pipelines) is not int:
             raise ValueError("no load of experts")
@@ -48,7 +48,7 @@ def load_as_data(load: ExpertLoad) -> dict[str, object]:
     return {KEY: [list(row) for row in load]}
 
 
-def load_from(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
+def parse_load(data: Any) -> ExpertLoad:  # noqa: ANN401 - whatever came as JSON
     """Raises TypeError or LookupError where there is no list of lists, ValueError where they are not whole numbers (to 2**53)."""
     load = tuple(tuple(row) for row in data[KEY])
     if not all(type(tokens) is int and 0 <= tokens <= MOST for row in load for tokens in row):
@@ -65,18 +65,18 @@ def read_load(path: Path, name: str = "--expert-load") -> ExpertLoad:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it is no JSON") from error
     try:
-        return load_from(data)
+        return parse_load(data)
     except ValueError as error:
         raise ConfigError(f"{name} {path}: {KEY} {error}") from error
     except (TypeError, LookupError) as error:
         raise ConfigError(f"{name} {path} is not what tramontane experts --json writes: it has no {KEY}") from error
 
 
-def given_load(given: object) -> object:
+def parse_load_option(given: object) -> object:
     """A path is read at once: where the configuration is used the file may not be there."""
     return read_load(Path(given)) if isinstance(given, str | Path) else given
 
 
-def by_expert(load: ExpertLoad) -> dict[ExpertId, float]:
+def per_expert(load: ExpertLoad) -> dict[ExpertId, float]:
     """As the planner wants it. An expert that was never chosen may yet be: it counts as a token."""
     return {ExpertId(layer, expert): max(float(n), 1.0) for layer, row in enumerate(load) for expert, n in enumerate(row)}

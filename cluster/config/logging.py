@@ -8,7 +8,7 @@ from typing import Any, Literal
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-OWN = "tramontane"  # above all loggers of ours
+ROOT_LOGGER = "tramontane"  # above all loggers of ours
 TEXT = "%(levelname)s %(asctime)s %(component)s -- %(message)s"
 MORE_FIELDS = ("name", "created")  # beside Ray's: whose line it is, and when, in seconds since 1970
 
@@ -30,18 +30,18 @@ class LogSettings:
         """Of this process, which is no replica of Ray Serve's. Ray keeps an actor's standard error beside its own logs."""
         handler = logging.StreamHandler()
         handler.setFormatter(_json_formatter() if self.format == "json" else logging.Formatter(TEXT))
-        handler.addFilter(Labels({"component": component, **fields}))
-        self.hand_to(handler)
+        handler.addFilter(ContextFilter({"component": component, **fields}))
+        self.install(handler)
 
-    def hand_to(self, handler: logging.Handler) -> None:
+    def install(self, handler: logging.Handler) -> None:
         """All that is ours, and to nobody else."""
-        own = logging.getLogger(OWN)
+        own = logging.getLogger(ROOT_LOGGER)
         own.handlers[:] = [handler]
         own.setLevel(self.level.upper())
         own.propagate = False
 
 
-class Labels(logging.Filter):
+class ContextFilter(logging.Filter):
     """Lets everything pass, with these fields, which say where it comes from."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:

@@ -33,13 +33,13 @@ def absolute_folder(given: SecretStr) -> SecretStr:
 SMALLEST_GPU = 2**10  # bytes; 24 without a unit is a slip
 
 
-def gpu_sizes(given: object) -> tuple[int, ...] | None:
+def parse_gpu_memory(given: object) -> tuple[int, ...] | None:
     """Bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
     return None if given is None else tuple(_size(part, "--gpu-memory") for part in _parts(given))
 
 
 def expert_sizes(given: object) -> tuple[int, ...] | None:
-    """As ``gpu_sizes``."""
+    """As ``parse_gpu_memory``."""
     return None if given is None else tuple(_size(part, "--expert-memory") for part in _parts(given))
 
 
@@ -58,7 +58,7 @@ def gpu_speeds(given: object) -> tuple[int, ...] | None:
     return None if given is None else tuple(_speed(part) for part in _parts(given))
 
 
-def api_keys(given: object) -> tuple[SecretStr, ...]:
+def parse_api_keys(given: object) -> tuple[SecretStr, ...]:
     """From a text or a list of them. Raises ConfigError, which does not repeat them."""
     keys = [key for key in (given if isinstance(given, list | tuple) else [given]) if key is not None]
     if not all(isinstance(key, str | SecretStr) for key in keys):

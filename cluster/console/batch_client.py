@@ -13,14 +13,14 @@ from typing import Any, BinaryIO, Protocol
 
 import httpx
 
-from tramontane.cluster.console.server_client import base_url, check_allowed
+from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
 
-class Output(Protocol):
+class ResultSink(Protocol):
     """Lines come in pieces, cut anywhere."""
 
-    def whole_lines(self) -> int:
+    def count_lines(self) -> int:
         """How many there are, after what follows the last of them was cut off."""
         ...
 
@@ -37,13 +37,13 @@ class Output(Protocol):
         ...
 
 
-class PartFile:
+class ResumableFile:
     """A file that has another name until it is whole, and stays when the command is interrupted: the next one goes on with it."""
 
     def __init__(self, file: Path, job_id: str) -> None:
         self._file, self._part = file, file.with_name(f"{file.name}.{job_id}.part")
 
-    def whole_lines(self) -> int:
+    def count_lines(self) -> int:
         if not self._part.exists():
             return 0
         num_lines = end = position = 0
@@ -68,13 +68,13 @@ class PartFile:
         self._part.unlink()
 
 
-class LineStream:
+class StdoutSink:
     """Standard output, most likely. What was written cannot be taken back, so a line is written when it is whole."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._begun, self._num_lines = stream, bytearray(), 0
 
-    def whole_lines(self) -> int:
+    def count_lines(self) -> int:
         self._begun.clear()
         return self._num_lines
 
@@ -129,17 +129,17 @@ class BatchClient:
                 return self._http.post("/v1/files", data={"purpose": "batch"}, files={"file": (file.name, opened)})
 
         try:
-            file_id = self._again(upload)["id"]
+            file_id = self._with_retries(upload)["id"]
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
         body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h", "keeps_order": keeps_order}
-        return self._again(lambda: self._http.post("/v1/batches", json=body, headers={"idempotency-key": key}))
+        return self._with_retries(lambda: self._http.post("/v1/batches", json=body, headers={"idempotency-key": key}))
 
     def get(self, job_id: str) -> Job:
-        return self._again(lambda: self._http.get(f"/v1/batches/{job_id}"))
+        return self._with_retries(lambda: self._http.get(f"/v1/batches/{job_id}"))
 
     def cancel(self, job_id: str) -> Job:
-        return self._again(lambda: self._http.post(f"/v1/batches/{job_id}/cancel"))
+        return self._with_retries(lambda: self._http.post(f"/v1/batches/{job_id}/cancel"))
 
     def list(self, limit: int) -> list[Job]:
         """The newest first."""
@@ -147,7 +147,7 @@ class BatchClient:
         while len(jobs) < limit:
             query: dict[str, Any] = {"limit": min(100, limit - len(jobs))}
             query |= {"after": jobs[-1]["id"]} if jobs else {}
-            page = self._again(partial(self._http.get, "/v1/batches", params=query))
+            page = self._with_retries(partial(self._http.get, "/v1/batches", params=query))
             jobs += page["data"]
             if not page["has_more"]:
                 break
@@ -162,16 +162,16 @@ class BatchClient:
                 return
             time.sleep(WATCH_EVERY_S)
 
-    def results(self, job_id: str, output: Output) -> int:
+    def results(self, job_id: str, output: ResultSink) -> int:
         """Waits for the job's end. What was lost with a connection, or an earlier command, is not asked for again."""
-        num_lines = output.whole_lines()
+        num_lines = output.count_lines()
         while True:
             before = num_lines
             try:
                 num_lines += self._append(job_id, output, num_lines)
                 break
-            except (httpx.HTTPError, _ComeBack) as error:
-                num_lines = output.whole_lines()
+            except (httpx.HTTPError, _RetryLater) as error:
+                num_lines = output.count_lines()
                 if num_lines == before:
                     self.get(job_id)  # waits for the server, or gives up
                 self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); going on")
@@ -183,21 +183,21 @@ class BatchClient:
         output.finish()
         return num_lines
 
-    def _append(self, job_id: str, output: Output, offset: int) -> int:
+    def _append(self, job_id: str, output: ResultSink, offset: int) -> int:
         num_lines = 0
         url = f"/v1/batches/{job_id}/results"
         with self._http.stream("GET", url, params={"offset": offset}) as answer:
             self._has_answered = True
             if answer.status_code != httpx.codes.OK:
                 answer.read()
-                self._refused(answer)
+                self._raise_for_status(answer)
             with output.appending() as write:
                 for piece in answer.iter_bytes():
                     write(piece)
                     num_lines += piece.count(b"\n")
         return num_lines
 
-    def _again(self, ask: Callable[[], httpx.Response]) -> Job:
+    def _with_retries(self, ask: Callable[[], httpx.Response]) -> Job:
         wait, failing_since = FIRST_WAIT_S, None
         while True:
             try:
@@ -205,8 +205,8 @@ class BatchClient:
                 self._has_answered = True
                 if answer.status_code == httpx.codes.OK:
                     return _parsed(answer)
-                self._refused(answer)
-            except (httpx.TransportError, _ComeBack) as error:
+                self._raise_for_status(answer)
+            except (httpx.TransportError, _RetryLater) as error:
                 why = str(error) or type(error).__name__
                 is_slip = (
                     isinstance(error, httpx.ConnectError) and not self._has_answered
@@ -216,7 +216,7 @@ class BatchClient:
                         f"nothing answers at --url {self._http.base_url}: {why}; is tramontane serve running there? "
                         "If it is elsewhere, give its --url"
                     ) from error
-                is_at_work = isinstance(error, _ComeBack) and error.is_at_work
+                is_at_work = isinstance(error, _RetryLater) and error.is_at_work
                 failing_since = time.monotonic() if failing_since is None or is_at_work else failing_since
                 if time.monotonic() - failing_since > PATIENCE_S:
                     raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
@@ -225,18 +225,18 @@ class BatchClient:
             time.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
 
-    def _refused(self, answer: httpx.Response) -> None:
-        check_allowed(self._http, answer)
+    def _raise_for_status(self, answer: httpx.Response) -> None:
+        raise_if_unauthorized(self._http, answer)
         try:
             message = str(answer.json()["error"]["message"])
         except (ValueError, LookupError, TypeError, RecursionError):
             message = f"{answer.status_code} {answer.reason_phrase}"
         if answer.status_code in LATER:
-            raise _ComeBack(message, answer.status_code == httpx.codes.TOO_MANY_REQUESTS)
+            raise _RetryLater(message, answer.status_code == httpx.codes.TOO_MANY_REQUESTS)
         raise ConfigError(f"--url {self._http.base_url}: {message}")
 
 
-class _ComeBack(Exception):
+class _RetryLater(Exception):
     """The server cannot do it now. ``is_at_work``: it says so itself, and that it will be able to."""
 
     def __init__(self, message: str, is_at_work: bool) -> None:

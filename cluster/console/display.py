@@ -11,14 +11,14 @@ from rich.segment import Segments
 from rich.status import Status
 from rich.text import Text
 
-from tramontane.proto.byte_size import readable_size
+from tramontane.proto.byte_size import format_bytes
 
 if TYPE_CHECKING:
-    from tramontane.cluster.console.token_colors import TokenColours
-    from tramontane.cluster.pipeline.load_progress import Loading
+    from tramontane.cluster.console.token_colors import TokenColors
+    from tramontane.cluster.pipeline.load_progress import LoadProgress
 
 CONTROLS = (*range(0x20), *range(0x7F, 0xA0))
-WITHOUT_ORDERS = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
+STRIP_CONTROL = {number: "\ufffd" for number in CONTROLS if chr(number) not in "\n\t\r"} | {ord("\r"): ""}
 LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
@@ -52,7 +52,7 @@ class Display:
         else:
             self.stderr.print(f"{what} ...")
 
-    def loading(self, stages: Sequence["Loading"]) -> None:
+    def loading(self, stages: Sequence["LoadProgress"]) -> None:
         """How far every stage is: bars in a terminal; elsewhere a line for each quarter of all their bytes."""
         if self.stderr.is_terminal:
             if self._bars is None:
@@ -65,13 +65,13 @@ class Display:
         quarters = 4 * sum(stage.num_bytes for stage in stages) // total
         if self._quarters_told < quarters < 4:
             self._quarters_told = quarters
-            self.stderr.print(f"loaded {quarters * 25}% of {readable_size(total)} ...")
+            self.stderr.print(f"loaded {quarters * 25}% of {format_bytes(total)} ...")
 
     def note(self, what: str) -> None:
         """One line, however long."""
         self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
 
-    def start(self, prompts: list[str], colours: "TokenColours | None" = None) -> None:
+    def start(self, prompts: list[str], colours: "TokenColors | None" = None) -> None:
         """With ``colours``, where a terminal can show them, ``end`` brings the texts in theirs."""
         self._stop_waiting()
         self._texts, self._ended = list(prompts), [False] * len(prompts)
@@ -83,7 +83,7 @@ class Display:
         if self._streams:
             self._write(prompts[0])
         elif self._live_wanted:
-            self._live = Live(console=self.stdout, transient=True, get_renderable=self._tails, refresh_per_second=12)
+            self._live = Live(console=self.stdout, transient=True, get_renderable=self._render_tails, refresh_per_second=12)
             self._live.start()
 
     def add(self, index: int, piece: str) -> None:
@@ -119,12 +119,12 @@ class Display:
             self._write("\n")
             self._printed += 1
 
-    def _explain(self, colours: "TokenColours") -> None:
+    def _explain(self, colours: "TokenColors") -> None:
         self.stderr.print(colours.legend(), soft_wrap=True)
         if not self._live_wanted:
             self.note("standard output is no terminal, so its text is not coloured; --json tells the experts")
 
-    def _tails(self) -> Group:
+    def _render_tails(self) -> Group:
         """The last lines of every text, so that all of them fit on the screen."""
         width = max(self.stdout.width - 2, 10)
         blocks = []
@@ -133,7 +133,7 @@ class Display:
             blocks.append(Text.assemble((f"{number} ", "bold cyan"), Text("\n  ").join(lines[-LIVE_LINES:])))
         return Group(*blocks)
 
-    def _start_bars(self, stages: Sequence["Loading"]) -> None:
+    def _start_bars(self, stages: Sequence["LoadProgress"]) -> None:
         self._stop_waiting()  # one thing at a time can be live
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
         self._bars = Progress(*columns, console=self.stderr, transient=True)
@@ -154,11 +154,11 @@ class Display:
 
     @staticmethod
     def _write(text: str) -> None:
-        print(for_terminal(text), end="", flush=True)
+        print(sanitize(text), end="", flush=True)
 
 
-def for_terminal(text: str) -> str:
+def sanitize(text: str) -> str:
     """Where a terminal reads standard output, without what could give it orders: a model may say anything."""
     if sys.stdout is None or not sys.stdout.isatty():
         return text
-    return text.translate(WITHOUT_ORDERS)
+    return text.translate(STRIP_CONTROL)

@@ -41,13 +41,13 @@ def _row(layer: int, tokens: tuple[int, ...], experts: range) -> Text:
         if total:
             mark = BUSIEST if expert == busiest else " "
             share = tokens[expert] / total
-            row.append(f"{100 * share:>{CELL - 1}.1f}{mark}", shade(share * len(tokens)))
+            row.append(f"{100 * share:>{CELL - 1}.1f}{mark}", cell_style(share * len(tokens)))
         else:
             row.append("- ".rjust(CELL))
     return row
 
 
-def shade(times: float) -> str:
+def cell_style(times: float) -> str:
     """The look of an expert that does so many times its layer's mean."""
     return next(style for limit, style in SHADES if times <= limit)
 
@@ -60,7 +60,7 @@ def legend() -> Text:
     return text.append(" above ", SHADES[-1][1])
 
 
-def busiest_line(load: ExpertLoad) -> str:
+def busiest_summary(load: ExpertLoad) -> str:
     """Of all layers, the expert that does most beside its layer's mean."""
     shares = ((tokens, sum(tokens), layer) for layer, tokens in enumerate(load))
     peaks = [(max(tokens) * len(tokens) / total, layer, tokens.index(max(tokens))) for tokens, total, layer in shares if total]

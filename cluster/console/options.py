@@ -107,15 +107,15 @@ PIPELINE: Mapping[str, Any] = MappingProxyType(
 BATCHING: Mapping[str, Any] = MappingProxyType(
     {"max_num_seqs": MaxNumSeqs, "max_num_batched_tokens": MaxNumBatchedTokens, "itl_target_ms": ItlTargetMs}
 )
-RUN: Mapping[str, Any] = MappingProxyType({"local": Local, "seed": Seed})  # what runs once, rather than serves
+RUN_OPTIONS: Mapping[str, Any] = MappingProxyType({"local": Local, "seed": Seed})  # what runs once, rather than serves
 
 Command = Callable[..., None]
 
 
-def takes(*shared: Mapping[str, Any]) -> Callable[[Command], Command]:
+def with_options(*shared: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Give a command these options beside its own; those that nobody gives are None.
 
-    The command does not name them: ``configured`` finds them in the context. One that it does name is its own.
+    The command does not name them: ``load_config`` finds them in the context. One that it does name is its own.
     """
 
     def decorate(command: Command) -> Command:
@@ -153,19 +153,19 @@ def _num_gpus(stages: object, together: object) -> object:
 
 
 # For commands that plan or model something, of which only some keys are options.
-Defaults = Annotated[
+ConfigDefaults = Annotated[
     Path | None,
     typer.Option("--config", is_eager=True, callback=_as_defaults, help="YAML file; those of its keys that are options here."),
 ]
 
 
-def given_options(context: typer.Context) -> list[str]:
+def explicit_options(context: typer.Context) -> list[str]:
     """Names, of those that are None where nobody gives them."""
     return [name for name, value in context.params.items() if value is not None]
 
 
 @contextmanager
-def configured(context: typer.Context) -> Iterator[EngineConfig]:
+def load_config(context: typer.Context) -> Iterator[EngineConfig]:
     """The flags that are keys of the configuration, over those of ``--config``; errors name each where it was given."""
     flags = {name: value for name, value in context.params.items() if name in EngineConfig.key_names()}
     path = context.params["config"]

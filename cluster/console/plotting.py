@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_plot(path: Path) -> None:
+def check_plot_target(path: Path) -> None:
     """Before anything is measured. Raises ConfigError if the picture could not be written."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'tramontane[plot]'")
@@ -23,7 +23,7 @@ def check_plot(path: Path) -> None:
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 
 
-def save(picture: "Figure", path: Path) -> None:
+def save_figure(picture: "Figure", path: Path) -> None:
     """Raises ConfigError if the file cannot be written."""
     try:
         picture.savefig(path)

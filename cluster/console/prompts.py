@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import CheckpointError, ConfigError, RequestError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import find_model_args, is_preset
-from tramontane.router.tokenization.loader import need_tokenizer
+from tramontane.proto.model_folder import is_preset, resolve_model_args
+from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
@@ -16,10 +16,10 @@ class Prompt:
     """``where`` is how errors name it: ``prompt 2``, or ``line 3 of standard input``."""
 
     text: str
-    where: str
+    source: str
 
 
-def given_prompts(arguments: list[str] | None) -> list[Prompt]:
+def read_prompts(arguments: list[str] | None) -> list[Prompt]:
     """Arguments, or else the lines of standard input that are not blank."""
     if arguments:  # standard input may be anything then, also a pipe that never ends
         return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
@@ -39,27 +39,27 @@ def _lines_of_stdin() -> list[str]:
         raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
 
 
-def args_for_text(config: EngineConfig) -> ModelArgs:
+def text_model_args(config: EngineConfig) -> ModelArgs:
     """Of a model that may have a tokenizer. Raises UserError."""
     if is_preset(config.model):
         raise ConfigError(
             f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned into tokens; "
             "give a folder with one, or use serve, which takes token ids as well"
         )
-    return find_model_args(config.model)
+    return resolve_model_args(config.model)
 
 
 def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
     """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
-    args = args_for_text(config)
+    args = text_model_args(config)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
-    tokenizer = need_tokenizer(config.model, args.vocab_size)
+    tokenizer = require_tokenizer(config.model, args.vocab_size)
     if not prompts:
         raise RequestError("there is no prompt; give it as an argument or as lines of standard input")
     encoded = []
     for prompt in prompts:
         if not prompt.text.strip():
-            raise RequestError(f"{prompt.where} is empty")
+            raise RequestError(f"{prompt.source} is empty")
         ids = _encode(tokenizer, prompt, context)
         if max(ids) >= args.vocab_size:
             raise CheckpointError(
@@ -67,7 +67,7 @@ def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokeniz
             )
         if len(ids) >= context:
             raise RequestError(
-                f"{prompt.where} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
+                f"{prompt.source} has {len(ids)} tokens; with a context of {context} positions it may have at most {context - 1}"
             )
         encoded.append(ids)
     return tokenizer, encoded
@@ -79,6 +79,6 @@ def _encode(tokenizer: Tokenizer, prompt: Prompt, context: int) -> tuple[int, ..
         tokenizer.check_length(prompt.text, context)
         return tokenizer.encode(prompt.text)
     except UnicodeEncodeError:
-        raise RequestError(f"{prompt.where} is not valid UTF-8") from None
+        raise RequestError(f"{prompt.source} is not valid UTF-8") from None
     except RequestError as error:
-        raise RequestError(f"{prompt.where}: {error}") from error
+        raise RequestError(f"{prompt.source}: {error}") from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import ExpertTiming
 from tramontane.router.engine.stage_usage import UsageMeter
@@ -32,7 +32,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class GenerateResult:
     """Everything a finished run has to tell. Seconds count from the start of the process."""
 
     completions: tuple[Completion, ...]
@@ -41,20 +41,20 @@ class Outcome:
     first_token_after_s: float
 
 
-def summary(outcome: Outcome) -> Group:
+def render_summary(outcome: GenerateResult) -> Group:
     """The stages; below, the pipeline as a whole."""
     plan, usage = outcome.engine.plan, outcome.engine.usage
     tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
     return Group(*tables, _pipeline_line(outcome))
 
 
-def stage_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
     """Per stage: its layers, how busy it was, what passed through it; and how long it could only wait for expert actors."""
     table = Table()
     for name in ("stage", "layers", "busy", *(("exposed wait",) if plan.experts else ()), "tokens", "micro-batches"):
         table.add_column(name, justify="right")
     for stage, used in zip(plan.stages, usage.stages, strict=True):
-        shares = [used.busy_s, *((used.exposed_s,) if plan.experts else ())]
+        shares = [used.busy_s, *((used.exposed_wait_s,) if plan.experts else ())]
         table.add_row(
             f"{stage.stage_id + 1}/{stage.num_stages}",
             f"{stage.first_layer}-{stage.last_layer - 1}",
@@ -65,7 +65,7 @@ def stage_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
     return table
 
 
-def expert_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
+def expert_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
     """Per expert actor: how many experts it holds, how busy it was, and its rows: a token once for each of its experts."""
     assert plan.experts is not None
     table = Table()
@@ -79,7 +79,7 @@ def expert_table(plan: ClusterPlan, usage: UsageMeter) -> Table:
     return table
 
 
-def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]:
+def stages_json(plan: PipelinePlan, usage: UsageMeter) -> list[dict[str, Any]]:
     return [
         {
             "layers": [stage.first_layer, stage.last_layer - 1],
@@ -87,18 +87,18 @@ def stages_as_data(plan: ClusterPlan, usage: UsageMeter) -> list[dict[str, Any]]
             "tokens": used.num_tokens,
             "micro_batches": used.num_batches,
         }
-        | ({"exposed_wait_share": usage.share(used.exposed_s)} if plan.experts else {})
+        | ({"exposed_wait_share": usage.share(used.exposed_wait_s)} if plan.experts else {})
         for stage, used in zip(plan.stages, usage.stages, strict=True)
     ]
 
 
-def experts_as_data(plan: ClusterPlan, usage: UsageMeter) -> dict[str, Any]:
+def experts_as_data(plan: PipelinePlan, usage: UsageMeter) -> dict[str, Any]:
     """Of expert actors, where there are any."""
     each = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
     return {"experts": each} if plan.experts else {}
 
 
-def _pipeline_line(outcome: Outcome) -> str:
+def _pipeline_line(outcome: GenerateResult) -> str:
     usage = outcome.engine.usage
     return (
         f"bubble {usage.bubble:.0%}, {usage.tokens_per_s:.0f} new tokens/s over {usage.span_s:.1f} s\n"
@@ -106,7 +106,7 @@ def _pipeline_line(outcome: Outcome) -> str:
     )
 
 
-def cut_short(outcome: Outcome, max_tokens: int) -> str | None:
+def truncation_note(outcome: GenerateResult, max_tokens: int) -> str | None:
     """What to say if the context ended answers before ``max_tokens`` did: their finish reason does not tell the two apart."""
     answers = outcome.completions
     lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
@@ -119,7 +119,7 @@ def cut_short(outcome: Outcome, max_tokens: int) -> str | None:
     return f"{who} at the context of {context} positions: {how_many} after the prompt, and --max-tokens is {max_tokens}"
 
 
-def as_json(outcome: Outcome) -> str:
+def as_json(outcome: GenerateResult) -> str:
     usage = outcome.engine.usage
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}
@@ -129,7 +129,7 @@ def as_json(outcome: Outcome) -> str:
     return json.dumps(
         {
             "completions": completions,
-            "stages": stages_as_data(outcome.engine.plan, usage),
+            "stages": stages_json(outcome.engine.plan, usage),
             "bubble": usage.bubble,
             "tokens_per_s": usage.tokens_per_s,
             "ready_after_s": outcome.ready_after_s,

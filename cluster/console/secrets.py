@@ -9,16 +9,16 @@ FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
 HIDDEN = "***"
 
 
-def hide_keys(arguments: Sequence[str]) -> None:
+def hide_secrets_in_title(arguments: Sequence[str]) -> None:
     """Give this process a title without them, before Ray asks for it. For the moment that this takes they can be seen."""
-    if without_keys(arguments) == list(arguments):
+    if redact_arguments(arguments) == list(arguments):
         return
     from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
-    setproctitle(list2cmdline(without_keys(psutil.Process().cmdline())))
+    setproctitle(list2cmdline(redact_arguments(psutil.Process().cmdline())))
 
 
-def without_keys(arguments: Sequence[str]) -> list[str]:
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
     """``--api-key KEY`` and ``--api-key=KEY`` without the key; so for all ``FLAGS``."""
     shown: list[str] = []
     for argument in arguments:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.text import Text
 
-from tramontane.router.engine.activity_log import PastMicroBatch
+from tramontane.router.engine.activity_log import MicroBatchModel
 
 PROMPTS, DECODES = "░▒▓", "▁▂▃▄▅▆▇█"  # told apart without colours as well
 PROMPT_STYLE, DECODE_STYLE = "yellow", "cyan"
@@ -13,7 +13,7 @@ LEAST = 0.02  # share of its time that a character shows
 Column = tuple[float, float]  # seconds of computing prompts and decodes
 
 
-def columns(batches: Iterable[PastMicroBatch], stage: int, began_at: float, column_s: float, num: int) -> list[Column]:
+def bin_activity(batches: Iterable[MicroBatchModel], stage: int, began_at: float, column_s: float, num: int) -> list[Column]:
     """How long a stage computed in each of ``num`` columns of time. A micro-batch with both counts by its tokens.
 
     Columns of 1 s from 10 on; 3 tokens of a prompt and a decode, computed from 10.5 to 12: [(0.375, 0.125), (0.75, 0.25)].
@@ -33,7 +33,7 @@ def columns(batches: Iterable[PastMicroBatch], stage: int, began_at: float, colu
     return list(zip(prompts, decodes, strict=True))
 
 
-def timeline(shown: Sequence[Column], column_s: float) -> Text:
+def render_timeline(shown: Sequence[Column], column_s: float) -> Text:
     """Each character: what took most of the time, and how much of it was computed in."""
     text = Text()
     for prompts_s, decodes_s in shown:

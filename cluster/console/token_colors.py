@@ -11,14 +11,14 @@ from rich.style import Style
 from rich.text import Text
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.console.prompts import args_for_text
+from tramontane.cluster.console.prompts import text_model_args
 from tramontane.proto.errors import ConfigError
 
 BLACK = Color.from_rgb(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenColours:
+class TokenColors:
     """Hues evenly spread over the experts of a layer."""
 
     layer: int
@@ -33,7 +33,7 @@ class TokenColours:
         experts = [(f" {expert} ", self.style(expert)) for expert in range(self.num_experts)]
         return Text.assemble(f"layer {self.layer}, the heaviest expert of each token: ", *experts)
 
-    def painted(self, pieces: Sequence[str], experts: Sequence[int]) -> Segments:
+    def colorize(self, pieces: Sequence[str], experts: Sequence[int]) -> Segments:
         """One piece per token; those that come after the last expert are plain. A colour ends where its line does."""
         segments = []
         for piece, expert in zip_longest(pieces, experts):
@@ -45,7 +45,7 @@ class TokenColours:
 
 def check_layer(config: EngineConfig, layer: int) -> int:
     """How many experts this layer has. Raises ConfigError where there are none."""
-    args = args_for_text(config)
+    args = text_model_args(config)
     if args.moe is None:
         raise ConfigError(f"--show-experts {layer}: the model {config.model_name} has no experts")
     if not 0 <= layer < args.n_layers:

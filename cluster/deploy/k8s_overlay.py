@@ -20,9 +20,9 @@ from tramontane.cluster.deploy.k8s_pods import (
     ROUTER_RESOURCE,
     STAGE,
     Document,
-    Workers,
-    door_group,
+    WorkerPodSpec,
     head_group,
+    ingress_group,
     worker_group,
 )
 
@@ -46,7 +46,7 @@ class Overlay:
     model: str | None
     num_stages: int
     num_experts: int
-    workers: Workers
+    workers: WorkerPodSpec
     places: int
     replicas: int
     max_replicas: int
@@ -55,7 +55,7 @@ class Overlay:
     base: str
 
     @property
-    def grows(self) -> bool:
+    def is_autoscaled(self) -> bool:
         return self.max_replicas > self.replicas
 
 
@@ -68,7 +68,7 @@ def overlay_files(overlay: Overlay) -> dict[str, str]:
     }
     if overlay.model is not None:
         documents[MODEL_FILE] = _model_name(overlay.model)
-    return {name: _text(overlay, document) for name, document in documents.items()}
+    return {name: _dump(overlay, document) for name, document in documents.items()}
 
 
 def serve_config(overlay: Overlay) -> Document:
@@ -83,9 +83,9 @@ def serve_config(overlay: Overlay) -> Document:
         "import_path": "tramontane.cluster.serving.app:build",
         "args": args | overlay.args,
         "deployments": [
-            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _on_door(ROUTER_RESOURCE, 1)},
-            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _on_door(ROUTER_RESOURCE, 1)},
-            {"name": "Ingress", "num_replicas": NUM_DOORS, "ray_actor_options": _on_door(INGRESS_RESOURCE, 1)},
+            {"name": "Router", **_pipelines(overlay), "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
+            {"name": "Batch", "num_replicas": 1, "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
+            {"name": "Ingress", "num_replicas": NUM_DOORS, "ray_actor_options": _ingress_resources(INGRESS_RESOURCE, 1)},
         ],
     }
     return {
@@ -99,7 +99,7 @@ def serve_config(overlay: Overlay) -> Document:
 def _pipelines(overlay: Overlay) -> Document:
     from tramontane.cluster.serving.autoscaling import policy_for  # brings Ray Serve
 
-    if not overlay.grows:
+    if not overlay.is_autoscaled:
         return {"num_replicas": overlay.replicas}
     scaling: Document = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
     scaling["target_ongoing_requests"] = max(int(overlay.places * BUSY_SHARE), 1)
@@ -107,7 +107,7 @@ def _pipelines(overlay: Overlay) -> Document:
     return {"autoscaling_config": scaling | {"policy": policy_for(BUSY_SHARE, None)}}
 
 
-def _on_door(resource: str, amount: float) -> Document:
+def _ingress_resources(resource: str, amount: float) -> Document:
     return {"num_cpus": 0, "resources": {resource: amount}}
 
 
@@ -116,11 +116,11 @@ def _ray_service(overlay: Overlay) -> Document:
     if overlay.redis:
         password = {"valueFrom": {"secretKeyRef": {"name": REDIS_SECRET, "key": "password"}}}
         cluster["gcsFaultToleranceOptions"] = {"redisAddress": f"{REDIS}:6379", "redisPassword": password}
-    if overlay.grows:
+    if overlay.is_autoscaled:
         cluster["enableInTreeAutoscaling"] = True
         cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_S}
     cluster["headGroupSpec"] = head_group(overlay.model)
-    cluster["workerGroupSpecs"] = [door_group(overlay.model), *_actors(overlay)]
+    cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
     spec = {
         "upgradeStrategy": {"type": "None"},  # another cluster beside this one would need as many GPUs again
         "excludeHeadPodFromServeSvc": True,
@@ -182,5 +182,5 @@ def _as_block(dumper: _Dumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _as_block)
 
 
-def _text(overlay: Overlay, document: Document) -> str:
+def _dump(overlay: Overlay, document: Document) -> str:
     return f"{MARK}{overlay.command}\n{yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)}"

@@ -26,11 +26,11 @@ STORE_BYTES = GIB  # Ray's object store in each pod: some micro-batches of hidde
 HOST_BYTES = 12 * GIB  # of a GPU's pod: Ray, CUDA's host side, and pieces of the checkpoint on their way
 OVERHEAD_BYTES = 3 * GIB  # of a pod without a GPU, beside what its stage may use
 HEAD_BYTES, DOOR_BYTES = 8 * GIB, 6 * GIB
-LEAVING_S = 120  # for which a door that is to go still finishes streams; the Service sends it no new ones
+TERMINATION_GRACE_S = 120  # for which a door that is to go still finishes streams; the Service sends it no new ones
 
 
 @dataclass(frozen=True, slots=True)
-class Workers:
+class WorkerPodSpec:
     """What each stage or expert actor gets; ``memory`` is of its GPU, or without one what it may use."""
 
     threads: int
@@ -45,26 +45,26 @@ def head_group(model: str | None) -> Document:
     spec = _pod_spec(container, model)
     if model is not None:  # so that nothing is deployed before there is a model to deploy
         spec["initContainers"] = [_waiting_for(model)]
-    return {"rayStartParams": _start(0) | {"dashboard-host": "0.0.0.0"}, "template": _template(HEAD, spec)}
+    return {"rayStartParams": _ray_start_params(0) | {"dashboard-host": "0.0.0.0"}, "template": _template(HEAD, spec)}
 
 
-def door_group(model: str | None) -> Document:
+def ingress_group(model: str | None) -> Document:
     """HTTP and gRPC, the ingress replicas behind them, and the routers."""
     container = _container("ray-worker", 2, DOOR_BYTES, {"serve": HTTP_PORT, "serve-grpc": GRPC_PORT}, model)
     container["volumeMounts"].append({"name": "api-keys", "mountPath": KEYS_FOLDER, "readOnly": True})
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"sleep {LEAVING_S}; ray stop"]}}}
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["/bin/sh", "-c", f"sleep {TERMINATION_GRACE_S}; ray stop"]}}}
     spec = _pod_spec(container, model)
     spec["volumes"].append({"name": "api-keys", "secret": {"secretName": KEYS_SECRET}})
-    spec["terminationGracePeriodSeconds"] = LEAVING_S + 30
+    spec["terminationGracePeriodSeconds"] = TERMINATION_GRACE_S + 30
     elsewhere = {"labelSelector": {"matchLabels": _labels(DOOR)}, "topologyKey": "kubernetes.io/hostname"}
     preferred = {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": elsewhere}]}
     spec["affinity"] = {"podAntiAffinity": preferred}
     offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_DOOR})
-    start = _start(0) | {"resources": json.dumps(offered)}  # quoted twice: the operator puts it into a shell's line
+    start = _ray_start_params(0) | {"resources": json.dumps(offered)}  # quoted twice: the operator puts it into a shell's line
     return _group("doors", NUM_DOORS, NUM_DOORS, start, _template(DOOR, spec))
 
 
-def worker_group(role: str, name: str, least: int, most: int, each: Workers, model: str | None) -> Document:
+def worker_group(role: str, name: str, least: int, most: int, each: WorkerPodSpec, model: str | None) -> Document:
     """One actor per pod, so that Kubernetes replaces one where one is lost.
 
     The pods have a readiness probe of their own: the operator's asks for Ray Serve's proxy, which is in the doors' only, and a
@@ -73,7 +73,7 @@ def worker_group(role: str, name: str, least: int, most: int, each: Workers, mod
     container = _container("ray-worker", each.threads + 1, _pod_bytes(each), {}, model)
     container["readinessProbe"] = {"httpGet": {"path": "/api/healthz", "port": AGENT_PORT}, "periodSeconds": 5}
     spec = _pod_spec(container, model)
-    start = _start(each.threads)
+    start = _ray_start_params(each.threads)
     if each.has_gpu:
         for kind in ("requests", "limits"):
             container["resources"][kind]["nvidia.com/gpu"] = "1"
@@ -89,12 +89,12 @@ def _group(name: str, least: int, most: int, start: dict[str, str], template: Do
     return {"groupName": name, **counts, "rayStartParams": start, "template": template}
 
 
-def _start(num_cpus: int) -> dict[str, str]:
+def _ray_start_params(num_cpus: int) -> dict[str, str]:
     """Also how many threads Ray gives those actors' libraries: OMP_NUM_THREADS is set nowhere."""
     return {"num-cpus": str(num_cpus), "object-store-memory": str(STORE_BYTES)}
 
 
-def _pod_bytes(each: Workers) -> int:
+def _pod_bytes(each: WorkerPodSpec) -> int:
     return HOST_BYTES if each.has_gpu else each.memory + OVERHEAD_BYTES
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import typer
 
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
-from tramontane.cluster.deploy.k8s_pods import Workers
+from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_folder import find_model_args, is_preset
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.model_folder import is_preset, resolve_model_args
+from tramontane.proto.plan import PipelinePlan
 
 THREADS = 4  # of a stage with a GPU, which launches kernels with them
 FOLDER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -29,13 +29,13 @@ def application_args(context: typer.Context, ours: Collection[str]) -> dict[str,
     return keys | {name: value for name, value in flags.items() if value is not None}
 
 
-def imagined_config(args: dict[str, Any], model: Path | None, replicas: int) -> EngineConfig:
+def planned_config(args: dict[str, Any], model: Path | None, replicas: int) -> EngineConfig:
     """As the application's, with the model that there is here."""
-    from tramontane.cluster.serving.app import checked_config  # brings Ray Serve
+    from tramontane.cluster.serving.app import validate_config  # brings Ray Serve
 
     where = {} if model is None else {"model": model}
     presets = {"load_format": "dummy"} if model is not None and is_preset(model) else {}
-    config = checked_config(presets | args | where | {"replicas": replicas})
+    config = validate_config(presets | args | where | {"replicas": replicas})
     if config.gpu_memory is None or len(config.gpu_memory) != 1:
         raise ConfigError(
             "--gpu-memory must be one size: stages over unlike GPUs are tied to nodes, "
@@ -44,25 +44,25 @@ def imagined_config(args: dict[str, Any], model: Path | None, replicas: int) -> 
     return config
 
 
-def plan_of(config: EngineConfig, workers: Workers) -> ClusterPlan:
+def plan_on(config: EngineConfig, workers: WorkerPodSpec) -> PipelinePlan:
     """As it will be made there. Raises PlanError if the model does not fit."""
     from tramontane.cluster.planning.hardware import Gpu, Hardware
-    from tramontane.cluster.planning.plan_search import plan_for
+    from tramontane.cluster.planning.plan_search import plan_pipeline
 
-    number = ((config.stages or 0) + config.expert_actors) * config.most_replicas
+    number = ((config.stages or 0) + config.expert_actors) * config.max_pipelines
     gpus = tuple(Gpu("gpu", workers.memory, node=str(node)) for node in range(number)) if workers.has_gpu else ()
     hardware = Hardware((workers.threads,) * number, (workers.memory,) * number, gpus)
-    return plan_for(config, find_model_args(config.model), hardware)
+    return plan_pipeline(config, resolve_model_args(config.model), hardware)
 
 
-def folder_name(model: Path) -> str:
+def model_folder_name(model: Path) -> str:
     name = model.name if is_preset(model) else model.resolve().name
     if not FOLDER_NAME.fullmatch(name):
         raise ConfigError(f"--model is {model}; the folder's name must be letters, digits, points, dashes and underscores")
     return name
 
 
-def as_typed(context: typer.Context, command: str, defaults: Mapping[str, object]) -> str:
+def command_line(context: typer.Context, command: str, defaults: Mapping[str, object]) -> str:
     """The command line, but for where it writes to: the same for the same files."""
     given = {name: value for name, value in context.params.items() if value not in (None, False) and name != "out"}
     words = ["tramontane", command]

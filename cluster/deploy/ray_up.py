@@ -17,7 +17,7 @@ from tramontane.proto.byte_size import GIB
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class InstanceType:
     """``memory`` is what CUDA shows of the GPU, rounded down: less than the name says."""
 
     name: str
@@ -26,16 +26,24 @@ class Machine:
 
 MACHINES = MappingProxyType(
     {
-        "aws": (Machine("g6.2xlarge", 22 * GIB), Machine("g6e.2xlarge", 44 * GIB), Machine("p5.4xlarge", 79 * GIB)),
-        "gcp": (Machine("g2-standard-8", 22 * GIB), Machine("a2-highgpu-1g", 39 * GIB), Machine("a2-ultragpu-1g", 79 * GIB)),
+        "aws": (
+            InstanceType("g6.2xlarge", 22 * GIB),
+            InstanceType("g6e.2xlarge", 44 * GIB),
+            InstanceType("p5.4xlarge", 79 * GIB),
+        ),
+        "gcp": (
+            InstanceType("g2-standard-8", 22 * GIB),
+            InstanceType("a2-highgpu-1g", 39 * GIB),
+            InstanceType("a2-ultragpu-1g", 79 * GIB),
+        ),
         "azure": (
-            Machine("Standard_NV36ads_A10_v5", 22 * GIB),
-            Machine("Standard_NC24ads_A100_v4", 79 * GIB),
-            Machine("Standard_NC40ads_H100_v5", 93 * GIB),
+            InstanceType("Standard_NV36ads_A10_v5", 22 * GIB),
+            InstanceType("Standard_NC24ads_A100_v4", 79 * GIB),
+            InstanceType("Standard_NC40ads_H100_v5", 93 * GIB),
         ),
     }
 )
-HEADS = MappingProxyType({"aws": "m7i.xlarge", "gcp": "n2-standard-4", "azure": "Standard_D4s_v5"})
+HEAD_INSTANCES = MappingProxyType({"aws": "m7i.xlarge", "gcp": "n2-standard-4", "azure": "Standard_D4s_v5"})
 
 MARK = "# Written by: "
 NAME = "tramontane"  # of the cluster
@@ -59,7 +67,7 @@ SDKS = {  # with which Ray's autoscaler on the head node asks for machines
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterFile:
+class RayUpSpec:
     """``serve`` is for ``tramontane serve --config``; ``memory`` what a stage without a GPU may use.
 
     ``hosts``: addresses of machines that there are, the head's first.
@@ -83,7 +91,7 @@ class ClusterFile:
         return bool(self.hosts) and len(self.hosts) == self.num_nodes
 
 
-def cluster_text(file: ClusterFile) -> str:
+def render(file: RayUpSpec) -> str:
     document = {"cluster_name": NAME, **_machines(file), **_software(file), **_ray(file)}
     needed = "rsync" if file.memory else "rsync, a driver for CUDA, gcc and Python's headers (Triton compiles with them)"
     lines = [
@@ -108,7 +116,7 @@ def _folded(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _folded)
 
 
-def _machines(file: ClusterFile) -> dict[str, Any]:
+def _machines(file: RayUpSpec) -> dict[str, Any]:
     auth: dict[str, Any] = {"ssh_user": file.ssh_user}
     if file.ssh_key is not None:
         auth["ssh_private_key"] = file.ssh_key
@@ -124,7 +132,7 @@ def _machines(file: ClusterFile) -> dict[str, Any]:
     }
     count = file.num_nodes
     types = {
-        HEAD: {"resources": {"CPU": 0}, "node_config": _node(file.provider, HEADS[file.provider])},
+        HEAD: {"resources": {"CPU": 0}, "node_config": _node(file.provider, HEAD_INSTANCES[file.provider])},
         STAGE: {
             **{"min_workers": count, "max_workers": count, "resources": {"CPU": file.threads, "GPU": 1}},
             "node_config": _node(file.provider, file.machine),
@@ -150,7 +158,7 @@ def _node(provider: str, machine: str) -> dict[str, Any]:
     return {"azure_arm_parameters": {"vmSize": machine, **image}}
 
 
-def _software(file: ClusterFile) -> dict[str, Any]:
+def _software(file: RayUpSpec) -> dict[str, Any]:
     """What is installed, into a virtual environment of its own, and set for every shell and thus for all that Ray starts."""
     is_url = "://" in file.wheel
     wheel = file.wheel if is_url else f"~/{PurePosixPath(file.wheel).name}"
@@ -175,7 +183,7 @@ def _software(file: ClusterFile) -> dict[str, Any]:
     }
 
 
-def _ray(file: ClusterFile) -> dict[str, Any]:
+def _ray(file: RayUpSpec) -> dict[str, Any]:
     """``ray up`` sets OMP_NUM_THREADS to 1, which Ray would leave to all actors, whatever cores they have."""
     before = "unset OMP_NUM_THREADS; ulimit -Sn hard"
     common = f"--object-store-memory={STORE_BYTES} --disable-usage-stats"

@@ -34,8 +34,8 @@ ACTIVITY_OPERATIONS: Operations = MappingProxyType(
 )
 
 
-class ActivityDoor:
-    """Its route is for another application to take in. ``ask``: see ``RouterQuestions.activity``."""
+class ActivityEndpoint:
+    """Its route is for another application to take in. ``ask``: see ``RouterQueries.activity``."""
 
     def __init__(self, ask: AskActivity) -> None:
         self._ask = ask
@@ -45,12 +45,12 @@ class ActivityDoor:
 
     async def activity(self, request: Request) -> Response:
         check_query(request.query_params, "after")
-        after = _after_each(request.query_params.getlist("after"))
+        after = _parse_after(request.query_params.getlist("after"))
         pipelines = await self._ask(after)
         return JSONResponse({"now": time.time(), "pipelines": pipelines})
 
 
-def _after_each(given: Sequence[str]) -> AfterEach:
+def _parse_after(given: Sequence[str]) -> AfterEach:
     """Raises ParameterError."""
     found = [AFTER.fullmatch(each) for each in given[: MAX_AFTER + 1]]
     if None in found or len(found) > MAX_AFTER:

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tramontane.cluster.http.body_limits import BodyBudget
+from tramontane.cluster.http.body_limits import BodyLimiter
 from tramontane.cluster.http.openapi import JsonSchema, Operation, Operations
 from tramontane.proto.errors import JobRefusedError, ParameterError, TramontaneError
 from tramontane.router.batch import schema as shapes
@@ -27,11 +27,11 @@ from tramontane.router.batch.schema import (
     BatchRequest,
     batch_object,
     check_query,
-    choice_of,
     file_object,
-    limit_of,
-    page_of,
+    paginate,
     parse_batch,
+    parse_choice,
+    parse_limit,
 )
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import PIECE
@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 JSONL = "application/jsonl"
 TEXT: JsonSchema = {"type": "string"}
 ORDER: JsonSchema = {"enum": ["asc", "desc"]}
-LISTED: JsonSchema = {"type": "integer", "minimum": 1, "maximum": MAX_FILE_LIST}
-FILE_QUERY = {"limit": LISTED, "after": TEXT, "order": ORDER, "purpose": TEXT}
+LIMIT_SCHEMA: JsonSchema = {"type": "integer", "minimum": 1, "maximum": MAX_FILE_LIST}
+FILE_QUERY = {"limit": LIMIT_SCHEMA, "after": TEXT, "order": ORDER, "purpose": TEXT}
 BATCH_QUERY = {"limit": {"type": "integer", "minimum": 1, "maximum": MAX_LIST}, "after": TEXT}
 RESULTS_QUERY = {"offset": {"type": "integer", "minimum": 0, "maximum": 10**15 - 1}}
 BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
@@ -51,7 +51,11 @@ BATCH_EXAMPLE = {"input_file_id": "file-1", "endpoint": "/v1/completions"}
 BATCH_OPERATIONS: Operations = MappingProxyType(
     {
         ("POST", "/v1/files"): Operation(
-            "Store a file of requests", shapes.StoredFile, (400, 408, 413, 503), shapes.Upload, body_type="multipart/form-data"
+            "Store a file of requests",
+            shapes.StoredFile,
+            (400, 408, 413, 503),
+            shapes.FileUpload,
+            body_type="multipart/form-data",
         ),
         ("GET", "/v1/files"): Operation("The files", shapes.FileList, (400, 404, 503), query=FILE_QUERY),
         ("GET", "/v1/files/{file_id}"): Operation("A file", shapes.StoredFile, (404, 503)),
@@ -74,11 +78,11 @@ MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
 MAX_FIELDS = 8
 
 
-class BatchDoor:
+class BatchEndpoints:
     """The endpoints. Its routes are for another application to take in."""
 
-    def __init__(self, service: BatchService, bodies: BodyBudget | None = None) -> None:
-        self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyBudget()
+    def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
+        self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyLimiter()
 
     def routes(self) -> list[Route]:
         return [
@@ -96,9 +100,9 @@ class BatchDoor:
 
     async def upload(self, request: Request) -> Response:
         """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
-        _check_form_type(request.headers.get("content-type", ""))
+        _require_multipart(request.headers.get("content-type", ""))
         most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
-        parser = MultiPartParser(request.headers, self._bodies.parts(request, most), max_files=1, max_fields=MAX_FIELDS)
+        parser = MultiPartParser(request.headers, self._bodies.stream(request, most), max_files=1, max_fields=MAX_FIELDS)
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, UnicodeError) as error:
@@ -113,12 +117,12 @@ class BatchDoor:
     async def list_files(self, request: Request) -> Response:
         query = request.query_params
         check_query(query, "limit", "after", "order", "purpose")
-        limit = limit_of(query, MAX_FILE_LIST, MAX_FILE_LIST)
-        newest_first = choice_of(query, "order", "asc", "desc") != "asc"
+        limit = parse_limit(query, MAX_FILE_LIST, MAX_FILE_LIST)
+        newest_first = parse_choice(query, "order", "asc", "desc") != "asc"
         if "\0" in (purpose := query.get("purpose", "")):
             raise ParameterError(f"there is no purpose {purpose!r:.60}", "purpose")
         files = await self._service.list_files(limit + 1, query.get("after"), purpose or None, newest_first)
-        return JSONResponse(page_of([file_object(file, self._keep_s) for file in files], limit))
+        return JSONResponse(paginate([file_object(file, self._keep_s) for file in files], limit))
 
     async def file(self, request: Request) -> Response:
         return JSONResponse(file_object(await self._service.file(request.path_params["file_id"]), self._keep_s))
@@ -136,18 +140,18 @@ class BatchDoor:
 
     async def create(self, request: Request) -> Response:
         """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
-        parsed = parse_batch(await self._bodies.whole(request, MAX_BATCH_BODY))
+        parsed = parse_batch(await self._bodies.read(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
         return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
 
     async def list_batches(self, request: Request) -> Response:
         check_query(request.query_params, "limit", "after")
-        limit = limit_of(request.query_params, 20, MAX_LIST)
+        limit = parse_limit(request.query_params, 20, MAX_LIST)
         jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
-        return JSONResponse(page_of([batch_object(job, self._keep_s) for job in jobs], limit))
+        return JSONResponse(paginate([batch_object(job, self._keep_s) for job in jobs], limit))
 
     async def batch(self, request: Request) -> Response:
-        return self._batch(await self._service.stored(request.path_params["job_id"]))
+        return self._batch(await self._service.get_stored(request.path_params["job_id"]))
 
     async def cancel(self, request: Request) -> Response:
         return self._batch(await self._service.cancel_stored(request.path_params["job_id"]))
@@ -158,7 +162,7 @@ class BatchDoor:
         given = request.query_params.get("offset", "0")
         if not (given.isascii() and given.isdecimal() and len(given) < 16):
             raise ParameterError(f"offset is {given!r:.60}; it must be a whole number from 0", "offset")
-        job_id = (await self._service.stored(request.path_params["job_id"])).job.job_id
+        job_id = (await self._service.get_stored(request.path_params["job_id"])).job.job_id
         lines = _result_lines(self._service, job_id, int(given))
         await anext(lines)  # refused while there still can be a status
         return StreamingResponse(lines, media_type=JSONL)
@@ -167,7 +171,7 @@ class BatchDoor:
         return JSONResponse(batch_object(job, self._keep_s))
 
 
-def _check_form_type(given: str) -> None:
+def _require_multipart(given: str) -> None:
     """Python knows charsets that make names of what is no text. Raises JobRefusedError."""
     kind, parameters = parse_options_header(given)
     if kind.lower() != b"multipart/form-data":

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from tramontane.proto.errors import OverloadedError, RequestError
 
 MAX_HELD = 256 * 2**20
-STEP = 64 * 2**10
+MIN_PROGRESS_BYTES = 64 * 2**10
 STEP_WITHIN_S = 30.0
 RETRY_AFTER_S = 5
 
@@ -22,11 +22,12 @@ class BodyTooSlowError(RequestError):
     """It comes so slowly that the door does not wait for the rest."""
 
 
-class BodyBudget:
+class BodyLimiter:
     """What one door reads at once.
 
     ``max_held``: bytes of all bodies that are not whole yet; one that is whole is parsed at once. ``step_within_s``: so soon the
-    next ``STEP`` bytes of a body have to be there, or its end. The time begins anew with each of them, so a large body may take
+    next ``MIN_PROGRESS_BYTES`` bytes of a body have to be there, or its end. The time begins anew with each of them, so a
+    large body may take
     long, and one that comes byte by byte does not keep its place for ever.
     """
 
@@ -34,11 +35,11 @@ class BodyBudget:
         self._max_held, self._step_within_s = max_held, step_within_s
         self.num_held = 0
 
-    async def whole(self, request: Request, max_body: int) -> bytes:
+    async def read(self, request: Request, max_body: int) -> bytes:
         """Raises BodyTooLargeError, BodyTooSlowError, OverloadedError."""
         body = bytearray()
         try:
-            async with aclosing(self.parts(request, max_body)) as parts:
+            async with aclosing(self.stream(request, max_body)) as parts:
                 async for part in parts:
                     if self.num_held + len(part) > self._max_held:
                         raise OverloadedError("the server is reading too many large bodies at once", RETRY_AFTER_S)
@@ -48,7 +49,7 @@ class BodyBudget:
         finally:
             self.num_held -= len(body)
 
-    async def parts(self, request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
+    async def stream(self, request: Request, max_body: int) -> AsyncGenerator[bytes, None]:
         """For who does not keep them: they are not held. Raises BodyTooLargeError as soon as it is known, BodyTooSlowError.
 
         A body that says itself that it is too large is not read at all.
@@ -75,11 +76,12 @@ class BodyBudget:
                         part = await anext(parts, None)
                 except TimeoutError:
                     raise BodyTooSlowError(
-                        f"the body comes too slowly; send {STEP} bytes, or the rest, within {self._step_within_s:g} s"
+                        f"the body comes too slowly; send {MIN_PROGRESS_BYTES} bytes, or the rest, "
+                        f"within {self._step_within_s:g} s"
                     ) from None
                 if part is None:
                     return
-                if (num_bytes + len(part)) // STEP > num_bytes // STEP:
+                if (num_bytes + len(part)) // MIN_PROGRESS_BYTES > num_bytes // MIN_PROGRESS_BYTES:
                     deadline = clock() + self._step_within_s
                 num_bytes += len(part)
                 yield part

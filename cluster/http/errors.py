@@ -12,9 +12,9 @@ from starlette.types import ExceptionHandler
 
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
 from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
-from tramontane.proto.log_fields import about
+from tramontane.proto.log_fields import request_fields
 from tramontane.router.openai.completion_request import ErrorType, error_body
-from tramontane.router.openai.errors import ErrorShape, shape_of
+from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
 
 logger = logging.getLogger(__name__)
 
@@ -32,45 +32,45 @@ def error_response(error: TramontaneError) -> JSONResponse:
     return JSONResponse(shape.body(str(error)), shape.status, headers)
 
 
-def _shape(error: TramontaneError) -> ErrorShape:
+def _shape(error: TramontaneError) -> HttpErrorSpec:
     match error:
         case BodyTooLargeError():
-            return ErrorShape(413, "invalid_request_error")
+            return HttpErrorSpec(413, "invalid_request_error")
         case BodyTooSlowError():
-            return ErrorShape(408, "invalid_request_error")
-    return shape_of(error)
+            return HttpErrorSpec(408, "invalid_request_error")
+    return http_error_for(error)
 
 
-def failed(error: TramontaneError, request_id: str) -> JSONResponse:
+def log_and_respond(error: TramontaneError, request_id: str) -> JSONResponse:
     """As ``error_response``; what is not the client's fault goes into the log, unless the server is meant to refuse it."""
     response = error_response(error)
     if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
-        logger.warning("request %s failed: %s", request_id, error, extra=about(request_id))
+        logger.warning("request %s failed: %s", request_id, error, extra=request_fields(request_id))
     return response
 
 
 def request_id(request: Request) -> str:
-    """As the client or a proxy said it, or as ``DoorGuard`` made it."""
+    """As the client or a proxy said it, or as ``AuthMiddleware`` made it."""
     return str(getattr(request.state, "request_id", "-"))
 
 
-def owner_of(request: Request) -> int:
-    """A number for the key with which it came, as ``DoorGuard`` says it."""
+def request_owner(request: Request) -> int:
+    """A number for the key with which it came, as ``AuthMiddleware`` says it."""
     return int(getattr(request.state, "owner", 0))
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, TramontaneError)
-    return failed(error, request_id(request))
+    return log_and_respond(error, request_id(request))
 
 
-async def _left(_request: Request, _error: Exception) -> Response:
+async def _client_closed(_request: Request, _error: Exception) -> Response:
     """Nobody sees it, but servers want a status."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
 # What every application of ours answers, whichever of its doors has raised.
-ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _left})
+ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _client_closed})
 
 
 def json_error(

@@ -15,7 +15,7 @@ from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 
-PAGE = "#/components/schemas/{model}"
+REF_TEMPLATE = "#/components/schemas/{model}"
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # JSON, and at the end [DONE]
 
@@ -73,7 +73,11 @@ OPERATIONS: Operations = MappingProxyType(
         ("GET", "/health"): Operation("Whether tokens can be made now", answers.Health, (503,)),
         ("GET", "/experts"): Operation("Tokens that each expert was given", answers.ExpertTokens, (404, 503)),
         ("POST", "/experts"): Operation(
-            "Spread the experts by another load", answers.Moved, (*ERRORS_OF_BODY, 503), answers.WantedExperts, LOAD_EXAMPLE
+            "Spread the experts by another load",
+            answers.MoveExpertsResponse,
+            (*ERRORS_OF_BODY, 503),
+            answers.MoveExpertsRequest,
+            LOAD_EXAMPLE,
         ),
     }
 )
@@ -88,7 +92,7 @@ def openapi(routes: Sequence[Route], operations: Operations, model: str, version
     paths: dict[str, dict[str, Any]] = {}
     for method, path, operation in described:
         errors = (*operation.errors, *((401,) if needs_key and path != "/health" else ()))
-        paths.setdefault(path, {})[method.lower()] = _described(operation, path, sorted(errors))
+        paths.setdefault(path, {})[method.lower()] = _operation_object(operation, path, sorted(errors))
     components: dict[str, Any] = {"schemas": _schemas([operation for _, _, operation in described], model)}
     page: dict[str, Any] = {"openapi": "3.1.0", "info": {"title": "Tramontane", "version": version}, "paths": paths}
     if needs_key:
@@ -103,7 +107,7 @@ def _operations_of(routes: Sequence[Route]) -> Iterator[tuple[str, str]]:
             yield method, route.path_format
 
 
-def _described(operation: Operation, path: str, errors: Sequence[int]) -> dict[str, Any]:
+def _operation_object(operation: Operation, path: str, errors: Sequence[int]) -> dict[str, Any]:
     content = {operation.answer_type: {"schema": _ref(operation.answer) if operation.answer else {}}}
     if operation.streams:
         content["text/event-stream"] = {"schema": EVENT}
@@ -125,7 +129,7 @@ def _described(operation: Operation, path: str, errors: Sequence[int]) -> dict[s
 
 
 def _ref(model: type[BaseModel]) -> JsonSchema:
-    return {"$ref": PAGE.format(model=model.__name__)}
+    return {"$ref": REF_TEMPLATE.format(model=model.__name__)}
 
 
 def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
@@ -133,10 +137,10 @@ def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
     bodies = {operation.body for operation in operations if operation.body}
     told = {operation.answer for operation in operations if operation.answer} | {answers.Error}
     kinds = sorted(bodies | told, key=lambda kind: kind.__name__)
-    _, page = models_json_schema([(kind, "validation") for kind in kinds], ref_template=PAGE)
+    _, page = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REF_TEMPLATE)
     schemas: dict[str, JsonSchema] = page["$defs"]
     for name in _names_below(schemas, [kind.__name__ for kind in bodies]):
-        _let_be_null(schemas[name])
+        _make_nullable(schemas[name])
         if "model" in schemas[name].get("properties", {}):
             schemas[name]["properties"]["model"]["anyOf"] = [{"const": model}, {"type": "null"}]
     return schemas
@@ -163,7 +167,7 @@ def _refs(schema: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
         yield from _refs(part)
 
 
-def _let_be_null(schema: JsonSchema) -> None:
+def _make_nullable(schema: JsonSchema) -> None:
     """What may be left out of a request may also be null: clients send it for what they were not given."""
     for name, written in schema.get("properties", {}).items():
         if "default" in written and {"type": "null"} not in written.get("anyOf", ()):

@@ -10,14 +10,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http import static_pages
 from tramontane.cluster.http.errors import json_error
-from tramontane.proto.log_fields import GOOD_ID, REQUEST_ID_HEADER, about
+from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN, request_fields
 
 logger = logging.getLogger(__name__)
 
-OPEN_TO_ALL = {"/health"} | static_pages.UI_PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
+PUBLIC_PATHS = {"/health"} | static_pages.UI_PATHS  # whoever restarts servers has no key, nor has a browser that is to ask for it
 
 
-class DoorGuard:
+class AuthMiddleware:
     """ASGI middleware around every route, whoever mounted it. Without a key nothing of a request is read.
 
     ``sends_id``: whether answers get the request's id from here; Ray Serve's proxies write it themselves.
@@ -43,16 +43,16 @@ class DoorGuard:
 
         answer = send_with_id if self._sends_id else send
         if not logger.isEnabledFor(logging.INFO):
-            await self._let_in(scope, receive, answer)
+            await self._dispatch(scope, receive, answer)
             return
-        logged = _Logged(answer)
+        logged = _AccessLog(answer)
         try:
-            await self._let_in(scope, receive, logged.send)
+            await self._dispatch(scope, receive, logged.send)
         finally:
-            logged.tell(scope, own_id)
+            logged.write(scope, own_id)
 
-    async def _let_in(self, scope: Scope, receive: Receive, answer: Send) -> None:
-        owner = 0 if _path(scope) in OPEN_TO_ALL else self._keys.owner_of(_authorization(scope))
+    async def _dispatch(self, scope: Scope, receive: Receive, answer: Send) -> None:
+        owner = 0 if _path(scope) in PUBLIC_PATHS else self._keys.authenticate(_authorization(scope))
         if owner is not None:
             scope["state"]["owner"] = owner
             await self._app(scope, receive, answer)
@@ -67,7 +67,7 @@ class DoorGuard:
             await refusal(scope, receive, answer)
 
 
-class _Logged:
+class _AccessLog:
     """One request's answer on its way, for a line about it when it has ended."""
 
     def __init__(self, send: Send) -> None:
@@ -79,18 +79,18 @@ class _Logged:
             self._status = message["status"]
         await self._send(message)
 
-    def tell(self, scope: Scope, own_id: str) -> None:
+    def write(self, scope: Scope, own_id: str) -> None:
         """What asks whether we are well asks often."""
         path, seconds = f"{_path(scope):.100}", round(time.monotonic() - self._begun_at, 6)
-        level = logging.DEBUG if path in OPEN_TO_ALL else logging.INFO
+        level = logging.DEBUG if path in PUBLIC_PATHS else logging.INFO
         words = "request %s: %s %r was answered with %d in %.3f s"
-        extra = about(own_id, method=scope["method"], path=path, status=self._status, seconds=seconds)
+        extra = request_fields(own_id, method=scope["method"], path=path, status=self._status, seconds=seconds)
         logger.log(level, words, own_id, scope["method"], path, self._status, seconds, extra=extra)
 
 
 def _id_of(scope: Scope) -> str:
     given = next((value for name, value in scope["headers"] if name == REQUEST_ID_HEADER), b"")
-    return given.decode() if GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if REQUEST_ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
 
 
 def _path(scope: Scope) -> str:

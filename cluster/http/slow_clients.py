@@ -17,7 +17,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.proto.log_fields import about
+from tramontane.proto.log_fields import request_fields
 
 logger = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ class SlowReaderError(Exception):
     """A client has not read for too long."""
 
 
-def num_unread() -> int:
+def num_buffered() -> int:
     """Messages of this request's answer that nobody has fetched; 0 where Ray Serve is not between."""
     queue = answer_queue.get(None)
     return len(queue._message_queue) if queue is not None else 0
 
 
-def patient(send: Send, limit_s: float, unread: Callable[[], int] = num_unread) -> Send:
+def with_backpressure(send: Send, limit_s: float, unread: Callable[[], int] = num_buffered) -> Send:
     """Writes, and waits while much is unread. Raises SlowReaderError where that takes longer than the limit."""
 
     async def send_and_wait(message: Message) -> None:
@@ -54,7 +54,7 @@ def patient(send: Send, limit_s: float, unread: Callable[[], int] = num_unread) 
     return send_and_wait
 
 
-class WaitForReaders:
+class BackpressureMiddleware:
     """For the door, ASGI middleware around its endpoints: each answer waits for its reader, and is given up after ``limit_s``."""
 
     def __init__(self, app: ASGIApp, limit_s: float) -> None:
@@ -64,7 +64,7 @@ class WaitForReaders:
         if scope["type"] != "http" or self._limit_s == math.inf:
             await self._app(scope, receive, send)
             return
-        patient_send = patient(send, self._limit_s)
+        patient_send = with_backpressure(send, self._limit_s)
 
         async def send_with_limit(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -76,10 +76,10 @@ class WaitForReaders:
         except SlowReaderError:
             own_id = str(scope.get("state", {}).get("request_id", "-"))
             why = "request %s was dropped: its client did not read for %g s"
-            logger.warning(why, own_id, self._limit_s, extra=about(own_id))
+            logger.warning(why, own_id, self._limit_s, extra=request_fields(own_id))
 
 
-class DropSlowReaders:
+class SlowClientMiddleware:
     """For the proxy, ASGI middleware around all others: a connection that takes nothing for as long as the door says is cut.
 
     A large message is written in pieces: a whole answer would otherwise lie in the HTTP server's buffer until its client goes.
@@ -103,7 +103,7 @@ class DropSlowReaders:
                         await send(piece)
             except TimeoutError:
                 logger.warning("a connection was cut: its client had not read for %g s", limit_s)
-                _cut(send)
+                _reset_connection(send)
 
         await self._app(scope, receive, send_or_cut)
 
@@ -116,7 +116,7 @@ def _pieces(message: Message) -> Iterator[Message]:
     yield message if len(body) <= PIECE else {**message, "body": body[(len(body) - 1) // PIECE * PIECE :]}
 
 
-def _cut(send: Send) -> None:
+def _reset_connection(send: Send) -> None:
     """At once, with what is unsent. Uvicorn has no way to say that; its application then hears that the client has left."""
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if transport is None:

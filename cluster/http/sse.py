@@ -10,23 +10,23 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tramontane.cluster.http.errors import failed
-from tramontane.cluster.http.failover_response import ANSWER, NEWS, event_of
+from tramontane.cluster.http.errors import log_and_respond
+from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME, event_of
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.router.openai.resume_state import ChoiceNews
+from tramontane.router.openai.resume_state import ChoiceUpdate
 
 Changes = AsyncGenerator[list[dict[str, Any]], None]
 
 
-class Growing(Protocol):
+class StreamingAnswer(Protocol):
     """A request that is being answered: ``Completion``, and what behaves like one."""
 
     def stream(self, source: TokenSource) -> Changes:
         """What has changed in its choices, each time something is ready."""
         ...
 
-    def take_news(self) -> list[ChoiceNews]:
+    def take_updates(self) -> list[ChoiceUpdate]:
         """What another door would have to know to go on after the last changes."""
         ...
 
@@ -42,11 +42,11 @@ class Growing(Protocol):
         ...
 
 
-class Piece(NamedTuple):
+class SseChunk(NamedTuple):
     """Of a stream: whole events, and what they tell of the choices."""
 
     data: bytes
-    news: list[ChoiceNews]
+    news: list[ChoiceUpdate]
     is_last: bool = False
 
 
@@ -62,27 +62,27 @@ class Pacer:
         self._writes_per_s = writes_per_s
         self.num_streams = 0
 
-    async def turn(self, last_write: float) -> None:
+    async def wait_turn(self, last_write: float) -> None:
         """Wait until a stream that wrote at ``last_write`` (of the event loop's clock) may write again."""
         wait = last_write + self.num_streams / self._writes_per_s - asyncio.get_running_loop().time()
         if wait > 0:
             await asyncio.sleep(wait)
 
 
-class EventStream(StreamingResponse):
+class SseResponse(StreamingResponse):
     """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
 
     Without this they would wait for Python's garbage collector, and hold their places until then. The last event and the end
     travel in one message: a door cannot die between the two.
     """
 
-    def __init__(self, events: AsyncGenerator[Piece, None], changes: Changes) -> None:
+    def __init__(self, events: AsyncGenerator[SseChunk, None], changes: Changes) -> None:
         super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.events, self._changes = events, changes
         self._is_relayed = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._is_relayed = ANSWER in scope
+        self._is_relayed = SCOPE_RESUME in scope
         async with aclosing(self._changes), aclosing(self.events):
             with suppress(ClientDisconnect):
                 await super().__call__(scope, receive, send)
@@ -91,19 +91,19 @@ class EventStream(StreamingResponse):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self.events:
             message = {"type": "http.response.body", "body": piece.data, "more_body": not piece.is_last}
-            await send(message | {NEWS: piece.news} if self._is_relayed else message)
+            await send(message | {MESSAGE_UPDATES: piece.news} if self._is_relayed else message)
 
 
-async def paced_events(
+async def sse_events(
     pacer: Pacer,
-    answer: Growing,
+    answer: StreamingAnswer,
     first: list[dict[str, Any]],
     changes: Changes,
     request_id: str,
     *,
     includes_usage: bool,
     opening: dict[str, Any] | None = None,
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[SseChunk, None]:
     """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes, ``opening`` goes before."""
     clock = asyncio.get_running_loop().time
     pacer.num_streams += 1
@@ -111,13 +111,13 @@ async def paced_events(
         async with aclosing(changes):
             ready = (b"" if opening is None else _event(opening)) + _event(answer.chunk(first))
             while not answer.is_finished:
-                yield Piece(ready, answer.take_news())
-                await pacer.turn(clock())
+                yield SseChunk(ready, answer.take_updates())
+                await pacer.wait_turn(clock())
                 ready = _event(answer.chunk(await anext(changes)))
         ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
-        yield Piece(ready, answer.take_news(), is_last=True)
+        yield SseChunk(ready, answer.take_updates(), is_last=True)
     except TramontaneError as error:
-        yield Piece(event_of(bytes(failed(error, request_id).body)), [], is_last=True)
+        yield SseChunk(event_of(bytes(log_and_respond(error, request_id).body)), [], is_last=True)
     finally:
         pacer.num_streams -= 1
 

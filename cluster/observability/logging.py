@@ -12,28 +12,28 @@ from typing import cast
 from ray.serve._private.constants import SERVE_LOGGER_NAME
 from ray.serve.context import _get_serve_request_context, _RequestContext, _serve_request_context
 
-from tramontane.cluster.config.logging import Labels, LogSettings
-from tramontane.cluster.observability.tracing import carry_on
-from tramontane.proto.log_fields import about
-from tramontane.proto.request import SequenceSpec
-from tramontane.router.engine.active_request import LiveRequest
+from tramontane.cluster.config.logging import ContextFilter, LogSettings
+from tramontane.cluster.observability.tracing import propagate_trace
+from tramontane.proto.log_fields import request_fields
+from tramontane.proto.request import SequenceRequest
+from tramontane.router.engine.active_request import ActiveRequest
 
 logger = logging.getLogger(__name__)
 
 MAX_ID = 128  # characters, as over HTTP
 
 
-def log_beside_ray_serve(settings: LogSettings, component: str, **fields: object) -> None:
+def use_serve_log(settings: LogSettings, component: str, **fields: object) -> None:
     """Call in a replica's constructor: what we log goes where Ray Serve's own lines go, which is the process's log, in its form.
 
     Nothing else takes it there: Python would write it to the process's standard error, without a time.
     """
-    handler = BesideRayServe()
-    handler.addFilter(Labels({"component": component, **fields}))
-    settings.hand_to(handler)
+    handler = ServeLogHandler()
+    handler.addFilter(ContextFilter({"component": component, **fields}))
+    settings.install(handler)
 
 
-class BesideRayServe(logging.Handler):
+class ServeLogHandler(logging.Handler):
     """Hands lines to Ray Serve's handlers, as they are at that moment: it makes them anew where its configuration changes."""
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -42,36 +42,36 @@ class BesideRayServe(logging.Handler):
         return passes
 
 
-def serves_request_id(_context: object) -> str:
+def serve_request_id(_context: object) -> str:
     """What Ray Serve calls the request that this task works on: over gRPC what its metadata has as request_id, or a new one."""
     return _get_serve_request_context().request_id[:MAX_ID]
 
 
-def context_of(request_id: str) -> Context:
+def request_context(request_id: str) -> Context:
     """For a task that is part of no request, but asks other replicas on behalf of one: they name it so in their logs, and
     what they do belongs to its trace. Without an id it is nobody's."""
     context, serves_own = Context(), cast("ContextVar[_RequestContext]", _serve_request_context)
     if request_id:
         context.run(serves_own.set, _RequestContext(request_id=request_id))
-        carry_on(context)
+        propagate_trace(context)
     return context
 
 
-def log_accepted(request: LiveRequest, specs: Sequence[SequenceSpec]) -> None:
+def log_accepted(request: ActiveRequest, specs: Sequence[SequenceRequest]) -> None:
     if not logger.isEnabledFor(logging.INFO):
         return
     own_id, num_tokens = request.request_id, max(len(spec.prompt_ids) + len(spec.output_ids) for spec in specs)
-    goes_on = any(spec.was_accepted or spec.output_ids for spec in specs)
+    goes_on = any(spec.already_admitted or spec.output_ids for spec in specs)
     words = "request %s is accepted: %d sequence%s, the longest of %d tokens" + ", begun elsewhere" * goes_on
-    extra = about(own_id, sequences=len(specs), longest=num_tokens)
+    extra = request_fields(own_id, sequences=len(specs), longest=num_tokens)
     logger.info(words, own_id or "-", len(specs), "s" * (len(specs) != 1), num_tokens, extra=extra)
 
 
-def log_ended(request: LiveRequest, *, is_complete: bool) -> None:
+def log_ended(request: ActiveRequest, *, is_complete: bool) -> None:
     """Not complete is one that failed, or whose client has left, or whose door is gone."""
     if not logger.isEnabledFor(logging.INFO):
         return
     own_id, what = request.request_id, "has ended" if is_complete else "is aborted"
     times = {name: round(seconds, 6) for name, seconds in asdict(request.times).items()}
     words = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f} s" for name, seconds in times.items())
-    logger.info("request %s %s: %s", own_id or "-", what, words, extra=about(own_id, is_complete=is_complete, **times))
+    logger.info("request %s %s: %s", own_id or "-", what, words, extra=request_fields(own_id, is_complete=is_complete, **times))

@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from ray.util import metrics as of_ray
 
 PREFIX = "tramontane_"
-KINDS = ("interactive", "batch")  # of requests: of clients at a door, and lines of batch jobs
+REQUEST_KINDS = ("interactive", "batch")  # of requests: of clients at a door, and lines of batch jobs
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 HOPS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
 TOKENS = tuple(float(2**n) for n in range(14))
@@ -123,14 +123,14 @@ class RayMetrics:
         return of_ray.Histogram(PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels)
 
 
-class Follower:
+class DeltaCounter:
     """Makes a counter follow numbers that are counted elsewhere: it is given what they grew by since the last time."""
 
     def __init__(self, counter: Counting) -> None:
         self._counter = counter
         self._told: dict[tuple[str, ...], float] = {}
 
-    def tell(self, value: float, tags: Tags) -> None:
+    def update(self, value: float, tags: Tags) -> None:
         """``value``: all that was counted so far under these tags."""
         series = tuple(tags.values())
         grown = value - self._told.get(series, 0)
@@ -138,44 +138,44 @@ class Follower:
             self._counter.inc(grown, tags)
             self._told[series] = value
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """What it follows from now on is counted from nothing."""
         self._told.clear()
 
 
-class ExpertTokens:
+class ExpertTokenMetrics:
     """Tokens that the experts of a stage's layers were given."""
 
     def __init__(self, counter: Counting, pipeline: str, stage_id: int) -> None:
-        self._tokens = Follower(counter)
+        self._tokens = DeltaCounter(counter)
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
-    def tell(self, load: Mapping[int, Sequence[int]]) -> None:
+    def export(self, load: Mapping[int, Sequence[int]]) -> None:
         """``load``: tokens of each expert so far, by the global number of their layer."""
         for layer, tokens in load.items():
             for expert, number in enumerate(tokens):
-                self._tokens.tell(number, self._tags | {"layer": str(layer), "expert": str(expert)})
+                self._tokens.update(number, self._tags | {"layer": str(layer), "expert": str(expert)})
 
 
-class ExpertWork:
+class ExpertWorkMetrics:
     """What an expert actor has done."""
 
     def __init__(self, busy_s: Counting, rows: Counting, pipeline: str, actor_id: int) -> None:
-        self._busy_s, self._rows = Follower(busy_s), Follower(rows)
+        self._busy_s, self._rows = DeltaCounter(busy_s), DeltaCounter(rows)
         self._tags = {"pipeline": pipeline, "actor": str(actor_id)}
 
-    def tell(self, busy_s: float, num_rows: int) -> None:
+    def export(self, busy_s: float, num_rows: int) -> None:
         """All so far."""
-        self._busy_s.tell(busy_s, self._tags)
-        self._rows.tell(num_rows, self._tags)
+        self._busy_s.update(busy_s, self._tags)
+        self._rows.update(num_rows, self._tags)
 
 
-def expert_tokens(pipeline: str, stage_id: int) -> ExpertTokens:
+def expert_tokens(pipeline: str, stage_id: int) -> ExpertTokenMetrics:
     """Exported by the process that calls this."""
-    return ExpertTokens(RayMetrics().counter(EXPERT_TOKENS), pipeline, stage_id)
+    return ExpertTokenMetrics(RayMetrics().counter(EXPERT_TOKENS), pipeline, stage_id)
 
 
-def expert_work(pipeline: str, actor_id: int) -> ExpertWork:
+def expert_work(pipeline: str, actor_id: int) -> ExpertWorkMetrics:
     """Exported by the process that calls this."""
     made = RayMetrics()
-    return ExpertWork(made.counter(EXPERT_BUSY), made.counter(EXPERT_ROWS), pipeline, actor_id)
+    return ExpertWorkMetrics(made.counter(EXPERT_BUSY), made.counter(EXPERT_ROWS), pipeline, actor_id)

@@ -14,21 +14,21 @@ from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.tracing_utils import get_trace_context, is_tracing_enabled, set_trace_context
 
 from tramontane.proto.errors import ConfigError
-from tramontane.router.engine.health import Progress
+from tramontane.router.engine.health import HealthTracker
 
 if TYPE_CHECKING:
     from contextvars import Context
 
     from opentelemetry.sdk.trace import SpanProcessor
 
-    from tramontane.router.engine.active_request import LiveRequest
+    from tramontane.router.engine.active_request import ActiveRequest
 
 logger = logging.getLogger(__name__)
 
 # By what a flag calls them: where Ray Serve finds what makes the span processors of each process. Its own writes files.
 EXPORTERS = {"file": "ray.serve._private.tracing_utils:default_tracing_exporter", "otlp": f"{__name__}:otlp"}
 OF_RAY_SERVE = "file"
-FORMS = "it must be otlp, file or MODULE:FUNCTION"
+EXPORTER_HELP = "it must be otlp, file or MODULE:FUNCTION"
 OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # of a package that not everybody has
 CONTROLLER_ANSWERS_S = 10.0
 REASON = 500  # characters of what failed
@@ -54,19 +54,19 @@ def _check(exporter: str, path: str) -> None:
     if path == EXPORTERS[OF_RAY_SERVE]:
         return
     if ":" not in path:  # Ray would cut the name, and then say that it finds no such module
-        raise ConfigError(f"--tracing-exporter is {exporter!r}; {FORMS}")
+        raise ConfigError(f"--tracing-exporter is {exporter!r}; {EXPORTER_HELP}")
     try:
         if path == EXPORTERS["otlp"]:
             import_module(OTLP)
         function = import_attr(path)
     except (ImportError, AttributeError, ValueError) as error:
-        way_out = "install tramontane[tracing]" if path == EXPORTERS["otlp"] else FORMS
+        way_out = "install tramontane[tracing]" if path == EXPORTERS["otlp"] else EXPORTER_HELP
         raise ConfigError(f"--tracing-exporter {exporter} cannot be imported: {error}; {way_out}") from None
     if not inspect.isfunction(function) or inspect.signature(function).parameters:
         raise ConfigError(f"--tracing-exporter {exporter} must be a function without parameters that gives span processors")
 
 
-def trace_in_proxy() -> None:
+def enable_proxy_tracing() -> None:
     """Call in a proxy of Ray Serve's before it sets up its tracing: Ray 2.60 tells replicas how, proxies only by variables."""
     if not ray.is_initialized():
         return
@@ -88,13 +88,13 @@ def trace_in_proxy() -> None:
         of_proxy.RAY_SERVE_TRACING_SAMPLING_RATIO = config.sampling_ratio
 
 
-def carry_on(context: "Context") -> None:
+def propagate_trace(context: "Context") -> None:
     """What is called in this context belongs to the trace of whoever is asked now."""
     if is_tracing_enabled() and (trace := get_trace_context()) is not None:
         context.run(set_trace_context, trace)
 
 
-def trace_ended(request: "LiveRequest", progress: Progress, *, is_complete: bool) -> None:
+def record_spans(request: "ActiveRequest", progress: HealthTracker, *, is_complete: bool) -> None:
     """Its queue, prefill and decode, below the span that Ray Serve has for the call, if it has one."""
     if not is_tracing_enabled():
         return

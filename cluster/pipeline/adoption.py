@@ -15,14 +15,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors.lease import actor_as_holder
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
-from tramontane.cluster.actors.supervisor_client import answered_soon
+from tramontane.cluster.actors.lease import actor_holder_name
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
+from tramontane.cluster.actors.supervisor_client import call_or_restart
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.common.ray_errors import last_line
+from tramontane.cluster.common.ray_errors import ray_error_message
 from tramontane.cluster.config.engine_config import PIPELINE_KEYS, EngineConfig
-from tramontane.cluster.pipeline.lifecycle import MakeRoom, end_pipeline, running_pipeline
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
+from tramontane.cluster.pipeline.lifecycle import EvictCallback, running_pipeline, shut_down_pipeline
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.proto.errors import LeaseError
 from tramontane.workers.weights.fingerprint import Fingerprint
@@ -41,9 +41,9 @@ def pipeline_prefix(application: str, config: EngineConfig, fingerprint: Fingerp
 
 
 @asynccontextmanager
-async def any_pipeline(
+async def adopt_or_create_pipeline(
     prefix: str, new_spec: Callable[[], PipelineSpec], deployed_at: int = 0, nodes_timeout_s: float = 0.0
-) -> AsyncIterator[tuple[PipelineSpec, RayStageChain]]:
+) -> AsyncIterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     """Drive a pipeline with this prefix that nobody of this deployment drives, as it was made, or else a new one.
 
     The cluster may have changed since a pipeline was made, or have nothing left to plan with, so
@@ -52,14 +52,14 @@ async def any_pipeline(
     at again for ``nodes_timeout_s``.
     """
     deadline = time.monotonic() + nodes_timeout_s
-    holder = actor_as_holder(deployed_at)
+    holder = actor_holder_name(deployed_at)
     while True:
         existing = _pipelines(re.escape(prefix))
         for name in existing:
             async with AsyncExitStack() as stack:
                 try:
                     spec = await _specification(name)
-                    running = running_pipeline(spec, holder=holder, make_room=_ending_older(name, holder))
+                    running = running_pipeline(spec, holder=holder, make_room=_evict_older(name, holder))
                     chain = await stack.enter_async_context(running)
                 except LeaseError as error:
                     is_driven = isinstance(error.__cause__, LeaseError)  # as all are, where another one is to be made
@@ -78,7 +78,7 @@ async def any_pipeline(
                 await asyncio.sleep(NODES_POLL_S)
                 continue
             try:
-                running = running_pipeline(spec, holder=holder, make_room=_ending_older(fresh, holder))
+                running = running_pipeline(spec, holder=holder, make_room=_evict_older(fresh, holder))
                 chain = await stack.enter_async_context(running)
             except LeaseError:  # somebody was quicker, or another one is free now
                 await asyncio.sleep(RETRY_S)
@@ -87,7 +87,7 @@ async def any_pipeline(
             return
 
 
-def _ending_older(own: str, holder: str) -> MakeRoom:
+def _evict_older(own: str, holder: str) -> EvictCallback:
     """Ends one pipeline after the other that only an earlier deployment of our application drives.
 
     One of our own version may have become free meanwhile, as its router died: then LeaseError says that, as it is to be adopted.
@@ -96,11 +96,11 @@ def _ending_older(own: str, holder: str) -> MakeRoom:
 
     async def end_one() -> bool:
         for name in _pipelines(f"{re.escape(application)}-{VERSION}"):
-            if name == own or not await _takes(name, holder):
+            if name == own or not await _try_claim(name, holder):
                 continue
             if _version_of(name) == _version_of(own):
                 raise LeaseError(f"{name} is free now, and {own} is not needed")
-            await asyncio.to_thread(end_pipeline, name)
+            await asyncio.to_thread(shut_down_pipeline, name)
             return True
         return False
 
@@ -112,11 +112,11 @@ def _version_of(name: str) -> str:
     return name.rpartition("-")[0]
 
 
-async def _takes(name: str, holder: str) -> bool:
+async def _try_claim(name: str, holder: str) -> bool:
     """Whether the pipeline's lease is the holder's now. Its router hears of it from the supervisor, if it asks in time."""
     try:
-        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
-        await answered_soon(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
+        supervisor = ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
+        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
     except (ValueError, RayError):
         return False
     return True
@@ -124,15 +124,15 @@ async def _takes(name: str, holder: str) -> bool:
 
 def _pipelines(prefix: str) -> list[str]:
     """By name; ``prefix`` is a pattern."""
-    return [name.removesuffix(SUPERVISOR) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR}")]
+    return [name.removesuffix(SUPERVISOR_SUFFIX) for name in actor_names(rf"{prefix}-\d+{SUPERVISOR_SUFFIX}")]
 
 
 async def _specification(name: str) -> PipelineSpec:
     """Raises LeaseError if the supervisor has just gone."""
     try:
-        supervisor = ray.get_actor(name + SUPERVISOR, NAMESPACE)
+        supervisor = ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
         ask: Any = supervisor.specification.options(concurrency_group="lease").remote
-        spec: PipelineSpec = await answered_soon(supervisor, ask)
+        spec: PipelineSpec = await call_or_restart(supervisor, ask)
     except (ValueError, RayError) as error:
-        raise LeaseError(f"the pipeline {name} is not to be had: {last_line(error)}") from error
+        raise LeaseError(f"the pipeline {name} is not to be had: {ray_error_message(error)}") from error
     return spec

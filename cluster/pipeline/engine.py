@@ -7,23 +7,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from tramontane.cluster.actors.pipeline_spec import PiecesOf, PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.lifecycle import joined_ray, own_ray, running_pipeline
-from tramontane.cluster.pipeline.load_progress import Loading, ShowLoading
-from tramontane.cluster.planning.hardware import Hardware, this_machine
-from tramontane.cluster.planning.plan_search import best_plan, plan_for, stage_threads
+from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, running_pipeline
+from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
+from tramontane.cluster.planning.hardware import Hardware, probe_local
+from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import find_model_args, is_preset
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.model_folder import is_preset, resolve_model_args
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.engine.stage_usage import UsageMeter
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.weights.checkpoint import Checkpoint, fingerprint_without_weights
 from tramontane.workers.weights.fingerprint import Fingerprint
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 class Engine:
     """A pipeline that is running, and what there is to know about it."""
 
-    plan: ClusterPlan
+    plan: PipelinePlan
     router: Router
     usage: UsageMeter
 
@@ -53,7 +53,7 @@ async def open_engine(
     ``observe`` sees every step's result.
     """
     report("checking the checkpoint")
-    args = checked_model(config)
+    args = validate_model(config)
     pipeline = _local_pipeline if config.local else _ray_pipeline
     async with pipeline(config, args, report, show_loading) as (plan, chain):
         usage = UsageMeter(len(plan.stages))
@@ -62,7 +62,7 @@ async def open_engine(
             usage.observe(result)
             observe(result)
 
-        router = Router(scheduler_for(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
+        router = Router(make_scheduler(config, plan), chain, on_result, step_timeout_s=config.step_timeout)
         running = asyncio.create_task(router.run())
         try:
             yield Engine(plan, router, usage)
@@ -72,15 +72,15 @@ async def open_engine(
                 await running
 
 
-def checked_model(config: EngineConfig) -> ModelArgs:
+def validate_model(config: EngineConfig) -> ModelArgs:
     """The model's arguments. Raises CheckpointError if configuration and tensors that are to be read do not fit together."""
-    args = find_model_args(config.model)
+    args = resolve_model_args(config.model)
     if config.load_format == "auto":
         Checkpoint(config.model).check(args)
     return args
 
 
-def fingerprint_for(config: EngineConfig) -> Fingerprint:
+def model_fingerprint(config: EngineConfig) -> Fingerprint:
     """Of all that is read of the model's folder."""
     if is_preset(config.model):
         return ()
@@ -89,9 +89,9 @@ def fingerprint_for(config: EngineConfig) -> Fingerprint:
     return Checkpoint(config.model).fingerprint()
 
 
-def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = False) -> Scheduler:
+def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False) -> Scheduler:
     """``bounded``: what may wait for a place is limited, as it must be behind a door."""
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=plan.max_model_len,
@@ -103,14 +103,16 @@ def scheduler_for(config: EngineConfig, plan: ClusterPlan, *, bounded: bool = Fa
     return Scheduler(plan.cache, limits, _policy_for(config, plan))
 
 
-def _policy_for(config: EngineConfig, plan: ClusterPlan) -> Policy:
+def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     """In one process one micro-batch runs at a time; splitting decodes would only cost."""
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
-        return EvenPolicy(max_in_flight, config.max_num_batched_tokens)
+        return FixedInFlightPolicy(max_in_flight, config.max_num_batched_tokens)
     itl_target_s = None if config.itl_target_ms is None else config.itl_target_ms / 1000
     open_per_stage = config.ping_pong if plan.experts else None
-    return BalancedPolicy(len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.stages_at_once, open_per_stage)
+    return BalancedPolicy(
+        len(plan.stages), config.max_num_batched_tokens, itl_target_s, plan.max_concurrent_stages, open_per_stage
+    )
 
 
 def local_devices(num_gpus: int, together: int) -> list[str]:
@@ -121,9 +123,9 @@ def local_devices(num_gpus: int, together: int) -> list[str]:
 @asynccontextmanager
 async def _local_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
-    hardware = this_machine()
-    plan = plan_for(config, args, hardware)
+) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
+    hardware = probe_local()
+    plan = plan_pipeline(config, args, hardware)
     report("loading the model")
     import torch  # with --local the stages are in this process; otherwise it never needs torch
 
@@ -133,13 +135,13 @@ async def _local_pipeline(
     devices = local_devices(len(hardware.gpus), config.stages_per_gpu)
     stopped = threading.Event()
 
-    def show_unless_stopped(loading: Sequence[Loading]) -> None:
+    def show_unless_stopped(loading: Sequence[LoadProgress]) -> None:
         if stopped.is_set():
             raise PipelineError("loading was interrupted")
         if show_loading is not None:
             show_loading(loading)
 
-    pieces = PiecesOf(config.model, args.vocab_size)
+    pieces = TokenPieceLoader(config.model, args.vocab_size)
     try:  # beside the event loop, which hears Ctrl-C meanwhile
         chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped, pieces)
     finally:
@@ -153,17 +155,17 @@ async def _local_pipeline(
 @asynccontextmanager
 async def _ray_pipeline(
     config: EngineConfig, args: ModelArgs, report: Report, show_loading: ShowLoading | None
-) -> AsyncIterator[tuple[ClusterPlan, StageChain]]:
+) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
-        with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
+        with join_ray_cluster(config.address, measured=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain
         return
-    spec = pipeline_spec(config, args, this_machine())  # refuses what cannot fit before Ray is started
+    spec = pipeline_spec(config, args, probe_local())  # refuses what cannot fit before Ray is started
     report("starting Ray")
-    with own_ray(num_cpus=spec.num_workers * spec.threads_per_stage):
+    with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
             yield spec.plan, chain
 
@@ -171,12 +173,12 @@ async def _ray_pipeline(
 def pipeline_spec(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
 ) -> PipelineSpec:
-    """One of ``config.most_replicas`` pipelines.
+    """One of ``config.max_pipelines`` pipelines.
 
     Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
     """
-    plan, places = best_plan(config, args, hardware)
-    together, num_stages = hardware.together(config.stages_per_gpu), len(plan.stages)
+    plan, places = search_plan(config, args, hardware)
+    together, num_stages = hardware.stages_per_slot(config.stages_per_gpu), len(plan.stages)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
@@ -185,10 +187,10 @@ def pipeline_spec(
         use_gpus=bool(hardware.gpus),
         stages_per_gpu=together,
         nodes=tuple(place.nodes for place in (*places[:num_stages:together], *places[num_stages:])),
-        fingerprint=fingerprint_for(config) if fingerprint is None else fingerprint,
+        fingerprint=model_fingerprint(config) if fingerprint is None else fingerprint,
         link=config.link,
         ping_pong=config.ping_pong,
-        pieces=PiecesOf(config.model, args.vocab_size),
+        pieces=TokenPieceLoader(config.model, args.vocab_size),
         placement_timeout_s=config.placement_timeout,
         logs=config.logs,
     )

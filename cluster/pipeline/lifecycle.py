@@ -16,26 +16,26 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from tramontane.cluster.actors.lease import driver_as_holder
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
-from tramontane.cluster.actors.supervisor_client import answered, answered_soon, keep_lease, renewed
+from tramontane.cluster.actors.supervisor_client import call_or_restart, call_with_retry, renew_lease, renew_lease_forever
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.ray_errors import last_line
-from tramontane.cluster.common.signals import held_back
+from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.signals import defer_signals
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.pipeline.load_progress import ShowLoading, shown_loading
-from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
-from tramontane.cluster.planning.hardware import CORES, Hardware, joined_cluster, usable_cpus
+from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
+from tramontane.cluster.planning.hardware import CORES, Hardware, probe_cluster, usable_cpus
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
 REMOVAL_TIMEOUT_S = 10.0
 SUPERVISOR_ANSWERS_S = 20.0  # also where it is starting again: else its pipeline would be removed although another router has it
 OBJECT_STORE_BYTES = 512 * 2**20  # of a local Ray: a few micro-batches of hidden states
-MakeRoom = Callable[[], Awaitable[bool]]
+EvictCallback = Callable[[], Awaitable[bool]]
 
 
-async def no_room() -> bool:
+async def never_evict() -> bool:
     """Nobody makes room."""
     return False
 
@@ -46,8 +46,8 @@ async def running_pipeline(
     report: Callable[[str], None] = lambda _: None,
     holder: str | None = None,
     show_loading: ShowLoading | None = None,
-    make_room: MakeRoom = no_room,
-) -> AsyncIterator[RayStageChain]:
+    make_room: EvictCallback = never_evict,
+) -> AsyncIterator[ObjectStoreStageChain]:
     """Drive a pipeline: place and load its stages, or find them loaded, and remove them at the end.
 
     Raises LeaseError, having touched nothing, if another router drives it. ``make_room`` is asked again and again while there
@@ -57,24 +57,24 @@ async def running_pipeline(
     holder = holder or driver_as_holder()
     supervisor = create_supervisor(spec)
     try:
-        await answered_soon(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
+        await call_or_restart(supervisor, lambda: supervisor.claim.options(concurrency_group="lease").remote(holder))
     except RayError as error:  # also if the supervisor is about to remove the pipeline, and itself
-        raise LeaseError(f"the pipeline is not to be had: {last_line(error)}") from error
-    renewing = asyncio.create_task(keep_lease(supervisor, holder))
+        raise LeaseError(f"the pipeline is not to be had: {ray_error_message(error)}") from error
+    renewing = asyncio.create_task(renew_lease_forever(supervisor, holder))
     try:
-        report(f"loading {spec.workers_of()}")
-        with shown_loading(re.escape(spec.name), spec.plan, show_loading):
+        report(f"loading {spec.describe_workers()}")
+        with show_progress(re.escape(spec.name), spec.plan, show_loading):
             stages = await _start(supervisor, spec, make_room)
-        chain = DirectStageChain if spec.link == "direct" else RayStageChain
+        chain = DirectStageChain if spec.link == "direct" else ObjectStoreStageChain
         yield chain(stages, supervisor, holder)
     finally:
         renewing.cancel()
-        if await _is_ours(spec.supervisor_name, holder):
+        if await _still_holds_lease(spec.supervisor_name, holder):
             report("removing the stages")
-            end_pipeline(spec.name)
+            shut_down_pipeline(spec.name)
 
 
-async def _is_ours(supervisor_name: str, holder: str) -> bool:
+async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:
     """False if another router has taken the pipeline over, or has made one of the same name since.
 
     A supervisor that is gone, or does not answer for long, denies nothing.
@@ -82,7 +82,7 @@ async def _is_ours(supervisor_name: str, holder: str) -> bool:
     try:
         supervisor = ray.get_actor(supervisor_name, NAMESPACE)
         async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
-            return await renewed(supervisor, holder)
+            return await renew_lease(supervisor, holder)
     except (RayError, TimeoutError, ValueError):
         return True
 
@@ -99,17 +99,17 @@ def _quiet_ray() -> Iterator[None]:
 
 
 @contextmanager
-def joined_ray(address: str, measured: bool = True, needed: bool = False) -> Iterator[Hardware]:
-    """A cluster that is already running; ``measured`` is that of ``joined_cluster``. ``needed``: the command has no other way."""
+def join_ray_cluster(address: str, measured: bool = True, needed: bool = False) -> Iterator[Hardware]:
+    """A cluster that is already running; ``measured`` is that of ``probe_cluster``. ``needed``: the command has no other way."""
     from tramontane.cluster.pipeline.ray_cluster import (  # brings gRPC, which a Ray of our own does not need
         ADVICE,
         JOIN,
-        check_cluster,
+        check_ray_address,
     )
 
-    check_cluster(address, JOIN if needed else ADVICE)
+    check_ray_address(address, JOIN if needed else ADVICE)
     try:
-        with _starting_ray():
+        with py():
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(
@@ -118,13 +118,13 @@ def joined_ray(address: str, measured: bool = True, needed: bool = False) -> Ite
         ) from error
     with _quiet_ray():
         try:
-            yield joined_cluster(measured)
+            yield probe_cluster(measured)
         finally:
             ray.shutdown()
 
 
 @contextmanager
-def own_ray(num_cpus: int) -> Iterator[None]:
+def local_ray_cluster(num_cpus: int) -> Iterator[None]:
     """A cluster on this machine that lives as long as this process needs it; ``num_cpus`` may be more than there are."""
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
     # Ours dies with the cluster. Whoever sets RAY_AUTH_MODE has decided otherwise.
@@ -133,7 +133,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by everything that Ray starts
     try:
-        with _starting_ray(), _on_loopback():
+        with py(), _on_loopback():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -169,7 +169,7 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _starting_ray() -> Iterator[None]:
+def py() -> Iterator[None]:
     """Ray is not left half started, with which Python ends in a crash; nor does it take SIGTERM for itself.
 
     It would end the process by it before anything is removed.
@@ -177,7 +177,7 @@ def _starting_ray() -> Iterator[None]:
     utils: Any = ray._private.utils
     take_sigterm, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _handler: None
     try:
-        with held_back():
+        with defer_signals():
             yield
     except KeyboardInterrupt:
         ray.shutdown()
@@ -186,34 +186,34 @@ def _starting_ray() -> Iterator[None]:
         utils.set_sigterm_handler = take_sigterm
 
 
-def end_pipeline(name: str) -> None:
+def shut_down_pipeline(name: str) -> None:
     """Remove a pipeline from outside, whoever drives it: its supervisor first, which could still be making stages."""
     deadline = time.monotonic() + REMOVAL_TIMEOUT_S
     with suppress(ValueError):  # it is gone
-        ray.kill(ray.get_actor(name + SUPERVISOR, NAMESPACE))
+        ray.kill(ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE))
         while time.monotonic() < deadline:
-            ray.get_actor(name + SUPERVISOR, NAMESPACE)
+            ray.get_actor(name + SUPERVISOR_SUFFIX, NAMESPACE)
             time.sleep(0.02)
     remove_pipeline(name)
 
 
-async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: MakeRoom) -> list[ActorHandle[Any]]:
+async def _start(supervisor: ActorHandle[Any], spec: PipelineSpec, make_room: EvictCallback) -> list[ActorHandle[Any]]:
     try:
         stages: list[ActorHandle[Any]] | None = None
         deadline = time.monotonic() + ROOM_TIMEOUT_S + spec.placement_timeout_s
         is_made = True
         while stages is None and (is_made or time.monotonic() < deadline):
-            stages = await answered(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
+            stages = await call_with_retry(lambda: supervisor.start.remote(ROOM_TIMEOUT_S))
             is_made = stages is None and await make_room()
     except RayError as error:
         kind = CheckpointError if isinstance(error, CheckpointError) else PipelineError
-        raise kind(f"the stages could not be started: {last_line(error)}") from error
+        raise kind(f"the stages could not be started: {ray_error_message(error)}") from error
     if stages is None:
         available: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
         free = {name: available.get(name, 0) for name in spec.bundles[0]}
         of = "of" if spec.stages_per_gpu == 1 else "in bundles of"
         raise PlanError(
-            f"the cluster has no room for {spec.workers_of()} {of} {spec.bundles[0]}"
+            f"the cluster has no room for {spec.describe_workers()} {of} {spec.bundles[0]}"
             f"{' on the nodes that they are planned for' if any(spec.nodes) else ''}: free are {free}; "
             f"use fewer --stages{', --expert-actors' if spec.plan.experts else ''} or --threads-per-stage"
         )

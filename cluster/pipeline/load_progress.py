@@ -11,17 +11,17 @@ from ray import ObjectRef
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from tramontane.cluster.actors.pipeline_spec import EXPERTS, STAGE
+from tramontane.cluster.actors.pipeline_spec import EXPERTS_SUFFIX, STAGE_SUFFIX
 from tramontane.cluster.actors.worker_actor import NAMESPACE, WorkerHealth, actor_names
-from tramontane.cluster.common.periodic import repeated
-from tramontane.proto.plan import ClusterPlan, ExpertActorPlan, StagePlan
+from tramontane.cluster.common.periodic import run_periodically
+from tramontane.proto.plan import ExpertActorPlan, PipelinePlan, StagePlan
 
 POLL_S = 0.5
-WORKER = rf"({STAGE}|{EXPERTS})\d+$"  # what follows a pipeline's name in a worker's
+WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's name in a worker's
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
+class LoadProgress:
     """One stage, or one expert actor: so many bytes of its weights are there, of so many."""
 
     label: str
@@ -29,10 +29,10 @@ class Loading:
     of_bytes: int
 
 
-ShowLoading = Callable[[Sequence[Loading]], None]
+ShowLoading = Callable[[Sequence[LoadProgress]], None]
 
 
-def loading_of(plan: ClusterPlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[Loading]:
+def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[LoadProgress]:
     """Every stage and expert actor of pipelines that were all planned alike; ``loaded`` has the bytes by name, of those that
     have answered.
 
@@ -41,7 +41,7 @@ def loading_of(plan: ClusterPlan, loaded: Mapping[str, int], num_pipelines: int 
     pipelines = sorted({re.sub(WORKER, "", name) for name in loaded})[:num_pipelines]
     pipelines += [""] * (num_pipelines - len(pipelines))  # of which nothing is known yet
     return [
-        Loading(
+        LoadProgress(
             f"pipeline {number}: {worker.label}" if num_pipelines > 1 else worker.label,
             loaded.get(pipeline + suffix, 0),
             worker.weight_bytes,
@@ -51,16 +51,16 @@ def loading_of(plan: ClusterPlan, loaded: Mapping[str, int], num_pipelines: int 
     ]
 
 
-def _workers(plan: ClusterPlan) -> Iterator[tuple[str, StagePlan | ExpertActorPlan]]:
+def _workers(plan: PipelinePlan) -> Iterator[tuple[str, StagePlan | ExpertActorPlan]]:
     """What each is called after the pipeline's name, and its plan."""
     for stage in plan.stages:
-        yield f"{STAGE}{stage.stage_id}", stage
+        yield f"{STAGE_SUFFIX}{stage.stage_id}", stage
     for actor in plan.experts.actors if plan.experts else ():
-        yield f"{EXPERTS}{actor.actor_id}", actor
+        yield f"{EXPERTS_SUFFIX}{actor.actor_id}", actor
 
 
 @contextmanager
-def shown_loading(pipelines: str, plan: ClusterPlan, show: ShowLoading | None, num_pipelines: int = 1) -> Iterator[None]:
+def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, num_pipelines: int = 1) -> Iterator[None]:
     """While the block waits for the stages of these pipelines, a thread asks them how far they are, and shows it.
 
     ``pipelines`` is a regular expression for their names.
@@ -68,17 +68,17 @@ def shown_loading(pipelines: str, plan: ClusterPlan, show: ShowLoading | None, n
     if show is None:
         yield
         return
-    workers = _Asked(pipelines + WORKER)
+    workers = _ProgressPoller(pipelines + WORKER)
 
     def follow() -> None:
         with suppress(Exception):  # of Ray, which may be ending: whoever waits learns why, this is only for the eye
-            show(loading_of(plan, workers.ask(), num_pipelines))
+            show(load_progress(plan, workers.ask(), num_pipelines))
 
-    with repeated(POLL_S, follow):
+    with run_periodically(POLL_S, follow):
         yield
 
 
-class _Asked:
+class _ProgressPoller:
     """Workers by name, as they come up: none is asked again before it has answered, however long its process takes to start."""
 
     def __init__(self, names: str) -> None:

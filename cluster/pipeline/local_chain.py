@@ -5,12 +5,12 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Self
 
-from tramontane.cluster.pipeline.load_progress import Loading, ShowLoading
+from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
 from tramontane.proto.errors import PipelineError, TramontaneError
-from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan, StagePlan
+from tramontane.proto.model_folder import WeightSource
+from tramontane.proto.plan import PipelinePlan, StagePlan
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.workers.sampling.structured_output import ReadPieces
+from tramontane.workers.sampling.structured_output import LoadVocabulary
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -25,11 +25,11 @@ class LocalStageChain:
     @classmethod
     def load(
         cls,
-        plan: ClusterPlan,
-        weights: Weights,
+        plan: PipelinePlan,
+        weights: WeightSource,
         devices: Sequence[str],
         show: ShowLoading | None = None,
-        read_pieces: ReadPieces = tuple,
+        read_pieces: LoadVocabulary = tuple,
     ) -> Self:
         """Load one stage after the other, each to the next device. ``read_pieces``: see ``StageWorker``."""
         loaded = [0] * len(plan.stages)
@@ -38,7 +38,7 @@ class LocalStageChain:
             def on_tensor(_num_read: int, num_loaded: int) -> None:
                 loaded[stage.stage_id] += num_loaded
                 if show is not None:
-                    show([Loading(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
+                    show([LoadProgress(s.label, n, s.weight_bytes) for s, n in zip(plan.stages, loaded, strict=True)])
 
             return StageWorker.load(stage, weights, devices[stage.stage_id % len(devices)], on_tensor, read_pieces)
 
@@ -57,7 +57,7 @@ class LocalStageChain:
             await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
         return epoch
 
-    async def replace_stuck(self, limit_s: float) -> str:
+    async def replace_hung_workers(self, limit_s: float) -> str:
         """There is nobody else to do it."""
         return ""
 

@@ -18,7 +18,7 @@ JOIN = "give the host:port of a cluster's head node"
 ADVICE = f"{JOIN}, or leave --address out to start Ray on this machine"
 
 
-def check_cluster(address: str, advice: str = ADVICE) -> None:
+def check_ray_address(address: str, advice: str = ADVICE) -> None:
     """Raises ConfigError unless a cluster answers at ``auto`` or host:port, and lets us in.
 
     ``advice`` is what to do about it: ``JOIN`` where the command cannot start Ray itself.
@@ -26,7 +26,7 @@ def check_cluster(address: str, advice: str = ADVICE) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("://" in address or not host or not port.isdigit()):
         raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
-    found = _as_ray_finds_it(address, advice)
+    found = _resolve_address(address, advice)
     where = address if found == address else f"{address} ({found})"
     host, _, port = found.rpartition(":")
     try:
@@ -36,7 +36,7 @@ def check_cluster(address: str, advice: str = ADVICE) -> None:
     _check_head(found, where, _token_of_the_home() if address == "auto" else (), advice)
 
 
-def _as_ray_finds_it(address: str, advice: str) -> str:
+def _resolve_address(address: str, advice: str) -> str:
     """``auto`` is RAY_ADDRESS, or a cluster on this machine; 127.0.0.1 is this machine's outer address."""
     try:
         found: str | None = canonicalize_bootstrap_address(address)

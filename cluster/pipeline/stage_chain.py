@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
-from tramontane.cluster.common.ray_errors import last_line
+from tramontane.cluster.common.ray_errors import ray_error_message
 from tramontane.proto import wire
 from tramontane.proto.errors import (
     LeaseError,
@@ -28,9 +28,10 @@ from tramontane.proto.errors import (
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 
-# Stages that are loading again are waited for so long: by their router (``RayStageChain.fence``), and by a door for what it had
+# Stages that are loading again are waited for so long: by their router (``ObjectStoreStageChain.fence``), and by a door for
+# what it had
 # accepted. Where router and stage die together the next router is not there before the weights are.
-LOADING_S = 600.0
+LOAD_TIMEOUT_S = 600.0
 
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ SUPERVISOR_ANSWERS_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice 
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
 
 
-class RayStageChain:
+class ObjectStoreStageChain:
     """The object-store link: hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
 
     Ray runs one caller's calls on a synchronous actor in the order of submission, so
@@ -76,25 +77,25 @@ class RayStageChain:
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
-                raise LeaseError(last_line(error)) from error
+                raise LeaseError(ray_error_message(error)) from error
             except RayError as error:  # before TimeoutError, which that of a supervisor whose stages do not answer is as well
                 waited_s = time.monotonic() - began
-                if waited_s > LOADING_S or not _is_restarting(error):
-                    raise PipelineError(f"the stages could not be fenced: {last_line(error)}") from error
+                if waited_s > LOAD_TIMEOUT_S or not _is_restarting(error):
+                    raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
                 if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_S:
-                    await self.replace_stuck(FENCE_TIMEOUT_S)
+                    await self.replace_hung_workers(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
             except TimeoutError:  # it does nothing any more; another process finds everything again
                 logger.warning("the supervisor does not answer, and gets a new process")
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
 
-    async def replace_stuck(self, limit_s: float) -> str:
+    async def replace_hung_workers(self, limit_s: float) -> str:
         """See ``stuck``. A supervisor that is starting again, or whose answer is lost, is asked the next time."""
         try:
             async with asyncio.timeout(RESCUE_TIMEOUT_S):
-                reason: str = await self._supervisor.replace_stuck.options(concurrency_group="rescue").remote(limit_s)
+                reason: str = await self._supervisor.replace_hung_workers.options(concurrency_group="rescue").remote(limit_s)
         except (RayError, TimeoutError) as error:
-            logger.warning("nobody could look for what is stuck: %s", last_line(error))
+            logger.warning("nobody could look for what is stuck: %s", ray_error_message(error))
             return ""
         return reason
 
@@ -103,9 +104,9 @@ class RayStageChain:
         try:
             moved: int = await self._supervisor.move_experts.options(concurrency_group="moving").remote(plan)
         except PlanError as error:  # Ray's error is of its cause's class too
-            raise PlanError(last_line(error)) from error
+            raise PlanError(ray_error_message(error)) from error
         except RayError as error:
-            raise PipelineError(f"experts could not be moved: {last_line(error)}") from error
+            raise PipelineError(f"experts could not be moved: {ray_error_message(error)}") from error
         return moved
 
     async def health(self) -> list[StageHealth]:
@@ -114,16 +115,16 @@ class RayStageChain:
         try:
             return list(await asyncio.wait_for(asyncio.gather(*asked), HEALTH_TIMEOUT_S))
         except (RayError, TimeoutError) as error:
-            raise PipelineError(f"a stage does not answer: {last_line(error)}") from error
+            raise PipelineError(f"a stage does not answer: {ray_error_message(error)}") from error
 
     async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
         try:
             return wire.decode_result(await ref)
         except RayError as error:
-            raise PipelineError(f"a stage failed: {last_line(error)}") from error
+            raise PipelineError(f"a stage failed: {ray_error_message(error)}") from error
 
 
-class DirectStageChain(RayStageChain):
+class DirectStageChain(ObjectStoreStageChain):
     """The direct link: every stage gets the same small message at once; hidden states do not touch Ray.
 
     Nothing ties these calls together, so each of them is listened to, in case it fails.
@@ -139,15 +140,15 @@ class DirectStageChain(RayStageChain):
         heard: list[bytes] = []
         for stage in self.stages:
             ref: ObjectRef[bytes] = stage.linked_step.remote(message)
-            ref.future().add_done_callback(partial(self._hear, answers, heard, self._failures))
-        return self._together(answers, self._failures)
+            ref.future().add_done_callback(partial(self._on_reply, answers, heard, self._failures))
+        return self._gather(answers, self._failures)
 
     async def fence(self) -> int:
         epoch = await super().fence()
         self._failures = []
         return epoch
 
-    def _hear(
+    def _on_reply(
         self, answers: "asyncio.Future[list[bytes]]", heard: list[bytes], failures: list[BaseException], answer: "Future[bytes]"
     ) -> None:
         """In a thread of Ray's. Only what decides the step wakes the loop: an error, or the last answer."""
@@ -168,14 +169,14 @@ class DirectStageChain(RayStageChain):
         else:
             answers.set_result(outcome)
 
-    async def _together(self, answers: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
+    async def _gather(self, answers: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
         try:
-            return joined_results([wire.decode_result(answer) for answer in await answers])
+            return merge_results([wire.decode_result(answer) for answer in await answers])
         except RayError as error:
-            raise PipelineError(f"a stage failed: {last_line(await _cause_of(error, failures))}") from error
+            raise PipelineError(f"a stage failed: {ray_error_message(await _root_cause(error, failures))}") from error
 
 
-async def _cause_of(error: BaseException, failures: list[BaseException]) -> BaseException:
+async def _root_cause(error: BaseException, failures: list[BaseException]) -> BaseException:
     """That a neighbour fell silent is a consequence. The cause is heard from another stage, perhaps with a later step."""
     for _ in range(CAUSE_POLLS):
         error = next((failure for failure in failures if not isinstance(failure, LinkError)), error)
@@ -185,11 +186,13 @@ async def _cause_of(error: BaseException, failures: list[BaseException]) -> Base
     return error
 
 
-def joined_results(parts: Sequence[StepResult]) -> StepResult:
+def merge_results(parts: Sequence[StepResult]) -> StepResult:
     """Of all stages, in any order."""
     in_order = sorted(parts, key=lambda part: part.timings[-1].stage_id)
     timings = tuple(timing for part in in_order for timing in part.timings)
-    return replace(in_order[-1], timings=timings, choices=tuple(chosen for part in in_order for chosen in part.choices))
+    return replace(
+        in_order[-1], timings=timings, expert_choices=tuple(chosen for part in in_order for chosen in part.expert_choices)
+    )
 
 
 def _is_restarting(error: RayError) -> bool:

@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.planning.expert_planner import ExpertOutlook
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, is_possible
-from tramontane.proto.byte_size import GIB, readable_size
+from tramontane.cluster.planning.expert_planner import ExpertPlanReport
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, is_feasible
+from tramontane.proto.byte_size import GIB, format_bytes
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.plan import ClusterPlan, StagePlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.plan import PipelinePlan, StagePlan, kv_bytes_per_position, ring_pages
 
 LENGTHS = (1024, 8192, 32768)  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CapacityRow:
     """How many sequences of ``length`` tokens fit beside a stage's weights, with the model's windows and as if it had none."""
 
     length: int
@@ -21,7 +21,7 @@ class Held:
     num_seqs_without_windows: int
 
 
-def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
+def stage_capacity(stage: StagePlan, room: StageBudget, page_size: int) -> list[CapacityRow]:
     """For the usual lengths up to the model's context."""
     args, free = stage.args, room.usable - stage.weight_bytes
     page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
@@ -31,10 +31,10 @@ def held_by(stage: StagePlan, room: StageRoom, page_size: int) -> list[Held]:
 
     own: list[int | None] = [args.windows[layer] for layer in stage.layers]
     lengths = [length for length in LENGTHS if length <= args.max_seq_len]
-    return [Held(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
+    return [CapacityRow(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
 
 
-def held_together(plan: ClusterPlan) -> dict[int, int]:
+def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
     """How many sequences of the usual lengths the planned pages hold, by length: the scarcest kind of page decides.
 
     Less than any stage alone could hold: pages are divided between the windows for sequences of full length.
@@ -44,7 +44,7 @@ def held_together(plan: ClusterPlan) -> dict[int, int]:
     return {n: min(c.num_pages // c.pages_for(n, cache.page_size) for c in cache.classes) for n in lengths}
 
 
-def ways_out(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
+def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
     """To be said of a request that is impossible: each alone would make it possible. ``per_gpu``: stages that share a GPU;
     None: the memory is a machine's, which more stages would only cut into smaller pieces.
     """
@@ -58,14 +58,14 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
     num_gpus = -(-request.num_stages // per_gpu)
     smallest = min(request.rooms, key=lambda room: room.memory)
     more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
-    enough = next((n for n in more if is_possible(args, replace(request, rooms=(smallest,) * n))), None)
+    enough = next((n for n in more if is_feasible(args, replace(request, rooms=(smallest,) * n))), None)
     if enough is not None:
-        ways.append(f"{enough // per_gpu} GPUs of {readable_size(smallest.memory * per_gpu)}")
+        ways.append(f"{enough // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")
 
     def is_enough(gib: int) -> bool:
-        return is_possible(args, replace(request, rooms=(StageRoom(gib * GIB // per_gpu),) * request.num_stages))
+        return is_feasible(args, replace(request, rooms=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
 
-    memory = _least(is_enough, 2**14)
+    memory = _smallest_satisfying(is_enough, 2**14)
     if memory is not None:
         ways.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
     return ways
@@ -73,10 +73,12 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
 
 def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
     ways = []
-    pages = _least(lambda n: not is_possible(args, _shorter(request, n)), request.max_model_len // request.page_size)
+    pages = _smallest_satisfying(
+        lambda n: not is_feasible(args, _shorter(request, n)), request.max_model_len // request.page_size
+    )
     if pages is not None and pages > 1:
         ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
-    if request.quantize is None and is_possible(args, replace(request, quantize=Quantization.INT8)):
+    if request.quantize is None and is_feasible(args, replace(request, quantize=Quantization.INT8)):
         ways.append("--quantize int8")
     return ways
 
@@ -85,7 +87,7 @@ def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
     return replace(request, max_model_len=num_pages * request.page_size)
 
 
-def _least(holds: Callable[[int], bool], most: int) -> int | None:
+def _smallest_satisfying(holds: Callable[[int], bool], most: int) -> int | None:
     """The least number from 1 to ``most`` for which a condition holds that then holds for all larger ones."""
     if most < 1 or not holds(most):
         return None
@@ -96,7 +98,9 @@ def _least(holds: Callable[[int], bool], most: int) -> int | None:
     return high
 
 
-def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...], experts: ExpertOutlook | None = None) -> dict[str, object]:
+def plan_as_data(
+    plan: PipelinePlan, rooms: tuple[StageBudget, ...], experts: ExpertPlanReport | None = None
+) -> dict[str, object]:
     """Everything that the tables show, in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
@@ -105,7 +109,7 @@ def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...], experts: Exper
         "max_num_seqs": plan.max_num_seqs,
         "page_size": plan.cache.page_size,
         "memory_share": MEMORY_SHARE,
-        "sequences": [{"tokens": length, "num_seqs": number} for length, number in held_together(plan).items()],
+        "sequences": [{"tokens": length, "num_seqs": number} for length, number in pipeline_capacity(plan).items()],
         "pages": [{"window": c.window, "ring_pages": c.ring_pages, "num_pages": c.num_pages} for c in plan.cache.classes],
         "stages": [
             {
@@ -116,7 +120,7 @@ def plan_as_data(plan: ClusterPlan, rooms: tuple[StageRoom, ...], experts: Exper
                 "cache_bytes": stage.cache_bytes,
                 "sequences": [
                     {"tokens": h.length, "num_seqs": h.num_seqs, "num_seqs_without_windows": h.num_seqs_without_windows}
-                    for h in held_by(stage, room, plan.cache.page_size)
+                    for h in stage_capacity(stage, room, plan.cache.page_size)
                 ],
             }
             for stage, room in zip(plan.stages, rooms, strict=True)

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tramontane.cluster.planning.planner import StageRoom
-from tramontane.proto.byte_size import readable_size
+from tramontane.cluster.planning.planner import StageBudget
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.plan import ExpertActorPlan, ExpertId, ExpertPlan
@@ -25,7 +25,7 @@ HOT = 1.5  # times what the experts of its layer do on average: such an expert g
 class ExpertRequest:
     """``replicas``: of every expert; None: of the hot ones, as there is room. ``loads``: tokens that each expert was given."""
 
-    rooms: tuple[StageRoom, ...]  # of the actors, in order
+    rooms: tuple[StageBudget, ...]  # of the actors, in order
     dtype: str
     quantize: Quantization | None = None
     replicas: int | None = None
@@ -41,34 +41,34 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     num_actors, least = len(places), request.replicas or 1
     if sum(min(count, len(experts)) for count in places) < least * len(experts):
         raise PlanError(
-            f"too little memory for {least * len(experts)} experts of {readable_size(size)} on {num_actors} expert actors, "
+            f"too little memory for {least * len(experts)} experts of {format_bytes(size)} on {num_actors} expert actors, "
             f"which may hold {', '.join(map(str, places))}; use more --expert-actors, fewer --expert-replicas or --quantize int8"
         )
     spare = sum(places) - least * len(experts)
     copies = dict.fromkeys(experts, least) if request.replicas else _replicas(loads, num_actors, spare)
-    held = _spread(loads, copies, places) or _spread_by_room(copies, places)
+    held = _assign(loads, copies, places) or _assign_by_memory(copies, places)
     while held is None:  # what is spare may be where it is of no use: an actor holds an expert once
         copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
-        held = _spread(loads, copies, places) or _spread_by_room(copies, places)
+        held = _assign(loads, copies, places) or _assign_by_memory(copies, places)
     empty = (ExpertActorPlan(actor, num_actors, (), 0, room.memory) for actor, room in enumerate(request.rooms))
     plan = ExpertPlan(args, request.dtype, request.quantize, request.replicas, size, tuple(empty))
-    return plan.holding(held)
+    return plan.with_assignment(held)
 
 
-def replanned(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
+def replan(plan: ExpertPlan, loads: dict[ExpertId, float]) -> ExpertPlan:
     """For the same actors, by another load. Raises as ``plan_experts`` does."""
-    rooms = tuple(StageRoom(actor.memory) for actor in plan.actors)
+    rooms = tuple(StageBudget(actor.memory) for actor in plan.actors)
     return plan_experts(plan.args, ExpertRequest(rooms, plan.dtype, plan.quantize, plan.replicas, loads))
 
 
-def moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
+def plan_moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
     """The plans to follow one after the other, the last of them ``new``: of each, actors have room for what it adds to the one
     before, as what an actor no longer needs is forgotten only after; and every expert is held throughout.
 
     Two actors of two places, A: 0 and 1, B: 2, that are to become A: 0 and 2, B: 1: at first B gets 1 (A has no place for 2),
     so that A can forget it; then A gets 2. Raises PlanError where there is no place to begin with.
     """
-    places = [StageRoom(actor.memory).usable // new.expert_bytes for actor in new.actors]
+    places = [StageBudget(actor.memory).usable // new.expert_bytes for actor in new.actors]
     wanted = [set(actor.experts) for actor in new.actors]
     held = [set(actor.experts) for actor in old.actors]
     plans: list[ExpertPlan] = []
@@ -78,13 +78,13 @@ def moves(old: ExpertPlan, new: ExpertPlan) -> list[ExpertPlan]:
         settled = set().union(*(own & goal for own, goal in zip(fuller, wanted, strict=True)))  # are where they belong
         after = [{each for each in own if each in goal or each not in settled} for own, goal in zip(fuller, wanted, strict=True)]
         if after == held:
-            after = _parked(held, wanted, places)
+            after = _staging_plan(held, wanted, places)
         held = after
-        plans.append(new.holding(held))
+        plans.append(new.with_assignment(held))
     return plans
 
 
-def _parked(held: Sequence[set[ExpertId]], wanted: Sequence[set[ExpertId]], places: Sequence[int]) -> list[set[ExpertId]]:
+def _staging_plan(held: Sequence[set[ExpertId]], wanted: Sequence[set[ExpertId]], places: Sequence[int]) -> list[set[ExpertId]]:
     """One expert that is in the way of what its actor is to get goes to an actor that has a place to spare."""
     for actor, (own, goal) in enumerate(zip(held, wanted, strict=True)):
         in_the_way = sorted(own - goal)
@@ -137,7 +137,7 @@ def _replicas(loads: dict[ExpertId, float], num_actors: int, spare: int) -> dict
     return copies
 
 
-def _spread(loads: dict[ExpertId, float], copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]] | None:
+def _assign(loads: dict[ExpertId, float], copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]] | None:
     """The heaviest first, each to the actors that have least to do so far: in all, and in its layer, whose experts work at the
     same time. None if that leaves a copy without an actor that has room and not the same expert already.
     """
@@ -159,7 +159,7 @@ def _spread(loads: dict[ExpertId, float], copies: dict[ExpertId, int], places: S
     return held
 
 
-def _spread_by_room(copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]] | None:
+def _assign_by_memory(copies: dict[ExpertId, int], places: Sequence[int]) -> list[list[ExpertId]] | None:
     """To the actors with most room left: finds a place for all copies wherever that is possible. None if it is not."""
     held: list[list[ExpertId]] = [[] for _ in places]
     for each, count in sorted(copies.items(), key=lambda pair: (-pair[1], pair[0])):
@@ -179,14 +179,14 @@ def _layer_loads(loads: dict[ExpertId, float]) -> dict[int, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertOutlook:
+class ExpertPlanReport:
     """``shares``: what each actor does, as a multiple of the mean of all; where no load was measured, of load that is even.
 
     ``busiest_if_even``: under the measured load, the busiest actor of the plan that assumes even load; None without one.
     """
 
     plan: ExpertPlan
-    rooms: tuple[StageRoom, ...]
+    rooms: tuple[StageBudget, ...]
     shares: tuple[float, ...]
     busiest_if_even: float | None
 
@@ -197,7 +197,7 @@ class ExpertOutlook:
     @property
     def num_copies(self) -> dict[ExpertId, int]:
         """Of each expert: 1 where it has no replicas."""
-        return {each: len(holders) for each, holders in self.plan.holders.items()}
+        return {each: len(holders) for each, holders in self.plan.placement.items()}
 
     @property
     def num_replicated(self) -> int:
@@ -225,15 +225,15 @@ class ExpertOutlook:
         }
 
 
-def outlook(args: ModelArgs, request: ExpertRequest) -> ExpertOutlook:
+def report(args: ModelArgs, request: ExpertRequest) -> ExpertPlanReport:
     """Raises as ``plan_experts`` does."""
     plan = plan_experts(args, request)
     if request.loads is None:
-        return ExpertOutlook(plan, request.rooms, _shares(plan, dict.fromkeys(plan.holders, 1.0)), None)
+        return ExpertPlanReport(plan, request.rooms, _shares(plan, dict.fromkeys(plan.placement, 1.0)), None)
     assumed = plan_experts(args, replace(request, loads=None))
-    return ExpertOutlook(plan, request.rooms, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
+    return ExpertPlanReport(plan, request.rooms, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
 
 
 def _shares(plan: ExpertPlan, loads: dict[ExpertId, float]) -> tuple[float, ...]:
-    tokens = plan.loads(loads)
+    tokens = plan.tokens_per_actor(loads)
     return tuple(each * len(tokens) / sum(tokens) for each in tokens)

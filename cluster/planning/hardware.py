@@ -12,9 +12,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tramontane.cluster.common.ray_errors import last_line
+from tramontane.cluster.common.ray_errors import ray_error_message
 from tramontane.proto.errors import PlanError
-from tramontane.workers.device.probe import copy_speed, visible_gpus
+from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
 
 GPU_PROBE_TIMEOUT_S = 60.0
 CORES = "tramontane_cores"  # Ray's name for what a node really has, where it was told of more CPUs than that
@@ -44,11 +44,11 @@ class Hardware:
     node_memory: tuple[int, ...]
     gpus: tuple[Gpu, ...] = ()
 
-    def together(self, stages_per_gpu: int) -> int:
+    def stages_per_slot(self, stages_per_gpu: int) -> int:
         """How many stages have one place: a GPU, or, where there is none, what a stage has to itself."""
         return stages_per_gpu if self.gpus else 1
 
-    def default_places(self, num_pipelines: int = 1) -> int:
+    def default_stage_count(self, num_pipelines: int = 1) -> int:
         """Of one pipeline: GPUs, shared out evenly; 2 where there is none."""
         return max(len(self.gpus) // num_pipelines, 1) if self.gpus else 2
 
@@ -100,27 +100,27 @@ def by_node(gpus: Iterable[Gpu]) -> list[list[Gpu]]:
     return list(nodes.values())
 
 
-def this_machine() -> Hardware:
+def probe_local() -> Hardware:
     seen = visible_gpus() if _num_visible_gpus() else []
     gpus = tuple(Gpu(name, memory, index=index) for index, (name, memory) in enumerate(seen))
     return Hardware(node_cpus=(usable_cpus(),), node_memory=(_usable_memory(),), gpus=gpus)
 
 
-def joined_cluster(
+def probe_cluster(
     measured: bool = True,
     look: Callable[[], list[tuple[str, int]]] = visible_gpus,
-    measure: Callable[[str], int] = copy_speed,
+    measure: Callable[[str], int] = memory_bandwidth,
 ) -> Hardware:
     """The Ray cluster this process is connected to. ``measured``: GPUs are compared, if nodes differ in them."""
     alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     resources = {node["NodeID"]: node["Resources"] for node in alive if node["Resources"].get("CPU", 0) >= 1}
     if not resources:
         raise TooFewNodesError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
-    gpus = _look_everywhere({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
+    gpus = _probe_gpus({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
     return Hardware(
         node_cpus=tuple(int(has.get(CORES, has["CPU"])) for has in resources.values()),
         node_memory=tuple(int(has["memory"]) for has in resources.values()),
-        gpus=_compared(gpus, measure) if measured else gpus,
+        gpus=_measure_speeds(gpus, measure) if measured else gpus,
     )
 
 
@@ -157,9 +157,9 @@ def _num_visible_gpus() -> int:
     return min(present, len([name for name in names if name and name != "-1"]))
 
 
-def _look_everywhere(num_gpus: Mapping[str, int], look: Callable[[], list[tuple[str, int]]]) -> tuple[Gpu, ...]:
+def _probe_gpus(num_gpus: Mapping[str, int], look: Callable[[], list[tuple[str, int]]]) -> tuple[Gpu, ...]:
     """Ask every node that offers GPUs to Ray; those that it offers are the first that CUDA shows there."""
-    seen = _answers({node: _on_node(node, look) for node in num_gpus})
+    seen = _gather({node: _on_node(node, look) for node in num_gpus})
     for node, count in num_gpus.items():
         if len(seen[node]) < count:
             raise PlanError(f"node {_address(node)} offers {count} GPUs to Ray, but CUDA shows {len(seen[node])} there")
@@ -170,7 +170,7 @@ def _look_everywhere(num_gpus: Mapping[str, int], look: Callable[[], list[tuple[
     )
 
 
-def _compared(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu, ...]:
+def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu, ...]:
     """With their speeds, if some nodes have other GPUs than others: in GB/s, of one GPU of each name.
 
     The cluster remembers what was measured: later pipelines are planned like the first, and nothing is measured
@@ -181,7 +181,7 @@ def _compared(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tuple[Gpu
     one_of = {gpu.name: gpu for gpu in reversed(gpus)}
     marks = {name: f"tramontane-gpu-speed-{name}" for name in one_of}
     unknown = {name: gpu for name, gpu in one_of.items() if not _internal_kv_get(marks[name])}
-    measured = _answers({name: _on_node(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()})
+    measured = _gather({name: _on_node(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()})
     for name, speed in measured.items():
         _internal_kv_put(marks[name], str(max(speed // 10**9, 1)).encode(), overwrite=False)
     speeds = {name: int(_internal_kv_get(mark)) for name, mark in marks.items()}
@@ -201,11 +201,11 @@ def _on_node(node: str, function: Callable[..., T], *arguments: str) -> "ray.Obj
     return ref
 
 
-def _answers(asked: "Mapping[str, ray.ObjectRef[T]]") -> dict[str, T]:
+def _gather(asked: "Mapping[str, ray.ObjectRef[T]]") -> dict[str, T]:
     try:
         answers: list[T] = ray.get(list(asked.values()), timeout=GPU_PROBE_TIMEOUT_S)
     except (GetTimeoutError, RayError) as error:
-        raise PlanError(f"the GPUs of the cluster cannot be looked at: {last_line(error)}") from error
+        raise PlanError(f"the GPUs of the cluster cannot be looked at: {ray_error_message(error)}") from error
     return dict(zip(asked, answers, strict=True))
 
 

@@ -5,50 +5,50 @@ from dataclasses import replace
 from fractions import Fraction
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import by_expert
-from tramontane.cluster.planning.capacity import ways_out
+from tramontane.cluster.config.expert_load import per_expert
+from tramontane.cluster.planning.capacity import suggest_fixes
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
-from tramontane.cluster.planning.gpu_placement import Place, expert_places, place_choices, shared_out
+from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, partition_gpus, placement_candidates
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.planning.planner import PlanRequest, TooLittleMemoryError, layer_costs, make_plan
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 
 
-def plan_for(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> ClusterPlan:
-    """The plan of one of ``config.most_replicas`` pipelines that share the hardware."""
-    return best_plan(config, args, hardware)[0]
+def plan_pipeline(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelinePlan:
+    """The plan of one of ``config.max_pipelines`` pipelines that share the hardware."""
+    return search_plan(config, args, hardware)[0]
 
 
-def best_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[ClusterPlan, tuple[Place, ...]]:
+def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
     """The fastest plan that fits, and what its stages and then its expert actors run on."""
-    for_stages, for_experts = shared_out(config, hardware)
+    for_stages, for_experts = partition_gpus(config, hardware)
     plan, places = _best_stages(config, args, for_stages, hardware)
     if not config.expert_actors:
         return plan, places
-    holding = expert_places(config, len(plan.stages), for_experts, hardware)
+    holding = expert_slots(config, len(plan.stages), for_experts, hardware)
     request = ExpertRequest(
         rooms=tuple(place.room for place in holding),
         dtype=plan.stages[0].dtype,
         quantize=config.quantize,
         replicas=None if config.expert_replicas == "auto" else config.expert_replicas,
-        loads=None if config.expert_load is None else by_expert(config.expert_load),
+        loads=None if config.expert_load is None else per_expert(config.expert_load),
     )
     return replace(plan, experts=plan_experts(args, request)), (*places, *holding)
 
 
 def _best_stages(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
-) -> tuple[ClusterPlan, tuple[Place, ...]]:
+) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
     """Of equally fast plans that on the roomiest GPUs, of the cluster's those that are for stages.
 
     No plan is faster than the sum of its stages' speeds, which is why most choices need no planning:
     once one takes 10, choices with speeds 2 and 2 are of no use to a model of cost 40.
     """
-    choices = place_choices(config, args.n_layers, hardware, cluster)
+    choices = placement_candidates(config, args.n_layers, hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors)
-    best: tuple[Fraction, ClusterPlan, tuple[Place, ...]] | None = None
+    best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
     for places in sorted(choices, key=lambda places: -_total_speed(places)):  # stable: the roomiest of equals first
         if best is not None and Fraction(sum(costs), _total_speed(places)) >= best[0]:
             break
@@ -63,24 +63,24 @@ def _best_stages(
         if best is None or time < best[0]:
             best = time, plan, places
     if best is None:
-        raise _impossible(args, _request(config, args, choices[0]), config.stages_per_gpu if hardware.gpus else None)
+        raise _explain_failure(args, _request(config, args, choices[0]), config.stages_per_gpu if hardware.gpus else None)
     _, plan, places = best
-    threads, together = stage_threads(config, len(plan.stages), hardware), hardware.together(config.stages_per_gpu)
-    at_once = hardware.stages_at_once(len(plan.stages), threads, config.most_replicas, together)
-    return replace(plan, stages_at_once=at_once), places
+    threads, together = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
+    at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, together)
+    return replace(plan, max_concurrent_stages=at_once), places
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
     """CPU threads of each stage and expert actor of a pipeline: as was asked for, or an even share of the cores."""
-    num_all = (num_stages + config.expert_actors) * config.most_replicas
-    return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.together(config.stages_per_gpu))
+    num_all = (num_stages + config.expert_actors) * config.max_pipelines
+    return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.stages_per_slot(config.stages_per_gpu))
 
 
-def _total_speed(places: Sequence[Place]) -> int:
+def _total_speed(places: Sequence[GpuSlot]) -> int:
     return sum(place.room.speed for place in places)
 
 
-def _request(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> PlanRequest:
+def _request(config: EngineConfig, args: ModelArgs, places: Sequence[GpuSlot]) -> PlanRequest:
     return PlanRequest(
         rooms=tuple(place.room for place in places),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
@@ -93,9 +93,9 @@ def _request(config: EngineConfig, args: ModelArgs, places: Sequence[Place]) -> 
     )
 
 
-def _impossible(args: ModelArgs, request: PlanRequest, per_gpu: int | None) -> PlanError:
+def _explain_failure(args: ModelArgs, request: PlanRequest, per_gpu: int | None) -> PlanError:
     try:
         make_plan(args, request)
     except TooLittleMemoryError as error:
-        return PlanError(f"{error}; {ways_out(args, request, per_gpu)}")
+        return PlanError(f"{error}; {suggest_fixes(args, request, per_gpu)}")
     raise AssertionError("it was impossible before")

@@ -9,17 +9,19 @@ from fractions import Fraction
 from itertools import accumulate
 from math import lcm
 
-from tramontane.proto.byte_size import readable_size, size_for_flag
+from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.plan import CachePlan, ClusterPlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
+from tramontane.proto.plan import CachePlan, PipelinePlan, StagePlan, WindowClass, kv_bytes_per_position, ring_pages
 from tramontane.workers.weights.tensor_specs import TensorSpec, embedding_tensor, head_tensors, layer_tensors
 
-Fits = Callable[[int, range], bool]  # whether a stage has room for these layers
+FitsPredicate = Callable[[int, range], bool]  # whether a stage has room for these layers
 Split = tuple[int, int, tuple[int, ...]]  # slowest stage, sum of squared times, where the stages end
 
 
-def split_layers(costs: Sequence[int], speeds: Sequence[int], fits: Fits = lambda _stage, _span: True) -> list[range] | None:
+def split_layers(
+    costs: Sequence[int], speeds: Sequence[int], fits: FitsPredicate = lambda _stage, _span: True
+) -> list[range] | None:
     """Consecutive, non-empty groups of layers, one per stage; None if there is no way to fit them.
 
     A stage takes the cost of its layers divided by its speed, which counts only relative to the
@@ -38,7 +40,7 @@ def split_layers(costs: Sequence[int], speeds: Sequence[int], fits: Fits = lambd
     return [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
 
 
-def can_be_split(num_layers: int, num_stages: int, fits: Fits) -> bool:
+def is_splittable(num_layers: int, num_stages: int, fits: FitsPredicate) -> bool:
     """Whether there is any way to fit them, without looking for the best.
 
     Every stage takes as many layers as fit, leaving one for each that follows: what is left to the others is then
@@ -56,7 +58,7 @@ def can_be_split(num_layers: int, num_stages: int, fits: Fits) -> bool:
     return start == num_layers
 
 
-def _split(costs: Sequence[int], times: Sequence[int], fits: Fits, floor: int) -> Split | None:
+def _split(costs: Sequence[int], times: Sequence[int], fits: FitsPredicate, floor: int) -> Split | None:
     """The split with the least (slowest stage, sum of squared times), where any slowest stage up to ``floor`` counts alike."""
     until = [0, *accumulate(costs)]
     best: dict[int, Split] = {0: (floor, 0, ())}  # by number of layers split so far
@@ -83,7 +85,7 @@ class TooLittleMemoryError(PlanError):
 
 
 @dataclass(frozen=True, slots=True)
-class StageRoom:
+class StageBudget:
     """What one stage runs on: bytes that it may use, and its speed relative to the other stages'."""
 
     memory: int
@@ -98,7 +100,7 @@ class StageRoom:
 class PlanRequest:
     """What to plan for: a pipeline of so many stages, in this order."""
 
-    rooms: tuple[StageRoom, ...]
+    rooms: tuple[StageBudget, ...]
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -112,11 +114,11 @@ class PlanRequest:
         return len(self.rooms)
 
 
-def is_possible(args: ModelArgs, request: PlanRequest) -> bool:
+def is_feasible(args: ModelArgs, request: PlanRequest) -> bool:
     """Whether ``make_plan`` would make a plan. Far less work, unless ``kv_cache_memory`` is given, which depends on the split."""
     if request.num_stages > args.n_layers or request.max_model_len > args.max_seq_len:
         return False
-    if not can_be_split(args.n_layers, request.num_stages, _fits(request, _Need(args, request))):
+    if not is_splittable(args.n_layers, request.num_stages, _fits(request, _StageFootprint(args, request))):
         return False
     if request.kv_cache_memory is None:
         return True
@@ -127,14 +129,14 @@ def is_possible(args: ModelArgs, request: PlanRequest) -> bool:
     return True
 
 
-def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
+def make_plan(args: ModelArgs, request: PlanRequest) -> PipelinePlan:
     """Raises PlanError (TooLittleMemoryError, with the numbers, if the model does not fit) or ConfigError."""
     if request.num_stages > args.n_layers:
         raise PlanError(f"--stages is {request.num_stages}, but the model has only {args.n_layers} layers; no stage may be empty")
     if request.max_model_len > args.max_seq_len:
         raise ConfigError(f"--max-model-len is {request.max_model_len}; the checkpoint's context is {args.max_seq_len} positions")
-    need = _Need(args, request)
-    spans = _spans(args, request, need)
+    need = _StageFootprint(args, request)
+    spans = _layer_spans(args, request, need)
     weights = [need.weights(span) for span in spans]
     cache = _plan_cache(args, spans, need, request)
     stages = tuple(
@@ -154,7 +156,7 @@ def make_plan(args: ModelArgs, request: PlanRequest) -> ClusterPlan:
         )
         for stage_id, span in enumerate(spans)
     )
-    return ClusterPlan(stages, request.max_model_len, stages_at_once=len(stages))
+    return PipelinePlan(stages, request.max_model_len, max_concurrent_stages=len(stages))
 
 
 def layer_costs(args: ModelArgs, experts_inside: bool = True) -> list[int]:
@@ -172,7 +174,7 @@ def _active_parameters(args: ModelArgs, layer: int, experts_inside: bool) -> int
     return total - (args.moe.num_experts - args.moe.num_experts_per_tok) * expert
 
 
-class _Need:
+class _StageFootprint:
     """Bytes that a group of layers needs on its stage."""
 
     def __init__(self, args: ModelArgs, request: PlanRequest) -> None:
@@ -193,46 +195,46 @@ class _Need:
         first, last = span.start == 0, span.stop == self._args.n_layers
         return own + first * self._embedding + last * self._head
 
-    def one_sequence(self, span: range) -> int:
+    def sequence_bytes(self, span: range) -> int:
         """The cache of one sequence of full length."""
         return self._one_sequence[span.stop] - self._one_sequence[span.start]
 
-    def least(self, span: range) -> int:
+    def minimum_bytes(self, span: range) -> int:
         """Without which the stage is of no use."""
-        return self.weights(span) + max(self.one_sequence(span), self._request.kv_cache_memory or 0)
+        return self.weights(span) + max(self.sequence_bytes(span), self._request.kv_cache_memory or 0)
 
     def _num_bytes(self, *specs: TensorSpec) -> int:
         return sum(spec.num_bytes(self._request.dtype, self._request.quantize) for spec in specs)
 
 
-def _spans(args: ModelArgs, request: PlanRequest, need: _Need) -> list[range]:
+def _layer_spans(args: ModelArgs, request: PlanRequest, need: _StageFootprint) -> list[range]:
     costs, speeds = layer_costs(args, request.experts_inside), [room.speed for room in request.rooms]
     spans = split_layers(costs, speeds, _fits(request, need))
     if spans is None:
-        raise TooLittleMemoryError(_too_little(split_layers(costs, speeds) or [], request, need))
+        raise TooLittleMemoryError(_memory_error(split_layers(costs, speeds) or [], request, need))
     return spans
 
 
-def _fits(request: PlanRequest, need: _Need) -> Fits:
-    return lambda stage, span: need.least(span) <= request.rooms[stage].usable
+def _fits(request: PlanRequest, need: _StageFootprint) -> FitsPredicate:
+    return lambda stage, span: need.minimum_bytes(span) <= request.rooms[stage].usable
 
 
-def _too_little(spans: list[range], request: PlanRequest, need: _Need) -> str:
+def _memory_error(spans: list[range], request: PlanRequest, need: _StageFootprint) -> str:
     """Of the split that would be fastest, the first stage that has no room."""
     rooms = zip(spans, request.rooms, strict=True)
-    stage_id, span, room = next((i, span, room) for i, (span, room) in enumerate(rooms) if need.least(span) > room.usable)
-    one = need.one_sequence(span)
+    stage_id, span, room = next((i, span, room) for i, (span, room) in enumerate(rooms) if need.minimum_bytes(span) > room.usable)
+    one = need.sequence_bytes(span)
     return (
         f"too little memory for {_label(stage_id, spans)}: it needs "
-        f"{readable_size(need.weights(span))} for weights and {readable_size(max(one, request.kv_cache_memory or 0))} of cache "
-        f"(one sequence of {request.max_model_len} positions takes {readable_size(one)}) and may use "
-        f"{readable_size(room.usable)}"
+        f"{format_bytes(need.weights(span))} for weights and {format_bytes(max(one, request.kv_cache_memory or 0))} of cache "
+        f"(one sequence of {request.max_model_len} positions takes {format_bytes(one)}) and may use "
+        f"{format_bytes(room.usable)}"
     )
 
 
-def _plan_cache(args: ModelArgs, spans: list[range], need: _Need, request: PlanRequest) -> CachePlan:
+def _plan_cache(args: ModelArgs, spans: list[range], need: _StageFootprint, request: PlanRequest) -> CachePlan:
     """Pages for ``max_num_seqs`` sequences of full length, or for as many as the poorest stage can hold."""
-    sequence_bytes = [need.one_sequence(span) for span in spans]
+    sequence_bytes = [need.sequence_bytes(span) for span in spans]
     given = request.kv_cache_memory
     if given is not None:
         _check_kv_cache_memory(given, sequence_bytes, spans, request.max_model_len)
@@ -251,9 +253,9 @@ def _check_kv_cache_memory(given: int, sequence_bytes: list[int], spans: list[ra
     """The minimum is named for all stages at once: raising it to the first stage's would only meet the next."""
     minimum = max(sequence_bytes)
     if given < minimum:
-        least = size_for_flag(minimum)
+        least = format_bytes_flag(minimum)
         raise PlanError(
-            f"--kv-cache-memory is {size_for_flag(given)}, but one sequence of {max_model_len} positions takes {least} on "
+            f"--kv-cache-memory is {format_bytes_flag(given)}, but one sequence of {max_model_len} positions takes {least} on "
             f"{_label(sequence_bytes.index(minimum), spans)}; give --kv-cache-memory {least} or more, "
             "or lower --max-model-len"
         )

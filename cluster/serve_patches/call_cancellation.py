@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 StreamHandler = Callable[[Any, Any], AsyncIterator[Any]]
 
 
-class EndCalls:
+class CancelAbandonedCalls:
     """ASGI middleware, next to Ray Serve's own application: in the task in which that names the request."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -25,10 +25,10 @@ class EndCalls:
         try:
             await self._app(scope, receive, send)
         finally:
-            _end_calls(_request_id())
+            _cancel_calls(_request_id())
 
 
-def ending_calls(handler: StreamHandler) -> StreamHandler:
+def cancel_on_disconnect(handler: StreamHandler) -> StreamHandler:
     """What handles a gRPC request with many answers."""
 
     async def handle(request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ANN401 - of gRPC
@@ -36,12 +36,12 @@ def ending_calls(handler: StreamHandler) -> StreamHandler:
         try:
             async for message in handler(request, context):
                 if not is_known:
-                    context.add_done_callback(partial(_end_calls, _request_id()))
+                    context.add_done_callback(partial(_cancel_calls, _request_id()))
                     is_known = True
                 yield message
         finally:
             if not is_known:  # so this is its task still; later it may be anybody's that clears away what is left of it
-                _end_calls(_request_id())
+                _cancel_calls(_request_id())
 
     return handle
 
@@ -51,7 +51,7 @@ def _request_id() -> str:
     return str(serve_context._get_serve_request_context()._internal_request_id)
 
 
-def _end_calls(request_id: str, _context: object = None) -> None:
+def _cancel_calls(request_id: str, _context: object = None) -> None:
     """Those that have ended are not in the table any more."""
     if request_id:
         for call in tuple(serve_context._get_in_flight_requests(request_id).values()):  # type: ignore[no-untyped-call]

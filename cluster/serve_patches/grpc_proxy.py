@@ -6,27 +6,27 @@ from typing import Any
 from grpc import StatusCode
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from tramontane.cluster.serve_patches.call_cancellation import ending_calls
-from tramontane.proto.log_fields import GOOD_ID
+from tramontane.cluster.serve_patches.call_cancellation import cancel_on_disconnect
+from tramontane.proto.log_fields import REQUEST_ID_PATTERN
 
 LISTS_APPLICATIONS = "/ray.serve.RayServeAPIService/ListApplications"  # to everybody, without a key
 ANSWERS_IN_STREAMS = (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
 REQUEST_ID = "request_id"  # in the metadata: Ray Serve writes it into logs, and sends it back
 
 
-def mended(make: Callable[..., Any], service_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]:
+def wrap_handler_factory(make: Callable[..., Any], service_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]:
     """What handles requests of this method."""
     if service_method == LISTS_APPLICATIONS:
-        return _not_told
+        return _hide_applications
     handler: Callable[..., Any] = make(service_method, streaming_type)
-    return _checked_stream(ending_calls(handler)) if streaming_type in ANSWERS_IN_STREAMS else _checked(handler)
+    return _checked_stream(cancel_on_disconnect(handler)) if streaming_type in ANSWERS_IN_STREAMS else _with_id_check(handler)
 
 
-async def _not_told(_request: Any, context: Any) -> None:  # noqa: ANN401
+async def _hide_applications(_request: Any, context: Any) -> None:  # noqa: ANN401
     await context.abort(StatusCode.UNIMPLEMENTED, "this server does not tell its applications")
 
 
-def _checked(handler: Callable[..., Any]) -> Callable[..., Any]:
+def _with_id_check(handler: Callable[..., Any]) -> Callable[..., Any]:
     async def handle(request: Any, context: Any) -> Any:  # noqa: ANN401 - of gRPC
         await _check(context)
         return await handler(request, context)
@@ -46,5 +46,5 @@ def _checked_stream(handler: Callable[..., AsyncIterator[Any]]) -> Callable[...,
 async def _check(context: Any) -> None:  # noqa: ANN401 - of gRPC
     """Ends the request where its id could pass for something else in a log."""
     given = [value for name, value in context.invocation_metadata() or () if name == REQUEST_ID]
-    if not all(GOOD_ID.fullmatch(value.encode(errors="surrogateescape")) for value in given):
+    if not all(REQUEST_ID_PATTERN.fullmatch(value.encode(errors="surrogateescape")) for value in given):
         await context.abort(StatusCode.INVALID_ARGUMENT, f"{REQUEST_ID} must have 1 to 128 visible characters of ASCII")

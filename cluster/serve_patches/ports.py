@@ -10,13 +10,13 @@ import ray.serve._private.default_impl
 import ray.serve._private.replica
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
-from tramontane.cluster.serve_patches.grpc_proxy import mended
+from tramontane.cluster.serve_patches.grpc_proxy import wrap_handler_factory
 
 EVERYWHERE = "[::]:"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def keep_internal_port_on_node_address() -> None:
+def bind_internal_port_to_node() -> None:
     """Call in a replica's constructor: its internal gRPC port then listens on the node's own address only.
 
     Ray Serve opens one per replica, without authentication, on all interfaces, and reads
@@ -30,12 +30,12 @@ def keep_internal_port_on_node_address() -> None:
 
     def add_port_on_node_address(server: Any, address: str) -> Any:  # noqa: ANN401
         assert address.startswith(EVERYWHERE), "Ray Serve has changed what this replaces"
-        return add_port(server, address.replace(EVERYWHERE, f"{bracketed(node_address)}:"))
+        return add_port(server, address.replace(EVERYWHERE, f"{format_host(node_address)}:"))
 
     module.add_port_to_grpc_server = add_port_on_node_address
 
 
-def mend_grpc_door() -> None:
+def bind_grpc_to_http_host() -> None:
     """Call in a proxy before it opens its ports: clients' gRPC then listens on the host that HTTP was told to listen on.
 
     Ray Serve has an option for the port only, and listens on all interfaces. What it calls to add the port knows no host, and may
@@ -50,21 +50,21 @@ def mend_grpc_door() -> None:
         async def start_on_http_host() -> None:
             controller = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
             host = (await controller.get_http_config.remote()).host
-            server.add_insecure_port(address.replace(EVERYWHERE, f"{bracketed(host)}:"))
+            server.add_insecure_port(address.replace(EVERYWHERE, f"{format_host(host)}:"))
             await start()
 
         server.start = start_on_http_host
-        server.service_handler_factory = partial(mended, server.service_handler_factory)
+        server.service_handler_factory = partial(wrap_handler_factory, server.service_handler_factory)
 
     addresses.add_grpc_address = add_when_it_starts
 
 
-def bracketed(host: str) -> str:
+def format_host(host: str) -> str:
     """As it is written before a port."""
     return f"[{host}]" if ":" in host else host
 
 
-def is_from_here(peer: str) -> bool:
+def is_loopback(peer: str) -> bool:
     """Whether a gRPC peer, such as ``ipv4:127.0.0.1:50123`` or ``ipv6:%5B::1%5D:50123``, is on a loopback address."""
     kind, _, address = peer.partition(":")
     if kind == "unix":

@@ -5,17 +5,17 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.http.failover import DoorRelay
-from tramontane.cluster.http.slow_clients import DropSlowReaders
-from tramontane.cluster.observability.logging import log_beside_ray_serve
-from tramontane.cluster.observability.tracing import trace_in_proxy
-from tramontane.cluster.serve_patches.call_cancellation import EndCalls
-from tramontane.cluster.serve_patches.ports import mend_grpc_door
-from tramontane.proto.log_fields import GOOD_ID, REQUEST_ID_HEADER
+from tramontane.cluster.http.failover import FailoverMiddleware
+from tramontane.cluster.http.slow_clients import SlowClientMiddleware
+from tramontane.cluster.observability.logging import use_serve_log
+from tramontane.cluster.observability.tracing import enable_proxy_tracing
+from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls
+from tramontane.cluster.serve_patches.ports import bind_grpc_to_http_host
+from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
 from tramontane.router.openai.completion_request import error_body
 
 # With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
-FOR_RAY_SERVE = (
+CONTROL_HEADERS = (
     b"serve-multiplexed-model-id",
     b"x-session-id",
     b"x-request-timeout-seconds",
@@ -29,14 +29,14 @@ HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart p
 
 def proxy_middlewares() -> list[Middleware]:
     """Ray Serve's proxies call it by name, before they open their ports: see ``ray_settings.SERVE_SETTINGS``."""
-    mend_grpc_door()
-    log_beside_ray_serve(LogSettings(), "proxy")
-    trace_in_proxy()
-    inside_out = EndCalls, DoorRelay, WithoutOrders, DropSlowReaders
+    bind_grpc_to_http_host()
+    use_serve_log(LogSettings(), "proxy")
+    enable_proxy_tracing()
+    inside_out = CancelAbandonedCalls, FailoverMiddleware, StripControlHeaders, SlowClientMiddleware
     return [Middleware(each) for each in inside_out]
 
 
-class WithoutOrders:
+class StripControlHeaders:
     """An ASGI application that sees the other headers, and none of the paths that say what else Ray Serve has."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,9 +48,11 @@ class WithoutOrders:
             answer = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)
             await answer(scope, receive, send)
             return
-        kept = [(name, value) for name, value in scope.get("headers", ()) if not _is_order(name.replace(b"_", b"-"), value)]
+        kept = [
+            (name, value) for name, value in scope.get("headers", ()) if not _is_control_header(name.replace(b"_", b"-"), value)
+        ]
         await self._app({**scope, "headers": kept}, receive, send)
 
 
-def _is_order(name: bytes, value: bytes) -> bool:
-    return name in FOR_RAY_SERVE or (name in READ_BY_RAY_SERVE and not GOOD_ID.fullmatch(value))
+def _is_control_header(name: bytes, value: bytes) -> bool:
+    return name in CONTROL_HEADERS or (name in READ_BY_RAY_SERVE and not REQUEST_ID_PATTERN.fullmatch(value))

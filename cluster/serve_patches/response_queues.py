@@ -7,7 +7,7 @@ import ray.serve._private.replica
 from tramontane.cluster.http.slow_clients import answer_queue
 
 
-def note_queues_of_answers() -> None:
+def track_response_queues() -> None:
     """Replace Ray Serve's ``MessageQueue`` by one that records itself. Call this in a replica's constructor."""
     module: Any = ray.serve._private.replica
 

@@ -7,22 +7,22 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig, gRPCOptions
 
-from tramontane.cluster.actors.worker_actor import naming_the_node
-from tramontane.cluster.common.node_labels import off_head
+from tramontane.cluster.actors.worker_actor import annotate_node
+from tramontane.cluster.common.node_labels import avoid_head_node
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.parsers import has_password
-from tramontane.cluster.pipeline.engine import fingerprint_for
-from tramontane.cluster.serving.autoscaling import number_of_routers
+from tramontane.cluster.pipeline.engine import model_fingerprint
+from tramontane.cluster.serving.autoscaling import router_scaling_options
 from tramontane.cluster.serving.batch_replica import BatchReplica
 from tramontane.cluster.serving.ingress import IngressReplica
-from tramontane.cluster.serving.least_loaded_router import LeastLoaded
+from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
 from tramontane.cluster.serving.router_replica import RouterReplica
 from tramontane.proto.errors import ConfigError
 
 APPLICATION = "tramontane"
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
-SHOWN_BY_RAY = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
-OF_THE_COMMAND = {  # keys that say nothing to an application
+VISIBLE_SECRET = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
+CLI_ONLY_KEYS = {  # keys that say nothing to an application
     *("host", "port", "grpc_port", "address", "local", "seed", "json"),
     *("tracing_exporter", "tracing_sampling_ratio"),
 }
@@ -31,25 +31,25 @@ UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI'
 CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
 CHECK_TIMEOUT_S = 10.0  # of one that lives and does not answer: after three such checks, before doors lose patience
 HAND_OVER_S = 15.0  # then doors take what a router still has to another one, and it ends by itself
-NEW_FIRST = 100  # percent: of a new version all replicas are started before those of the old one are stopped
+MAX_SURGE_PERCENT = 100  # percent: of a new version all replicas are started before those of the old one are stopped
 
 
 def build(args: dict[str, Any]) -> Application:
     """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
-    config = checked_config(args)
-    return application(config, patience_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
+    config = validate_config(args)
+    return application(config, grace_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
 
 
-def checked_config(args: dict[str, Any]) -> EngineConfig:
+def validate_config(args: dict[str, Any]) -> EngineConfig:
     """Of a Serve config's ``args``. Raises ConfigError for what has no place there."""
-    if SHOWN_BY_RAY in args:
+    if VISIBLE_SECRET in args:
         raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
     if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
         raise ConfigError(
             f"{secret[0]}: a password is not for a Serve config, which Ray shows to everybody; "
             "leave it out, and have every node know it by ~/.pgpass, or as the storage's library says"
         )
-    if others := sorted(OF_THE_COMMAND & args.keys()):
+    if others := sorted(CLI_ONLY_KEYS & args.keys()):
         raise ConfigError(f"{', '.join(others)}: not for a Serve config; its http_options and tracing_config have their like")
     return EngineConfig.build(None, args)
 
@@ -63,10 +63,10 @@ def application(
     config: EngineConfig,
     launched: bool = False,
     owns_serve: bool = False,
-    patience_s: float = 20.0,
+    grace_s: float = 20.0,
     grpc_from_here_only: bool = False,
 ) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``pipeline_spec.Application``.
+    """``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``.
 
     ``grpc_from_here_only``: in a cluster that we have not started, Ray Serve's gRPC port is open to every peer.
 
@@ -74,47 +74,47 @@ def application(
 
     The checkpoint as it is here, where the application is built, is what every node must have.
     """
-    config = config.for_other_directories()
-    with naming_the_node():
-        fingerprint = fingerprint_for(config)
+    config = config.with_absolute_paths()
+    with annotate_node():
+        fingerprint = model_fingerprint(config)
     quiet = config.logs.for_ray_serve()
     router = serve.deployment(
         name="Router",
-        **number_of_routers(config),
+        **router_scaling_options(config),
         max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0, **off_head()},
+        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
         health_check_period_s=CHECK_EVERY_S,
         health_check_timeout_s=CHECK_TIMEOUT_S,
-        request_router_config=RequestRouterConfig(request_router_class=LeastLoaded),  # type: ignore[arg-type]
+        request_router_config=RequestRouterConfig(request_router_class=LeastLoadedRouter),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=patience_s + HAND_OVER_S,
-        max_surge_percent=NEW_FIRST,
+        graceful_shutdown_timeout_s=grace_s + HAND_OVER_S,
+        max_surge_percent=MAX_SURGE_PERCENT,
         logging_config=quiet,
     )(RouterReplica)
     batch = serve.deployment(
         name="Batch",
         num_replicas=1,
-        ray_actor_options={"num_cpus": 0, **off_head()},
+        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
         health_check_period_s=CHECK_EVERY_S,
         health_check_timeout_s=CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=patience_s,
+        graceful_shutdown_timeout_s=grace_s,
         logging_config=quiet,
     )(BatchReplica)
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=UNBOUNDED,
-        ray_actor_options={"num_cpus": 0, **off_head()},
+        ray_actor_options={"num_cpus": 0, **avoid_head_node()},
         health_check_period_s=CHECK_EVERY_S,
         health_check_timeout_s=CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=patience_s,
-        max_surge_percent=NEW_FIRST,
+        graceful_shutdown_timeout_s=grace_s,
+        max_surge_percent=MAX_SURGE_PERCENT,
         logging_config=quiet,
     )(serve.ingress()(IngressReplica))
     deployed_at = time.time_ns()
-    routers = router.bind(config.without_keys(), fingerprint, launched, owns_serve, deployed_at)
-    jobs = batch.bind(config.without_keys(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, patience_s, deployed_at)
+    routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, deployed_at)
+    jobs = batch.bind(config.without_secrets(), fingerprint, routers)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, grace_s, deployed_at)

@@ -8,17 +8,17 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.router.scheduling.running_set import Demand
+from tramontane.router.scheduling.running_set import PipelineLoad
 
 SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # what a router tells, by Ray Serve's way for custom metrics
-POLICY = "tramontane.cluster.serving.autoscaling:WantedPipelines"
+POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
 TARGET_LOAD = 0.75  # where nobody says
 TELL_EVERY_S, LOOK_BACK_S = 1.0, 5.0  # the mean of so long counts; how long it must last is the delays' to say
 
 logger = logging.getLogger(__name__)
 
 
-class WantedPipelines:
+class PipelineAutoscalingPolicy:
     """Ray Serve's policy for the Router deployment: so many pipelines as what they have, queue included, would fill.
 
     ``target_load``: how full each is to be, by its places or by its cache's pages, whichever is scarcer.
@@ -55,7 +55,7 @@ def _positive(value: object) -> float | None:
     return value if isinstance(value, int | float) and 0 < value < math.inf else None
 
 
-def as_metrics(demand: Demand) -> dict[str, float]:
+def to_metrics(demand: PipelineLoad) -> dict[str, float]:
     """What a router tells."""
     return {SHARE: demand.share, TOKENS: float(demand.tokens)}
 
@@ -65,16 +65,16 @@ def policy_for(target_load: float, target_tokens: int | None) -> dict[str, Any]:
     return {"policy_function": POLICY, "policy_kwargs": {"target_load": target_load, "target_tokens": target_tokens}}
 
 
-def number_of_routers(config: EngineConfig) -> dict[str, Any]:
+def router_scaling_options(config: EngineConfig) -> dict[str, Any]:
     """Options of the Router deployment: a fixed number, or how it is scaled."""
-    if config.most_replicas == config.replicas:
+    if config.max_pipelines == config.replicas:
         return {"num_replicas": config.replicas}
     policy: Any = AutoscalingPolicy(**policy_for(config.target_load, config.target_tokens))  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():  # of the interval, for whose successor no replica asks yet
         warnings.simplefilter("ignore", DeprecationWarning)
         scaling = AutoscalingConfig(
             min_replicas=config.replicas,
-            max_replicas=config.most_replicas,
+            max_replicas=config.max_pipelines,
             target_ongoing_requests=max(int(config.max_num_seqs * config.target_load), 1),  # of those that have not told yet
             upscale_delay_s=config.upscale_delay,
             downscale_delay_s=config.downscale_delay,

@@ -18,19 +18,19 @@ import ray
 from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, naming_the_node
-from tramontane.cluster.common.periodic import repeat_for_ever
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
+from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.exporters import RequestMetrics
-from tramontane.cluster.observability.logging import log_beside_ray_serve
+from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import RayMetrics
-from tramontane.cluster.serve_patches.ports import keep_internal_port_on_node_address
-from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.served_model import chat_format, served_model
+from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
+from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
 from tramontane.proto.errors import ParameterError, PipelineError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.router.batch.claims import JobClaims
+from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, Purpose
 from tramontane.router.batch.input_lines import JobLimits
@@ -44,8 +44,8 @@ from tramontane.router.openai.chat_request import ChatRequest, parse_chat
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel, check_model_name
-from tramontane.router.tokenization.chat import ChatPrompt
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of
+from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def num_machines() -> int:
         raise PipelineError(f"Ray does not tell its nodes now: {error!s:.200}") from error
 
 
-class OneMachineService(BatchService):
+class SingleNodeBatchService(BatchService):
     """For a store on one machine: takes no job and no file while there are others. Doors and the runner may be on different
     ones, and then nobody would ever run what was accepted. All else works, so that what is there can be read and cancelled.
     """
@@ -73,22 +73,22 @@ class OneMachineService(BatchService):
         self._num_machines, self._look_at = 0, now()
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
-        await self._check_alone()
+        await self._require_single_node()
         return await super().submit(lines, options, request_key)
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
-        await self._check_alone()
+        await self._require_single_node()
         return await super().submit_url(url, options, request_key)
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
-        await self._check_alone()
+        await self._require_single_node()
         return await super().submit_file(file_id, options, request_key)
 
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        await self._check_alone()
+        await self._require_single_node()
         return await super().upload(filename, purpose, pieces)
 
-    async def _check_alone(self) -> None:
+    async def _require_single_node(self) -> None:
         if self._now() >= self._look_at:
             self._num_machines = await asyncio.to_thread(self._machines)
             self._look_at = self._now() + LOOK_EVERY_S
@@ -107,11 +107,11 @@ SECONDS_PER_DAY = 86_400
 
 
 @dataclass(frozen=True, slots=True)
-class Answerer:
+class LineExecutor:
     """What lines are answered with: the model, how it has conversations, and who makes tokens."""
 
     model: ServedModel
-    chat: ChatPrompt
+    chat: ChatTemplate
     source: TokenSource
 
     async def completion(self, body: bytes) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class Answerer:
 
 
 # What a line of a batch job is answered by. Whoever adds an endpoint adds it here and to ``router.jobs.Endpoint``.
-ANSWERS: Mapping[Endpoint, Callable[[Answerer, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
-    {"/v1/completions": Answerer.completion, "/v1/chat/completions": Answerer.chat_completion}
+HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
+    {"/v1/completions": LineExecutor.completion, "/v1/chat/completions": LineExecutor.chat_completion}
 )
 
 
@@ -143,7 +143,7 @@ def job_settings(config: EngineConfig) -> JobSettings:
         config.jobs_database.get_secret_value() if config.jobs_database else f"sqlite:///{home / 'jobs.sqlite'}",
         config.jobs_storage.get_secret_value() if config.jobs_storage else str(home / "jobs"),
         config.model_name,
-        tuple(ANSWERS),
+        tuple(HANDLERS),
         config.jobs_url_prefixes,
         JobLimits(keep_s=config.jobs_retention * SECONDS_PER_DAY or None),
     )
@@ -153,23 +153,23 @@ def batch_service(config: EngineConfig) -> BatchService:
     """For doors. A folder that is given along with PostgreSQL is taken for one that every machine sees."""
     settings = job_settings(config)
     on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
-    return OneMachineService(settings) if on_one_machine else BatchService(settings)
+    return SingleNodeBatchService(settings) if on_one_machine else BatchService(settings)
 
 
-class BehindInteractive:
+class LowPriorityTokenSource:
     """A ``TokenSource`` whose sequences wait for those of interactive requests."""
 
     def __init__(self, source: TokenSource) -> None:
         self._source = source
 
-    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._source.generate([_of_batch(spec) for spec in specs])
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        self._source.check_room(num_sequences, owner)
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        self._source.check_capacity(num_sequences, owner)
 
 
-def _of_batch(spec: SequenceSpec) -> SequenceSpec:
+def _of_batch(spec: SequenceRequest) -> SequenceRequest:
     """The one place where the priority of batch work is set."""
     return replace(spec, priority=PRIORITY)
 
@@ -183,24 +183,26 @@ class BatchReplica:
         fingerprint: Fingerprint,
         router: "DeploymentHandle[Any]",
     ) -> None:
-        keep_internal_port_on_node_address()
-        log_beside_ray_serve(config.logs, "batch")
-        with naming_the_node():
+        bind_internal_port_to_node()
+        use_serve_log(config.logs, "batch")
+        with annotate_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
-            model = served_model(config)
-        at_once = config.max_num_seqs * config.most_replicas
+            model = load_served_model(config)
+        at_once = config.max_num_seqs * config.max_pipelines
         concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
         node = ray.get_runtime_context().get_node_id()
-        self._routers = RemoteRouters(router, model.max_sequences * config.most_replicas, model=mark_of(fingerprint), node=node)
-        repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").tell)
-        self._answerer = Answerer(model, chat_format(config, model), BehindInteractive(self._routers))
+        self._routers = RouterClient(
+            router, model.max_sequences * config.max_pipelines, model=short_digest(fingerprint), node=node
+        )
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").export)
+        self._answerer = LineExecutor(model, load_chat_format(config, model), LowPriorityTokenSource(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)
         self._database = Database(settings.database)
-        claims = JobClaims(self._database, settings.queue)
+        claims = JobClaimStore(self._database, settings.queue)
         runner = BatchRunner(claims, JobStorage(settings.storage), self._answer, concurrency)
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(runner.run()), loop.create_task(self._keep_tidy())]
+        self._tasks = [loop.create_task(runner.run()), loop.create_task(self._collect_garbage_forever())]
 
     async def __del__(self) -> None:
         for task in self._tasks:
@@ -216,10 +218,10 @@ class BatchReplica:
             raise PipelineError("the runner of batch jobs has ended")
 
     async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-        return await ANSWERS[endpoint](self._answerer, json.dumps(body).encode())
+        return await HANDLERS[endpoint](self._answerer, json.dumps(body).encode())
 
-    async def _keep_tidy(self) -> None:
+    async def _collect_garbage_forever(self) -> None:
         while True:
             with suppress(PipelineError):  # the store cannot be used now, and the runner says so
-                await self._service.tidy()
+                await self._service.collect_garbage()
             await asyncio.sleep(TIDY_EVERY_S)

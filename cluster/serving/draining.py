@@ -8,7 +8,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from tramontane.cluster.common.deployments import forget_drained, note_drained
+from tramontane.cluster.common.deployments import clear_drained, mark_drained
 from tramontane.cluster.serving.app import APPLICATION
 
 POLL_S = 0.1
@@ -17,34 +17,34 @@ ANSWER_S = 5.0  # an ingress replica that does not say how much it has is asked 
 Report = Callable[[str], None]
 
 
-def stop(timeout_s: float, report: Report, is_broken_off: Callable[[float], bool]) -> None:
+def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> None:
     """As ``drain``; what still runs then ends with an error that says why."""
-    if num_left := drain(timeout_s, report, is_broken_off):
+    if num_left := drain(timeout_s, report, cancelled):
         report(f"ending {num_left} request{'s' * (num_left != 1)}")
-        _each("end_all")
+        _broadcast("end_all")
 
 
-def drain(timeout_s: float, report: Report, is_broken_off: Callable[[float], bool]) -> int:
+def drain(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> int:
     """Every ingress replica refuses what is new; returns how many requests had not ended in time.
 
-    ``is_broken_off`` waits for so many seconds, or until somebody wants no more waiting, and says which.
+    ``cancelled`` waits for so many seconds, or until somebody wants no more waiting, and says which.
     """
     deadline = time.monotonic() + timeout_s
-    note_drained(APPLICATION)
+    mark_drained(APPLICATION)
     said = 0
     while num_left := num_unfinished():
         if num_left != said:
             report(f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most")
             said = num_left
-        if time.monotonic() >= deadline or is_broken_off(POLL_S):
+        if time.monotonic() >= deadline or cancelled(POLL_S):
             break
     return num_left
 
 
-def undo() -> None:
+def resume() -> None:
     """Every ingress replica takes new requests again."""
-    forget_drained(APPLICATION)
-    _each("resume")
+    clear_drained(APPLICATION)
+    _broadcast("resume")
 
 
 def num_unfinished() -> int:
@@ -52,12 +52,12 @@ def num_unfinished() -> int:
 
     One that does not say how many it has may have one.
     """
-    answers = _each("drain")
+    answers = _broadcast("drain")
     known = sum(number for number in answers if isinstance(number, int))
     return known or int(any(not isinstance(number, int) for number in answers))
 
 
-def _each(method: str) -> list[Any]:
+def _broadcast(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
     if not handle.is_initialized:  # Ray Serve gives the same one again
         handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas

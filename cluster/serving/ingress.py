@@ -10,27 +10,27 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, naming_the_node
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
 from tramontane.cluster.common.deployments import is_drained
-from tramontane.cluster.common.periodic import repeat_for_ever
+from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
-from tramontane.cluster.http.app import HttpDoor
-from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchDoor
-from tramontane.cluster.http.body_limits import MAX_HELD, BodyBudget
+from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
+from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
+from tramontane.cluster.http.body_limits import MAX_HELD, BodyLimiter
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
-from tramontane.cluster.observability.logging import log_beside_ray_serve, serves_request_id
+from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
 from tramontane.cluster.observability.metrics import RayMetrics
-from tramontane.cluster.serve_patches.ports import is_from_here, keep_internal_port_on_node_address
-from tramontane.cluster.serve_patches.response_queues import note_queues_of_answers
+from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node, is_loopback
+from tramontane.cluster.serve_patches.response_queues import track_response_queues
 from tramontane.cluster.serving.batch_replica import batch_service
-from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.served_model import chat_format, served_model
+from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
 from tramontane.router.grpc.servicer import GrpcServicer
-from tramontane.router.openai.request_stats import CountingRoom
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of
+from tramontane.router.openai.request_stats import CountingTokenSource
+from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
 
 WEIGHTS = ".safetensors"  # which a door does not read
 WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
@@ -52,18 +52,18 @@ class IngressReplica(GrpcServicer):
         patience_s: float,
         deployed_at: int,
     ) -> None:
-        log_beside_ray_serve(config.logs, "door")
-        keep_internal_port_on_node_address()
-        note_queues_of_answers()
-        with naming_the_node():
+        use_serve_log(config.logs, "door")
+        bind_internal_port_to_node()
+        track_response_queues()
+        with annotate_node():
             check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
-            model = served_model(config)
-        mark, node = mark_of(fingerprint), ray.get_runtime_context().get_node_id()
-        self._routers = RemoteRouters(router, model.max_sequences * config.most_replicas, patience_s, mark, node)
+            model = load_served_model(config)
+        mark, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
+        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, patience_s, mark, node)
         if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
             self._routers.drain()
-        source = CountingRoom(self._routers, model.counts)
-        repeat_for_ever(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "interactive").tell)
+        source = CountingTokenSource(self._routers, model.counts)
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "interactive").export)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
@@ -72,13 +72,13 @@ class IngressReplica(GrpcServicer):
             source,
             self._batches,
             keys=keys,
-            admits=is_from_here if grpc_from_here_only else lambda _: True,
+            allow_peer=is_loopback if grpc_from_here_only else lambda _: True,
             pace=Pacer(writes_per_s),
             max_message=config.max_body_bytes,
-            id_of=serves_request_id,
+            id_of=serve_request_id,
         )
-        bodies = BodyBudget(max(MAX_HELD, config.max_body_bytes))
-        self._door = HttpDoor(
+        bodies = BodyLimiter(max(MAX_HELD, config.max_body_bytes))
+        self._door = HttpApp(
             model,
             source,
             self._routers.is_ready,
@@ -86,14 +86,14 @@ class IngressReplica(GrpcServicer):
             config.max_body_bytes,
             writes_per_s,
             self._routers.move_experts if config.move_experts else None,
-            chat=chat_format(config, model),
+            chat=load_chat_format(config, model),
             keys=keys,
-            more_routes=[*BatchDoor(self._batches, bodies).routes(), *ActivityDoor(self._routers.activity).routes()],
+            extra_routes=[*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()],
             more_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
             slow_reader_s=config.slow_reader_timeout,
             bodies=bodies,
-            sign=(node, mark),
+            node_and_model=(node, mark),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:

@@ -10,23 +10,23 @@ from ray.actor import ActorHandle
 
 from tramontane.cluster.actors.supervisor_client import RENEW_EVERY_S
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.common.periodic import repeated
-from tramontane.cluster.common.ray_errors import last_line
+from tramontane.cluster.common.periodic import run_periodically
+from tramontane.cluster.common.ray_errors import ray_error_message
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def signs_of_life(names: Callable[[], list[str]]) -> Iterator[None]:
+def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
     """While the block runs. ``names`` tells the actors of the supervisors that there are."""
-    signs = _Signs(names)
+    signs = _Heartbeat(names)
     with ExitStack() as stack:
-        for work in (signs.look, signs.send):  # in a thread each
-            stack.enter_context(repeated(RENEW_EVERY_S, work))
+        for work in (signs.refresh, signs.send):  # in a thread each
+            stack.enter_context(run_periodically(RENEW_EVERY_S, work))
         yield
 
 
-class _Signs:
+class _Heartbeat:
     """Only the head node knows which supervisors there are; while it is away, Ray makes whoever asks wait for a minute.
 
     Those that are known hear of us all the same.
@@ -36,7 +36,7 @@ class _Signs:
         self._names = names
         self._supervisors: list[ActorHandle[Any]] = []
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Who is there now."""
         found = []
         try:
@@ -44,7 +44,7 @@ class _Signs:
                 with suppress(ValueError):  # it has just gone
                     found.append(ray.get_actor(name, NAMESPACE))
         except Exception as error:  # of Ray, whose head node may be away
-            logger.warning("the pipelines could not be looked for: %s", last_line(error))
+            logger.warning("the pipelines could not be looked for: %s", ray_error_message(error))
         else:
             self._supervisors = found
 
@@ -52,6 +52,6 @@ class _Signs:
         """To each, without waiting."""
         for supervisor in self._supervisors:
             try:
-                supervisor.keep.options(concurrency_group="lease").remote()
+                supervisor.heartbeat.options(concurrency_group="lease").remote()
             except Exception as error:  # of Ray; without the next sign of life all would go
-                logger.warning("a sign of life could not be sent: %s", last_line(error))
+                logger.warning("a sign of life could not be sent: %s", ray_error_message(error))

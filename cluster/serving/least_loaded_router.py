@@ -10,12 +10,12 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 ANY, ONLY, EXCEPT = "", "=", "!"
 
 
-def any_but(replicas: Collection[str]) -> str:
+def exclude(replicas: Collection[str]) -> str:
     """{} gives "", {"b", "a"} gives "!a,b"."""
     return EXCEPT + ",".join(sorted(replicas)) if replicas else ANY
 
 
-class LeastLoaded(RequestRouter):
+class LeastLoadedRouter(RequestRouter):
     """The fewest requests among the replicas that the call's wish leaves; chance decides between equals.
 
     ``=a`` leaves replica a; ``!a,b`` leaves all but a and b. If that is none at all, any will do.
@@ -25,7 +25,7 @@ class LeastLoaded(RequestRouter):
     """
 
     def initialize_state(self, **_: object) -> None:
-        self._given: dict[str, str] = {}  # replica, by request
+        self._assigned: dict[str, str] = {}  # replica, by request
         self._num_given: Counter[str] = Counter()  # by replica
 
     async def choose_replicas(
@@ -40,7 +40,7 @@ class LeastLoaded(RequestRouter):
         request = pending_request.metadata.internal_request_id
         self._take_back(request)  # the replica that it was given did not answer
         chosen = min(left, key=lambda r: (self._num_given[r.replica_id.unique_id], random.random()))
-        self._given[request] = chosen.replica_id.unique_id
+        self._assigned[request] = chosen.replica_id.unique_id
         self._num_given[chosen.replica_id.unique_id] += 1
         pending_request.future.add_done_callback(lambda future: self._take_back(request) if future.cancelled() else None)
         return [[chosen]]
@@ -50,7 +50,7 @@ class LeastLoaded(RequestRouter):
         self._take_back(internal_request_id)
 
     def _take_back(self, request: str) -> None:
-        if (replica := self._given.pop(request, None)) is not None:
+        if (replica := self._assigned.pop(request, None)) is not None:
             self._num_given[replica] -= 1
             if not self._num_given[replica]:
                 del self._num_given[replica]

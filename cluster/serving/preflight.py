@@ -23,12 +23,12 @@ from tramontane.router.batch.database import Database
 from tramontane.router.batch.storage import JobStorage, UrlReader
 
 
-def check_jobs(config: EngineConfig) -> None:
+def check_job_storage(config: EngineConfig) -> None:
     """Makes the folders that were named. Raises ConfigError.
 
     What is on another machine need not be there yet; and without a home to write to there are no batch jobs, but all else.
     """
-    settings = job_settings(config.for_other_directories())
+    settings = job_settings(config.with_absolute_paths())
     database, storage = Database(settings.database), JobStorage(settings.storage)
     UrlReader(settings.url_prefixes)
     if config.jobs_database is not None and database.file is not None:
@@ -53,7 +53,7 @@ ROOM_TIMEOUT_S = 5.0
 PORT_TIMEOUT_S = 15.0
 
 
-def check_room(spec: PipelineSpec, num_pipelines: int) -> None:
+def check_resources(spec: PipelineSpec, num_pipelines: int) -> None:
     """Raises PlanError unless the cluster has free what the pipelines' stages need."""
     for name in spec.bundles[0]:
         of_a_pipeline = sum(bundle[name] for bundle in spec.bundles)
@@ -82,7 +82,7 @@ def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
 def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) -> None:
     deadline = time.monotonic() + PORT_TIMEOUT_S
     is_told = False
-    while (error := _why_not_bound(host, port)) is not None:
+    while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         if not in_use or time.monotonic() > deadline:
             raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
@@ -92,7 +92,7 @@ def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) 
         time.sleep(FREE_POLL_S)
 
 
-def _why_not_bound(host: str, port: int) -> OSError | UnicodeError | None:
+def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -103,7 +103,7 @@ def _why_not_bound(host: str, port: int) -> OSError | UnicodeError | None:
     return None
 
 
-def check_doors(config: EngineConfig) -> bool:
+def check_running_serve(config: EngineConfig) -> bool:
     """Ray Serve's addresses are the cluster's: the first who starts it decides. Returns whether there is gRPC.
 
     Raises ConfigError if they are others than the configuration's.

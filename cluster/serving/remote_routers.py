@@ -11,26 +11,26 @@ from typing import Any, cast
 
 from ray.serve.handle import DeploymentHandle
 
-from tramontane.cluster.observability.logging import context_of
-from tramontane.cluster.serving.least_loaded_router import ONLY, any_but
-from tramontane.cluster.serving.retry_policy import Patience, Room, Waiting, refusal_to_go_by
-from tramontane.cluster.serving.router_queries import RouterQuestions, cancellable
-from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, NOTHING_NEW, SILENT_S, meant_for, unless_silent
+from tramontane.cluster.observability.logging import request_context
+from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
+from tramontane.cluster.serving.retry_policy import AdmissionWindow, FailoverBudget, WaitingRequest, most_useful_error
+from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
+from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENT_S, model_key, with_idle_timeout
 from tramontane.proto import wire
 from tramontane.proto.errors import (
     DrainingError,
-    FullError,
-    NoStreamError,
-    NotRunningError,
     OverloadedError,
     PipelineError,
+    PipelineUnavailableError,
+    QueueFullError,
     RouterLostError,
+    StreamNotOpenError,
     TramontaneError,
 )
-from tramontane.proto.log_fields import about
-from tramontane.proto.request import SequenceSpec, TokenBatch
-from tramontane.router.engine.resumable_request import AnswersSoFar
-from tramontane.router.engine.token_queue import Mailbox
+from tramontane.proto.log_fields import request_fields
+from tramontane.proto.request import RequestOutput, SequenceRequest
+from tramontane.router.engine.resumable_request import ResumableRequest
+from tramontane.router.engine.token_queue import OutputQueue
 
 MAX_ATTEMPTS = 10
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
@@ -43,23 +43,28 @@ ENDED = "the server has stopped before this request ended; send it again"
 logger = logging.getLogger(__name__)
 
 
-class RemoteRouters(RouterQuestions):
+class RouterClient(RouterQueries):
     """The routers behind a Ray Serve handle, as one ``TokenSource``.
 
-    ``max_unaccepted``: see ``Room``.
+    ``max_unaccepted``: see ``AdmissionWindow``.
     ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
-    ``model``: what token ids are of, as ``mark_of`` has it. ``node``: ours, by Ray's id.
+    ``model``: what token ids are of, as ``short_digest`` has it. ``node``: ours, by Ray's id.
     """
 
     def __init__(
-        self, handle: "DeploymentHandle[Any]", max_unaccepted: int, stays_s: float = math.inf, model: str = "", node: str = ""
+        self,
+        handle: "DeploymentHandle[Any]",
+        max_unaccepted: int,
+        handover_grace_s: float = math.inf,
+        model: str = "",
+        node: str = "",
     ) -> None:
         super().__init__(handle)
-        self._room, self._stays_s, self._meant_for = Room(max_unaccepted), stays_s, meant_for(model)
+        self._room, self._stays_s, self._meant_for = AdmissionWindow(max_unaccepted), handover_grace_s, model_key(model)
         self._node = node
         self._name = self._new_name()
         self._numbers = itertools.count()
-        self._mailboxes: dict[int, Mailbox] = {}
+        self._mailboxes: dict[int, OutputQueue] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_draining = self._is_ending = False
         self._num_requests = 0
@@ -72,61 +77,63 @@ class RemoteRouters(RouterQuestions):
     def num_requests(self) -> int:
         return self._num_requests
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """See ``TokenSource``."""
         if self._is_draining:
             raise DrainingError(DRAINING)
         self._room.check(num_sequences, owner)
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
-        so_far = AnswersSoFar(specs)
+        so_far = ResumableRequest(specs)
         if not so_far.was_accepted:  # by way of another door
-            self.check_room(len(specs), specs[0].owner)
+            self.check_capacity(len(specs), specs[0].owner)
         self._num_requests += 1
         try:
-            async with aclosing(self._from_any(so_far, specs[0])) as batches:
+            async with aclosing(self._generate_with_failover(so_far, specs[0])) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self._num_requests -= 1
 
-    async def _from_any(self, so_far: AnswersSoFar, first: SequenceSpec) -> AsyncGenerator[TokenBatch, None]:
+    async def _generate_with_failover(
+        self, so_far: ResumableRequest, first: SequenceRequest
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Of one router after the other, where one is lost."""
-        patience = Patience(was_accepted=so_far.was_accepted)
+        patience = FailoverBudget(was_accepted=so_far.was_accepted)
         while not so_far.is_complete:
             try:
-                async with aclosing(self._from_one(so_far.rest(), patience.since)) as batches:
+                async with aclosing(self._generate_on_one(so_far.remaining_specs(), patience.since)) as batches:
                     async for batch in batches:
-                        patience.renew()
-                        yield so_far.add(batch)
+                        patience.reset()
+                        yield so_far.record(batch)
             except (PipelineError, OverloadedError) as error:
-                if isinstance(error, FullError):
-                    self._room.is_full(first.owner, error)
+                if isinstance(error, QueueFullError):
+                    self._room.mark_full(first.owner, error)
                 so_far.was_accepted |= isinstance(error, RouterLostError)
-                patience.bear(error)
-                with self._room.pausing(Waiting(so_far.num_unfinished, patience.since)):
-                    await patience.pause()
+                patience.on_error(error)
+                with self._room.waiting(WaitingRequest(so_far.num_unfinished, patience.since)):
+                    await patience.backoff()
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
                 own_id = first.request_id
-                logger.warning("request %s is given to another router: %s", own_id or "-", error, extra=about(own_id))
+                logger.warning("request %s is given to another router: %s", own_id or "-", error, extra=request_fields(own_id))
 
-    async def _from_one(self, specs: Sequence[SequenceSpec], since: float) -> AsyncGenerator[TokenBatch, None]:
+    async def _generate_on_one(self, specs: Sequence[SequenceRequest], since: float) -> AsyncGenerator[RequestOutput, None]:
         """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails.
 
         ``since``: when the request was left without a router, by the event loop's clock.
         """
         number, encoded = next(self._numbers), wire.encode_specs(specs)
-        mailbox = self._mailboxes[number] = Mailbox()
-        self._room.unaccepted[number] = Waiting(len(specs), since)
+        mailbox = self._mailboxes[number] = OutputQueue()
+        self._room.unaccepted[number] = WaitingRequest(len(specs), since)
         own_id = specs[0].request_id
         call = self._start(self._call(number, encoded, mailbox, own_id), own_id)
-        self._in(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
+        self._arm_timeout(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
             while num_unfinished:
-                batch = await mailbox.take()
+                batch = await mailbox.get()
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
         except PipelineError as error:
@@ -135,11 +142,11 @@ class RemoteRouters(RouterQuestions):
             self._timers.pop(number).cancel()
             del self._mailboxes[number]
             self._streams_of.pop(number, None)
-            self._room.left(number)
+            self._room.on_request_end(number)
             if num_unfinished:
                 call.cancel()
 
-    def _in(self, seconds: float, number: int, error: TramontaneError) -> None:
+    def _arm_timeout(self, seconds: float, number: int, error: TramontaneError) -> None:
         """What ends the request if nothing else happens until then. There is one such thing at a time."""
         if number in self._timers:
             self._timers[number].cancel()
@@ -170,22 +177,22 @@ class RemoteRouters(RouterQuestions):
         for task in self._tasks:
             task.cancel()
 
-    async def _call(self, number: int, specs: bytes, mailbox: Mailbox, own_id: str) -> None:
+    async def _call(self, number: int, specs: bytes, mailbox: OutputQueue, own_id: str) -> None:
         """Lasts as long as a router works on the request. Its end and the last tokens come in any order."""
         try:
-            refusal = await self._accepted(number, specs)
+            refusal = await self._submit(number, specs)
         except Exception as error:  # whatever it is, the client must hear of it
-            logger.warning("the call of request %s failed: %s", own_id or "-", error, extra=about(own_id))
+            logger.warning("the call of request %s failed: %s", own_id or "-", error, extra=request_fields(own_id))
             refusal = PipelineError("the router is gone")
         if refusal is not None:
             mailbox.put(refusal)
         elif number in self._timers:  # the last tokens are on their way, unless the router has died since
             self._room.unaccepted.pop(number, None)
-            self._in(LAST_TOKENS_S, number, PipelineError("the router is gone"))
+            self._arm_timeout(LAST_TOKENS_S, number, PipelineError("the router is gone"))
 
-    async def _accepted(self, number: int, specs: bytes) -> TramontaneError | None:
+    async def _submit(self, number: int, specs: bytes) -> TramontaneError | None:
         """Find a router that takes the request, and wait until it is done; or else the reason why none did."""
-        wish = any_but(self._silent)
+        wish = exclude(self._silent)
         refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
@@ -193,21 +200,23 @@ class RemoteRouters(RouterQuestions):
             outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._meant_for))
             if outcome == DONE:
                 return None
-            refusal, replica = wire.decode_refusal(outcome)
+            refusal, replica = wire.decode_error(outcome)
             match refusal:
-                case NoStreamError():
-                    await self._stream_from(replica)
+                case StreamNotOpenError():
+                    await self._ensure_stream(replica)
                     wish = ONLY + replica
-                case NotRunningError() | OverloadedError() if replica not in refused:
+                case PipelineUnavailableError() | OverloadedError() if replica not in refused:
                     refused[replica] = refusal
-                    wish = any_but(refused)
-                case NotRunningError() | OverloadedError():  # there is no other; one that is only full says when to come back
-                    return refusal_to_go_by(refused.values())
+                    wish = exclude(refused)
+                case (
+                    PipelineUnavailableError() | OverloadedError()
+                ):  # there is no other; one that is only full says when to come back
+                    return most_useful_error(refused.values())
                 case _:
                     return refusal
         return refusal
 
-    async def _stream_from(self, replica: str) -> None:
+    async def _ensure_stream(self, replica: str) -> None:
         """A router takes requests once it has a stream to answer by.
 
         The stream is nobody's but this object's: the client for whom it is opened may leave.
@@ -220,12 +229,12 @@ class RemoteRouters(RouterQuestions):
 
     async def _listen(self, name: str, replica: str) -> None:
         """``name`` is the one under which the stream was opened."""
-        opened, moving = self._streams[name, replica], self._start(self._move_on((name, replica)))
+        opened, moving = self._streams[name, replica], self._start(self._hand_over((name, replica)))
         call = self._method("subscribe", ONLY + replica, stream=True)
         try:
-            async for message in unless_silent(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENT_S):
+            async for message in with_idle_timeout(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENT_S):
                 opened.set()
-                for number, what in wire.decode_deliveries(message) if message != NOTHING_NEW else ():
+                for number, what in wire.decode_outputs(message) if message != KEEPALIVE else ():
                     self._deliver(number, what, (name, replica))
         except Exception as error:  # of Ray, Ray Serve or gRPC
             logger.warning("the stream from router %s broke: %s", replica, error or "nothing came any more")
@@ -245,14 +254,14 @@ class RemoteRouters(RouterQuestions):
     def _new_name(self) -> str:
         return f"{self._node}/{uuid.uuid4().hex}"
 
-    async def _move_on(self, stream: tuple[str, str]) -> None:
+    async def _hand_over(self, stream: tuple[str, str]) -> None:
         """A router that is about to be stopped loses what it still has to another one."""
-        await self._leaves(stream[1], self._stays_s)
+        await self._wait_until_retiring(stream[1], self._stays_s)
         for number, ends in self._streams_of.items():
             if ends == stream:
                 self._mailboxes[number].put(PipelineError("the router is about to be stopped"))
 
-    def _deliver(self, number: int, what: TokenBatch | TramontaneError, stream: tuple[str, str]) -> None:
+    def _deliver(self, number: int, what: RequestOutput | TramontaneError, stream: tuple[str, str]) -> None:
         mailbox = self._mailboxes.get(number)
         if self._room.unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
@@ -262,7 +271,7 @@ class RemoteRouters(RouterQuestions):
 
     def _start(self, work: Coroutine[Any, Any, None], request_id: str = "") -> asyncio.Task[None]:
         """Of no request of Ray Serve's, which it would cancel with that; but what it calls has this name."""
-        task = asyncio.create_task(work, context=context_of(request_id))
+        task = asyncio.create_task(work, context=request_context(request_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task

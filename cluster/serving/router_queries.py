@@ -9,14 +9,14 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.serving.least_loaded_router import ONLY, any_but
+from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 
 READY_TIMEOUT_S = 5.0
 LOOK_EVERY_S = 2.0  # for routers that are to stop, while they have requests
 
 
-class RouterQuestions:
+class RouterQueries:
     """Asked of the routers behind a Ray Serve handle."""
 
     def __init__(self, handle: "DeploymentHandle[Any]") -> None:
@@ -24,23 +24,23 @@ class RouterQuestions:
 
     async def is_ready(self) -> bool:
         """Whether any router can make tokens now; the first that says so is believed."""
-        return any(await self._told("is_ready", is_enough=bool))
+        return any(await self._broadcast("is_ready", is_enough=bool))
 
     async def expert_load(self) -> MeasuredLoad:
         """Of all pipelines that can tell theirs in time."""
-        return MeasuredLoad.summed(await self._told("expert_load"))
+        return MeasuredLoad.summed(await self._broadcast("expert_load"))
 
     async def activity(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
         """Of all pipelines that can tell theirs in time, by name; see ``RouterReplica.activity``."""
-        return sorted(await self._told("activity", after), key=lambda each: str(each["name"]))
+        return sorted(await self._broadcast("activity", after), key=lambda each: str(each["name"]))
 
-    async def _told(self, method: str, *arguments: object, is_enough: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    async def _broadcast(self, method: str, *arguments: object, is_enough: Callable[[Any], bool] = lambda _: False) -> list[Any]:
         """What those answer that can, all asked at once: one that is stopped, or gone, takes nothing from the others.
 
         Once an answer is enough the rest is not waited for.
         """
         told: list[Any] = []
-        pending = {asyncio.create_task(_answer_of(each)) for each in await self._asked(method, *arguments)}
+        pending = {asyncio.create_task(_answer_of(each)) for each in await self._broadcast_calls(method, *arguments)}
         try:
             while pending and not any(map(is_enough, told)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
@@ -50,7 +50,7 @@ class RouterQuestions:
                 task.cancel()
         return told
 
-    async def _asked(self, method: str, *arguments: object) -> list[Any]:
+    async def _broadcast_calls(self, method: str, *arguments: object) -> list[Any]:
         """The calls to all routers that Ray Serve knows."""
         with suppress(Exception):  # there is none
             async with asyncio.timeout(READY_TIMEOUT_S):
@@ -65,14 +65,14 @@ class RouterQuestions:
         Raises ConfigError where one refuses, PipelineError where one fails; those before it have done it.
         """
         num_moved = num_pipelines = 0
-        async with aclosing(self._each("move_experts", load)) as answers:
+        async with aclosing(self._one_by_one("move_experts", load)) as answers:
             async for moved, refusal in answers:
                 if refusal:
                     raise ConfigError(refusal)
                 num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
         return num_moved, num_pipelines
 
-    async def _leaves(self, replica: str, stays_s: float) -> None:
+    async def _wait_until_retiring(self, replica: str, stays_s: float) -> None:
         """Returns once Ray Serve has given this router nothing for so long, because it is to stop, while there is another one."""
         left_at = math.inf
         while asyncio.get_running_loop().time() < left_at + stays_s:
@@ -90,11 +90,11 @@ class RouterQuestions:
                 return bool(answers != replica)
         return False
 
-    async def _each(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
+    async def _one_by_one(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
         """What every router answers, each asked once the one before has answered. It answers with its name as well."""
         asked: set[str] = set()
         while True:
-            answer, replica = await cancellable(self._method(method, any_but(asked)).remote(*arguments))
+            answer, replica = await cancellable(self._method(method, exclude(asked)).remote(*arguments))
             if replica in asked:  # there is no other
                 return
             asked.add(replica)

@@ -12,28 +12,28 @@ from typing import Any
 import psutil
 from ray import serve
 
-from tramontane.cluster.actors.pipeline_spec import Application, PipelineSpec
-from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, naming_the_node
-from tramontane.cluster.common.deployments import is_superseded, note_deployment
-from tramontane.cluster.common.periodic import repeat_for_ever
+from tramontane.cluster.actors.pipeline_spec import OwnerApplication, PipelineSpec
+from tramontane.cluster.actors.worker_actor import EXPORT_EVERY_S, annotate_node
+from tramontane.cluster.common.deployments import is_superseded, record_deployment
+from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.config.expert_load import ExpertLoad, by_expert
+from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
 from tramontane.cluster.observability.exporters import PipelineMetrics
-from tramontane.cluster.observability.logging import log_beside_ray_serve
+from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.metrics import RayMetrics
-from tramontane.cluster.pipeline.adoption import any_pipeline, pipeline_prefix
-from tramontane.cluster.pipeline.engine import checked_model, pipeline_spec, scheduler_for
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
-from tramontane.cluster.planning.expert_planner import replanned
-from tramontane.cluster.planning.hardware import joined_cluster
-from tramontane.cluster.serve_patches.ports import keep_internal_port_on_node_address
-from tramontane.cluster.serving.autoscaling import as_metrics
-from tramontane.cluster.serving.token_channel import TokenChannels
-from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError, UserError
+from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
+from tramontane.cluster.pipeline.engine import make_scheduler, pipeline_spec, validate_model
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.cluster.planning.expert_planner import replan
+from tramontane.cluster.planning.hardware import probe_cluster
+from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
+from tramontane.cluster.serving.autoscaling import to_metrics
+from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError, UserError
 from tramontane.router.engine.activity_log import ActivityLog
-from tramontane.router.engine.health import Progress
+from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.router import Router
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, mark_of
+from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
 
 logger = logging.getLogger(__name__)
 
@@ -50,32 +50,32 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]
         self, config: EngineConfig, fingerprint: Fingerprint, launched: bool, owns_serve: bool, deployed_at: int
     ) -> None:
-        log_beside_ray_serve(config.logs, "router")
-        keep_internal_port_on_node_address()
+        use_serve_log(config.logs, "router")
+        bind_internal_port_to_node()
         self._config = config
         self._name = serve.get_replica_context().replica_id.unique_id
-        self._channels = TokenChannels(self._name, mark_of(fingerprint))
+        self._channels = IngressStreams(self._name, short_digest(fingerprint))
         self._exit = AsyncExitStack()
         self._num_failed_starts = 0
         self._is_given_up = False
-        self._asking: asyncio.Task[bool] | None = None
+        self._health_check: asyncio.Task[bool] | None = None
         self._driving: asyncio.Task[None] | None = None
-        self._taking: asyncio.Task[tuple[PipelineSpec, RayStageChain]] | None = None
-        application = Application(serve.get_replica_context().app_name, launched, owns_serve)
+        self._taking: asyncio.Task[tuple[PipelineSpec, ObjectStoreStageChain]] | None = None
+        application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
         self._application, self._deployed_at = application.name, deployed_at
-        note_deployment(application.name, deployed_at)  # before anything is taken from those who will look it up
+        record_deployment(application.name, deployed_at)  # before anything is taken from those who will look it up
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
-        pipeline = any_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
+        pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)
         self._taking = asyncio.create_task(self._exit.enter_async_context(pipeline))
         self._spec, self._chain = await self._taking
-        log_beside_ray_serve(config.logs, "router", pipeline=self._spec.name)
+        use_serve_log(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
         self._router = self._new_router()
         self._metrics = PipelineMetrics(RayMetrics(), self._spec.name)
-        repeat_for_ever(EXPORT_EVERY_S, self._tell_metrics)
+        start_periodic_thread(EXPORT_EVERY_S, self._tell_metrics)
         self._driving = asyncio.create_task(self._drive())
-        while not self._router.is_running:
+        while not self._router.is_ready:
             if self._router.failure is not None:
                 failure = self._router.failure
                 await self.__del__()  # nobody else calls it for a replica that was never ready
@@ -95,17 +95,19 @@ class RouterReplica:
             await self._exit.aclose()
 
     def _tell_metrics(self) -> None:
-        self._metrics.tell(self._router)
+        self._metrics.export(self._router)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        """The stream of tokens to one ingress; see ``TokenChannels``."""
+        """The stream of tokens to one ingress; see ``IngressStreams``."""
         async for message in self._channels.subscribe(ingress, replica):
             yield message
 
     async def generate(self, ingress: str, number: int, specs: bytes, model: str) -> bytes:
-        """One request, from its arrival to its end; see ``TokenChannels``."""
-        if not self._router.has_begun and await self._is_superseded():
-            return self._channels.refusal(HandedOverError("the pipeline was given to a newer version, which is not ready yet"))
+        """One request, from its arrival to its end; see ``IngressStreams``."""
+        if not self._router.is_attached and await self._is_superseded():
+            return self._channels.refusal(
+                PipelineSupersededError("the pipeline was given to a newer version, which is not ready yet")
+            )
         return await self._channels.generate(self._router, ingress, number, specs, model)
 
     async def _is_superseded(self) -> bool:
@@ -114,23 +116,23 @@ class RouterReplica:
 
     async def is_ready(self) -> tuple[bool, str]:
         """Whether this router makes progress; and which replica says so. However many ask, the stages are asked once."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._makes_progress())
-        return await asyncio.shield(self._asking), self._name
+        if self._health_check is None or self._health_check.done():
+            self._health_check = asyncio.create_task(self._check_progress())
+        return await asyncio.shield(self._health_check), self._name
 
-    async def _makes_progress(self) -> bool:
+    async def _check_progress(self) -> bool:
         """Where nothing runs nothing would tell that a stage has died: the stages are asked, and fenced anew."""
         router = self._router
-        if router.is_running and router.scheduler.is_idle:
+        if router.is_ready and router.scheduler.is_idle:
             epoch = router.scheduler.epoch
             try:
                 obeyed = all(stage.epoch == epoch for stage in await self._chain.health())
             except PipelineError:
                 obeyed = False
-            still_idle = router.is_running and router.scheduler.is_idle and router.scheduler.epoch == epoch
+            still_idle = router.is_ready and router.scheduler.is_idle and router.scheduler.epoch == epoch
             if not obeyed and still_idle:  # what has begun meanwhile will tell by itself
-                router.recover(PipelineError("a stage has lost its sequences"))
-        return router.makes_progress
+                router.request_recovery(PipelineError("a stage has lost its sequences"))
+        return router.is_healthy
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         """Of all layers, or None while a stage cannot tell; and which replica says so. Without experts there are no layers."""
@@ -149,7 +151,7 @@ class RouterReplica:
 
         ``after``: by pipeline, see ``ActivityLog.as_data``.
         """
-        if not self._router.has_begun:
+        if not self._router.is_attached:
             return None, self._name
         scheduler, plan, name = self._router.scheduler, self._spec.plan, self._spec.name
         told = {
@@ -157,8 +159,8 @@ class RouterReplica:
             "stages": [{"label": stage.label, "stage": stage.stage_id} for stage in plan.stages],
             "running": scheduler.num_running,
             "waiting": scheduler.num_waiting,
-            "pages_held": scheduler.ledger.num_held,
-            "pages": scheduler.ledger.num_pages,
+            "pages_held": scheduler.allocator.num_held,
+            "pages": scheduler.allocator.num_pages,
             "epoch": scheduler.epoch,
             "recoveries": self._router.progress.num_recoveries,
         }
@@ -166,14 +168,14 @@ class RouterReplica:
 
     async def move_experts(self, load: ExpertLoad) -> tuple[tuple[int, str], str]:
         """Follow a plan for this load: how many experts were loaded for that, or why not; and which replica says so."""
-        return await self._moved_experts(load), self._name
+        return await self._move_experts(load), self._name
 
-    async def _moved_experts(self, load: ExpertLoad) -> tuple[int, str]:
+    async def _move_experts(self, load: ExpertLoad) -> tuple[int, str]:
         experts = self._spec.expert_actors
         if experts is None:
             return 0, "experts are inside the stages of this server; start it with --expert-actors to move them"
         try:
-            plan = await asyncio.to_thread(lambda: replanned(experts.current_plan(), by_expert(load)))
+            plan = await asyncio.to_thread(lambda: replan(experts.current_plan(), per_expert(load)))
             return await self._chain.move_experts(plan), ""
         except (UserError, PipelineError) as error:  # in our words: Ray would send a traceback
             return 0, str(error)
@@ -187,16 +189,16 @@ class RouterReplica:
         self._is_given_up = False
         router = self._router
         gave_up = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
-        is_well = router.is_running and not router.progress.is_fruitless
+        is_well = router.is_ready and not router.progress.is_failing
         if self._driving.done() or (gave_up and not is_well and not await self._is_superseded()):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
-        if router.is_running and not router.makes_progress:  # while stages are loading again nobody else could do better
+        if router.is_ready and not router.is_healthy:  # while stages are loading again nobody else could do better
             self._is_given_up = True
             raise PipelineError("this router has had something to do for long, and nothing was done")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """For Ray Serve, where the number of pipelines changes: see ``WantedPipelines``."""
-        return as_metrics(self._router.scheduler.demand())
+        """For Ray Serve, where the number of pipelines changes: see ``PipelineAutoscalingPolicy``."""
+        return to_metrics(self._router.scheduler.demand())
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
         """What is held at this moment, and by whom. Without ``stages`` they need not answer."""
@@ -208,7 +210,7 @@ class RouterReplica:
             "requests": self._router.num_requests,
             "sequences": scheduler.num_running,
             "waiting": scheduler.num_waiting,
-            "pages_held": scheduler.ledger.num_held,
+            "pages_held": scheduler.allocator.num_held,
             "steps": scheduler.num_steps,
             "preempted": scheduler.num_preempted,
             "recoveries": self._router.progress.num_recoveries,
@@ -227,21 +229,21 @@ class RouterReplica:
             await self._router.run()
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
             ended = self._router
-            had_begun = bool(ended.scheduler.epoch) and not ended.progress.is_fruitless
+            had_begun = bool(ended.scheduler.epoch) and not ended.progress.is_failing
             self._num_failed_starts = 0 if had_begun else self._num_failed_starts + 1
             await asyncio.sleep(RETRY_S)
             self._router = self._new_router(ended.progress)
 
-    def _new_router(self, before: Progress | None = None) -> Router:
-        scheduler = scheduler_for(self._config, self._spec.plan, bounded=True)
+    def _new_router(self, before: HealthTracker | None = None) -> Router:
+        scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
         return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, before=before)
 
 
-def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: Application) -> PipelineSpec:
+def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:
     """A pipeline for the cluster as it is now, not yet named."""
-    with naming_the_node():
+    with annotate_node():
         check_fingerprint(config.model, fingerprint)
-        args = checked_model(config)
+        args = validate_model(config)
     return replace(
-        pipeline_spec(config, args, joined_cluster(config.gpu_speed is None), "unnamed", fingerprint), application=application
+        pipeline_spec(config, args, probe_cluster(config.gpu_speed is None), "unnamed", fingerprint), application=application
     )

@@ -2,18 +2,18 @@
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.model_folder import find_model_args
-from tramontane.router.openai.chat_completion import NoChat
+from tramontane.proto.model_folder import resolve_model_args
+from tramontane.router.openai.chat_completion import NoChatTemplate
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.tokenization.chat import ChatPrompt
-from tramontane.router.tokenization.loader import open_chat, open_tokenizer
+from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
 
 
-def served_model(config: EngineConfig) -> ServedModel:
-    args = find_model_args(config.model)
+def load_served_model(config: EngineConfig) -> ServedModel:
+    args = resolve_model_args(config.model)
     return ServedModel(
         name=config.model_name,
-        tokenizer=open_tokenizer(config.model, args.vocab_size),
+        tokenizer=load_tokenizer(config.model, args.vocab_size),
         max_model_len=config.max_model_len or args.max_seq_len,
         max_sequences=config.max_num_seqs + config.max_queued_requests,
         vocab_size=args.vocab_size,
@@ -22,11 +22,11 @@ def served_model(config: EngineConfig) -> ServedModel:
     )
 
 
-def chat_format(config: EngineConfig, model: ServedModel) -> ChatPrompt:
+def load_chat_format(config: EngineConfig, model: ServedModel) -> ChatTemplate:
     """How the model has conversations; for one that has none, what says so to those who ask."""
     if model.tokenizer is None:
-        return NoChat("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
+        return NoChatTemplate("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
     try:
-        return open_chat(config.model, model.tokenizer)
+        return load_chat_template(config.model, model.tokenizer)
     except CheckpointError as error:
-        return NoChat(str(error).replace(str(config.model), "the model's folder"))
+        return NoChatTemplate(str(error).replace(str(config.model), "the model's folder"))

@@ -16,22 +16,22 @@ from ray.exceptions import RayError
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
 from tramontane.cluster.actors.worker_actor import actor_names
-from tramontane.cluster.common.ray_errors import last_line
-from tramontane.cluster.common.signals import CountedSignals
+from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.common.signals import SignalCounter
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.tracing import tracing_config
-from tramontane.cluster.pipeline.engine import checked_model, pipeline_spec
-from tramontane.cluster.pipeline.lifecycle import end_pipeline, joined_ray, own_ray
-from tramontane.cluster.pipeline.load_progress import ShowLoading, shown_loading
-from tramontane.cluster.planning.hardware import Hardware, this_machine
-from tramontane.cluster.serve_patches.ports import LOOPBACK, bracketed
+from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
+from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, shut_down_pipeline
+from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
+from tramontane.cluster.planning.hardware import Hardware, probe_local
+from tramontane.cluster.serve_patches.ports import LOOPBACK, format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
-from tramontane.cluster.serving.launcher_heartbeat import signs_of_life
-from tramontane.cluster.serving.preflight import check_doors, check_jobs, check_ports, check_room
+from tramontane.cluster.serving.launcher_heartbeat import send_heartbeats
+from tramontane.cluster.serving.preflight import check_job_storage, check_ports, check_resources, check_running_serve
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 
@@ -42,11 +42,11 @@ Report = Callable[[str], None]
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 60.0
 DRAIN_S = 30.0
-OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``any_pipeline``
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``adopt_or_create_pipeline``
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ReadyInfo:
     """An application that is ready. Seconds count from the start of the process."""
 
     url: str
@@ -55,17 +55,17 @@ class Served:
     num_stages: int
     ready_after_s: float
 
-    def line(self) -> str:
+    def to_line(self) -> str:
         if self.config.json_output:
             about = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
             numbers = {
                 "replicas": self.config.replicas,
-                "max_replicas": self.config.most_replicas,
+                "max_replicas": self.config.max_pipelines,
                 "stages": self.num_stages,
                 "ready_after_s": round(self.ready_after_s, 3),
             }
             return json.dumps(about | numbers)
-        least, most = self.config.replicas, self.config.most_replicas
+        least, most = self.config.replicas, self.config.max_pipelines
         pipelines = f"{least} to {most} pipelines" if most > least else f"{least} pipeline{'s' * (least != 1)}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
         return (
@@ -74,7 +74,7 @@ class Served:
         )
 
 
-def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[Served], None]) -> None:
+def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[ReadyInfo], None]) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP; then finish what runs, and remove everything that was started."""
     config.logs.to_stderr("command")
     if config.log_format == "json":
@@ -88,20 +88,20 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     if config.local:
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
     ApiKeys(config.api_key, config.api_key_file)  # refuses what cannot be used before anything starts
-    check_jobs(config)
+    check_job_storage(config)
     with ExitStack() as stack:
         if config.address is None:
-            has_grpc = stack.enter_context(_serving_alone(config, report, show_loading))
+            has_grpc = stack.enter_context(_own_cluster(config, report, show_loading))
         else:
-            has_grpc = stack.enter_context(_serving_among_others(config, report, show_loading))
+            has_grpc = stack.enter_context(_joined_cluster(config, report, show_loading))
         born = psutil.Process().create_time()
-        url = f"http://{bracketed(config.host)}:{config.port}"
+        url = f"http://{format_host(config.host)}:{config.port}"
         _wait_until_healthy(url)
-        grpc = f"{bracketed(config.host)}:{config.grpc_port}" if has_grpc else None
-        announce(Served(url, grpc, config, _num_stages(config), time.time() - born))
-        with CountedSignals() as signals:
-            signals.another()
-            stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.another)
+        grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
+        announce(ReadyInfo(url, grpc, config, _num_stages(config), time.time() - born))
+        with SignalCounter() as signals:
+            signals.wait_next()
+            stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
 
 
 def _log_progress(what: str) -> None:
@@ -112,34 +112,34 @@ def _log_progress(what: str) -> None:
 
 
 @contextmanager
-def _serving_alone(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
     """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
     report("checking the checkpoint")
-    spec = _spec(config, this_machine())  # refuses what cannot fit before Ray is started
+    spec = _spec(config, probe_local())  # refuses what cannot fit before Ray is started
     check_ports(config, report)
     report("starting Ray")
-    with own_ray(num_cpus=config.most_replicas * spec.num_workers * spec.threads_per_stage):
+    with local_ray_cluster(num_cpus=config.max_pipelines * spec.num_workers * spec.threads_per_stage):
         report("starting Ray Serve")
         _start_serve(config)
-        report(f"loading {spec.workers_of(config.replicas)}")
+        report(f"loading {spec.describe_workers(config.replicas)}")
         try:
             with _shown_loading(spec, config, show_loading):
                 _run(config, launched=False, owns_serve=False)
             yield config.grpc_port > 0
         finally:
-            with _uninterrupted():
+            with _shielded():
                 report("stopping")
                 serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _serving_among_others(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
+def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
     """On a cluster that was there before, and stays. Gives whether there is gRPC: Ray Serve may have been started without."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
-    with joined_ray(config.address, measured=config.gpu_speed is None) as hardware:
+    with join_ray_cluster(config.address, measured=config.gpu_speed is None) as hardware:
         spec = _spec(config, hardware)
-        check_room(spec, config.replicas)
+        check_resources(spec, config.replicas)
         owns_serve = not serve.status().proxies
         if APPLICATION in serve.status().applications:
             raise ConfigError(
@@ -149,7 +149,7 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
         has_grpc = config.grpc_port > 0
         if owns_serve:
             check_ports(config, report)
-        elif not check_doors(config) and has_grpc:
+        elif not check_running_serve(config) and has_grpc:
             has_grpc = False
             report("gRPC is off, because Ray Serve was started on this cluster without it; shut it down first to have both")
         if not owns_serve and config.tracing_exporter is not None:
@@ -158,19 +158,19 @@ def _serving_among_others(config: EngineConfig, report: Report, show_loading: Sh
             if owns_serve:
                 report("starting Ray Serve")
                 _start_serve(config)
-            report(f"loading {spec.workers_of(config.replicas)}")
-            with signs_of_life(_supervisors):
+            report(f"loading {spec.describe_workers(config.replicas)}")
+            with send_heartbeats(_supervisors):
                 with _shown_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc
         finally:
-            with _uninterrupted():
+            with _shielded():
                 report("stopping")
                 _remove(owns_serve)
 
 
 def _spec(config: EngineConfig, hardware: Hardware) -> PipelineSpec:
-    return pipeline_spec(config, checked_model(config), hardware)
+    return pipeline_spec(config, validate_model(config), hardware)
 
 
 def _num_stages(config: EngineConfig) -> int:
@@ -191,7 +191,7 @@ def _start_serve(config: EngineConfig) -> None:
     except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
         raise ConfigError(
             f"Ray Serve cannot listen at --host {config.host} --port {config.port} --grpc-port {config.grpc_port}: "
-            f"{last_line(error)}; choose others"
+            f"{ray_error_message(error)}; choose others"
         ) from error
 
 
@@ -227,13 +227,13 @@ def _remove(owns_serve: bool) -> None:
     with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
         serve.delete(APPLICATION)
     for name in _supervisors():
-        end_pipeline(name.removesuffix(SUPERVISOR))
+        shut_down_pipeline(name.removesuffix(SUPERVISOR_SUFFIX))
     if owns_serve and not serve.status().applications:
         serve.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _supervisors() -> list[str]:
-    return _actor_names(SUPERVISOR[1:])
+    return _actor_names(SUPERVISOR_SUFFIX[1:])
 
 
 def _actor_names(kind: str) -> list[str]:
@@ -241,11 +241,11 @@ def _actor_names(kind: str) -> list[str]:
 
 
 def _shown_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
-    return shown_loading(OUR_PIPELINES, spec.plan, show, config.replicas)
+    return show_progress(OUR_PIPELINES, spec.plan, show, config.replicas)
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def _shielded() -> Iterator[None]:
     """Removing takes seconds; an impatient second Ctrl-C must not leave half of it."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:

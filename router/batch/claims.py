@@ -12,8 +12,8 @@ from tramontane.proto.errors import TramontaneError
 from tramontane.router.batch.database import DONE, FAILED, PENDING, Database, files, jobs, lines
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.jobs import Endpoint, JobState
-from tramontane.router.batch.store import OPEN_STATES, StoredResult, error_text, read_results, tell
-from tramontane.router.openai.errors import ErrorShape
+from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
+from tramontane.router.openai.errors import HttpErrorSpec
 
 LEASE_S = 15.0
 
@@ -49,11 +49,11 @@ class Outcome(NamedTuple):
 
 
 CANCELLED = error_text(
-    "the job was cancelled before this line began", ErrorShape(400, "invalid_request_error", code="batch_cancelled")
+    "the job was cancelled before this line began", HttpErrorSpec(400, "invalid_request_error", code="batch_cancelled")
 )
 
 
-class JobClaims:
+class JobClaimStore:
     """One runner's side of a queue. ``clock``: seconds since 1970, alike for all runners within a fraction of the lease."""
 
     def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time, lease_s: float = LEASE_S) -> None:
@@ -64,7 +64,7 @@ class JobClaims:
     @property
     def exist(self) -> bool:
         """Whether there can be anything to claim."""
-        return self._database.exists
+        return self._database.is_created
 
     def claim(self, limit: int, running: Collection[int] = ()) -> Sequence[Claim]:
         """The oldest jobs that nobody works on, or whose runner has fallen silent.
@@ -98,7 +98,7 @@ class JobClaims:
             for row in rows
         ]
 
-    def held(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
+    def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
         """Epoch and state of those ``running`` that are still this runner's; with ``renew`` for another lease's time."""
         mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue) & jobs.c.number.in_(running)
         if renew:
@@ -118,7 +118,7 @@ class JobClaims:
         pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
         wanted = select(lines.c.place, lines.c.text).where(pending).order_by(lines.c.place).limit(limit)
         found: list[PendingLine] = []
-        with self._database.reading_in_pieces(wanted) as rows:
+        with self._database.stream_rows(wanted) as rows:
             for row in rows:
                 max_bytes -= len(row.text)
                 if found and max_bytes < 0:
@@ -149,12 +149,12 @@ class JobClaims:
         """As ``JobStore.results``."""
         return read_results(self._database, claim.number, offset, limit)
 
-    def announce(self, file: FileRecord) -> None:
+    def announce_file(self, file: FileRecord) -> None:
         """Before it is written, so that what a runner leaves behind that is killed can be found."""
         with self._database.writing() as connection:
             connection.execute(insert(files).values(file.as_row(self._queue, is_whole=False)))
 
-    def withdraw(self, file: FileRecord) -> None:
+    def withdraw_file(self, file: FileRecord) -> None:
         """After it was announced: it is no more."""
         with self._database.writing() as connection:
             connection.execute(delete(files).where(files.c.file_id == file.file_id))
@@ -207,4 +207,4 @@ def _write(connection: Connection, claim: Claim, outcomes: Sequence[Outcome]) ->
     ]
     connection.execute(update(lines).where(this), rows)
     if not claim.keeps_order:
-        tell(connection, claim.number, places)
+        assign_offsets(connection, claim.number, places)

@@ -31,7 +31,7 @@ from sqlalchemy.exc import ArgumentError, DataError, InterfaceError, Operational
 
 from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError
 
-SQLITE_PATIENCE_S = 60.0  # while another process writes
+SQLITE_BUSY_TIMEOUT_S = 60.0  # while another process writes
 UNREACHABLE = (OperationalError, InterfaceError, TimeoutError)  # what may be well again; all else is a defect
 MEMORY = (None, "", ":memory:")  # of one connection, and gone with it
 SCHEMA_LOCK = 7_408_224  # any number that is nobody else's: one process at a time makes the tables
@@ -125,7 +125,7 @@ class Database:
         self._engine: Engine | None = None
 
     @property
-    def exists(self) -> bool:
+    def is_created(self) -> bool:
         """Whether there may be anything in it. An SQLite file is made by the first write."""
         return self.file is None or self._engine is not None or self.file.exists()
 
@@ -147,7 +147,7 @@ class Database:
             yield connection
 
     @contextmanager
-    def reading_in_pieces(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
+    def stream_rows(self, wanted: Select[Any]) -> Iterator[Result[Any]]:
         """Rows that need not all be fetched. Raises JobStoreError.
 
         They are closed here in any case: SQLite would show the connection's next user the database as it is now.
@@ -177,7 +177,7 @@ class Database:
                 self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # prompts are nobody else's to read
             except OSError as error:
                 raise JobStoreError(f"the jobs' database cannot be made: {error}") from error
-            engine = create_engine(self._url, connect_args={"timeout": SQLITE_PATIENCE_S}, hide_parameters=True)
+            engine = create_engine(self._url, connect_args={"timeout": SQLITE_BUSY_TIMEOUT_S}, hide_parameters=True)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
         with engine.begin() as connection:

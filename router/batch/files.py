@@ -73,7 +73,7 @@ class FileStore:
 
     def get(self, file_id: str) -> FileRecord:
         """Raises UnknownFileError."""
-        if self._database.exists and "\0" not in file_id:  # which PostgreSQL would not even compare
+        if self._database.is_created and "\0" not in file_id:  # which PostgreSQL would not even compare
             where = (files.c.file_id == file_id) & (files.c.queue == self._queue) & files.c.is_whole
             with self._database.reading() as connection:
                 row = connection.execute(select(files).where(where)).one_or_none()
@@ -91,7 +91,7 @@ class FileStore:
         if after is not None:
             number = self.get(after).number
             where &= files.c.number < number if newest_first else files.c.number > number
-        if not self._database.exists:
+        if not self._database.is_created:
             return []
         order = files.c.number.desc() if newest_first else files.c.number
         with self._database.reading() as connection:
@@ -109,7 +109,7 @@ class FileStore:
         """Whatever was whole by then, whoever needs it: jobs do not, once they are submitted."""
         self._discard(files.c.is_whole & (files.c.created_at < before))
 
-    def discard_abandoned(self) -> None:
+    def delete_abandoned(self) -> None:
         """What processes that died had begun to write."""
         self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - ABANDONED_AFTER_S))
 

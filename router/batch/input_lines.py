@@ -25,12 +25,12 @@ class JobLimits:
     keep_s: float | None = None
 
 
-class RawLine(NamedTuple):
+class InputLine(NamedTuple):
     number: int  # from 1
     text: bytes | None  # None: it was too long
 
 
-class NewLine(NamedTuple):
+class ParsedLine(NamedTuple):
     """``problem``: why it is no request; else ``text`` is one, and has a ``custom_id``."""
 
     number: int
@@ -51,7 +51,7 @@ class LineSplitter:
         self._begun = bytearray()
         self._is_too_long = False
 
-    def feed(self, piece: bytes) -> Iterator[RawLine]:
+    def feed(self, piece: bytes) -> Iterator[InputLine]:
         """Lines that end in this piece. To be exhausted before the next."""
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
@@ -60,7 +60,7 @@ class LineSplitter:
             start = end + 1
         self._add(piece[start:])
 
-    def finish(self) -> Iterator[RawLine]:
+    def finish(self) -> Iterator[InputLine]:
         """The last line, if nothing ended it."""
         if self._begun or self._is_too_long:
             yield self._ended()
@@ -72,17 +72,17 @@ class LineSplitter:
         elif not self._is_too_long:
             self._begun += part
 
-    def _ended(self) -> RawLine:
+    def _ended(self) -> InputLine:
         self._number += 1
         text = None if self._is_too_long else bytes(self._begun)
         if text is not None and self._number == 1:
             text = text.removeprefix(BYTE_ORDER_MARK)
         self._begun.clear()
         self._is_too_long = False
-        return RawLine(self._number, text)
+        return InputLine(self._number, text)
 
 
-def checked_line(raw: RawLine, endpoint: Endpoint, max_bytes: int) -> NewLine:
+def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int) -> ParsedLine:
     """What is wrong with a line is said in it, never raised."""
     custom_id = None
     try:
@@ -91,9 +91,9 @@ def checked_line(raw: RawLine, endpoint: Endpoint, max_bytes: int) -> NewLine:
         request = _parsed(raw.text)
         custom_id = _custom_id(request)
         _check_request(request, endpoint)
-        return NewLine(raw.number, custom_id, raw.text.decode(), None)
+        return ParsedLine(raw.number, custom_id, raw.text.decode(), None)
     except RequestError as error:
-        return NewLine(raw.number, custom_id, None, f"line {raw.number}: {error}")
+        return ParsedLine(raw.number, custom_id, None, f"line {raw.number}: {error}")
 
 
 def body_of(text: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class Job:
     num_lines: int
     num_done: int  # with an answer
     num_failed: int  # with an error, bad lines included
-    num_bad: int
+    num_invalid: int
     created_at: float
     started_at: float | None = None
     ended_at: float | None = None

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from tramontane.proto.errors import JobStoreError
-from tramontane.router.batch.claims import Claim, JobClaims, Outcome
+from tramontane.router.batch.claims import Claim, JobClaimStore, Outcome
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class JobThreads:
+class JobThreadPool:
     """At most ``count``; whoever comes when all are taken waits, without holding anything up but jobs."""
 
     def __init__(self, count: int) -> None:
@@ -37,7 +37,7 @@ RETRY_S = 1.0
 Sleep = Callable[[float], Awaitable[None]]
 
 
-async def patiently(call: Callable[[], T], sleep: Sleep, threads: JobThreads) -> T:
+async def retry_while_store_down(call: Callable[[], T], sleep: Sleep, threads: JobThreadPool) -> T:
     """Beside the event loop, and again for as long as the database or the storage cannot be used."""
     while True:
         try:
@@ -50,7 +50,7 @@ async def patiently(call: Callable[[], T], sleep: Sleep, threads: JobThreads) ->
 class OutcomeWriter:
     """``run`` is its life; whoever writes waits until the outcome is on disk, or raises JobLostError."""
 
-    def __init__(self, claims: JobClaims, sleep: Sleep, threads: JobThreads) -> None:
+    def __init__(self, claims: JobClaimStore, sleep: Sleep, threads: JobThreadPool) -> None:
         self._claims, self._sleep, self._threads = claims, sleep, threads
         self._ready: list[tuple[Claim, Outcome, asyncio.Future[None]]] = []
         self._something = asyncio.Event()
@@ -75,7 +75,7 @@ class OutcomeWriter:
         outcomes = [outcome for outcome, _ in mine]
         lost: Exception | None = None
         try:
-            await patiently(lambda: self._claims.finish(claim, outcomes), self._sleep, self._threads)
+            await retry_while_store_down(lambda: self._claims.finish(claim, outcomes), self._sleep, self._threads)
         except Exception as error:  # most likely JobLostError; a defect must not keep other jobs from being written
             lost = error
         for _, written in mine:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from itertools import chain
 
 from tramontane.proto.errors import JobStoreError
-from tramontane.router.batch.claims import Claim, JobClaims
+from tramontane.router.batch.claims import Claim, JobClaimStore
 from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.store import StoredResult
@@ -31,7 +31,7 @@ def _short_error(body: str, line: int) -> str:
     return json.dumps({"code": error["code"], "message": error["message"], "line": line})
 
 
-def write_result_files(claims: JobClaims, storage: JobStorage, claim: Claim) -> tuple[FileRecord | None, FileRecord | None]:
+def write_result_files(claims: JobClaimStore, storage: JobStorage, claim: Claim) -> tuple[FileRecord | None, FileRecord | None]:
     """Of a job whose lines are all done: the file of answers and that of errors, None for one that would be empty.
 
     Clients see them once the job's end is written. Raises JobStoreError, and then nothing is left behind that can be deleted.
@@ -43,22 +43,24 @@ def write_result_files(claims: JobClaims, storage: JobStorage, claim: Claim) -> 
         for file in begun:
             with suppress(JobStoreError):  # what is announced is found when it is old
                 storage.delete(file.path)
-                claims.withdraw(file)
+                claims.withdraw_file(file)
         raise
 
 
-def _write(claims: JobClaims, storage: JobStorage, claim: Claim, is_error: bool, begun: list[FileRecord]) -> FileRecord | None:
+def _write(
+    claims: JobClaimStore, storage: JobStorage, claim: Claim, is_error: bool, begun: list[FileRecord]
+) -> FileRecord | None:
     mine = _lines(claims, claim, is_error)
     if (first := next(mine, None)) is None:
         return None
     name = f"{claim.job_id}_{'error' if is_error else 'output'}.jsonl"
     file = FileRecord.new(name, "batch_output", claims.clock())
     begun.append(file)
-    claims.announce(file)
+    claims.announce_file(file)
     return file.of_size(storage.write(file.path, chain([first], mine)))
 
 
-def _lines(claims: JobClaims, claim: Claim, is_error: bool) -> Iterator[bytes]:
+def _lines(claims: JobClaimStore, claim: Claim, is_error: bool) -> Iterator[bytes]:
     offset = 0
     while page := claims.results(claim, offset, PAGE):
         offset += len(page)

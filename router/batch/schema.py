@@ -13,7 +13,7 @@ from tramontane.router.batch.files import FileRecord
 from tramontane.router.batch.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.completion_request import parse_body
-from tramontane.router.openai.request_fields import or_default
+from tramontane.router.openai.request_fields import default_if_null
 
 COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end
 MAX_LIST = 100
@@ -35,9 +35,9 @@ class BatchRequest(BaseModel):
 
     input_file_id: Annotated[str, Field(max_length=256)]
     endpoint: Endpoint
-    completion_window: Annotated[Literal["24h"], or_default("24h")] = "24h"
-    metadata: Annotated[dict[str, str], or_default({})] = {}
-    keeps_order: Annotated[bool, or_default(True)] = True
+    completion_window: Annotated[Literal["24h"], default_if_null("24h")] = "24h"
+    metadata: Annotated[dict[str, str], default_if_null({})] = {}
+    keeps_order: Annotated[bool, default_if_null(True)] = True
 
     @property
     def options(self) -> JobOptions:
@@ -100,14 +100,14 @@ def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
     }
 
 
-def page_of(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
+def paginate(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
     """Of one more than ``limit``, if there are more."""
     data = list(objects[:limit])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **ends, "has_more": len(objects) > limit}
 
 
-def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
+def parse_limit(query: Mapping[str, str], default: int, most: int) -> int:
     """Raises ParameterError."""
     given = query.get("limit", str(default))
     if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
@@ -115,7 +115,7 @@ def limit_of(query: Mapping[str, str], default: int, most: int) -> int:
     return int(given)
 
 
-def choice_of(query: Mapping[str, str], name: str, *allowed: str) -> str | None:
+def parse_choice(query: Mapping[str, str], name: str, *allowed: str) -> str | None:
     """Raises ParameterError."""
     given = query.get(name)
     if given is not None and given not in allowed:
@@ -134,7 +134,7 @@ class _Shape(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Upload(_Shape):
+class FileUpload(_Shape):
     """A form."""
 
     purpose: Literal["batch"]
@@ -169,7 +169,7 @@ class DeletedFile(_Shape):
     deleted: bool
 
 
-class JobProblem(_Shape):
+class BatchError(_Shape):
     code: str
     message: str
     line: int | None
@@ -178,10 +178,10 @@ class JobProblem(_Shape):
 
 class JobProblems(_Shape):
     object: Literal["list"]
-    data: list[JobProblem]
+    data: list[BatchError]
 
 
-class LineCounts(_Shape):
+class RequestCounts(_Shape):
     total: int
     completed: int
     failed: int
@@ -208,7 +208,7 @@ class Batch(_Shape):
     completed_at: int | None
     cancelled_at: int | None
     failed_at: int | None
-    request_counts: LineCounts
+    request_counts: RequestCounts
     metadata: dict[str, str] | None
 
 

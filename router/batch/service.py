@@ -11,10 +11,10 @@ from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, ResultLine
-from tramontane.router.batch.outcome_writer import JobThreads
+from tramontane.router.batch.outcome_writer import JobThreadPool
 from tramontane.router.batch.storage import JobStorage, UrlReader
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
-from tramontane.router.batch.submissions import RETRY_AFTER_S, JobIntake, JobSubmissions
+from tramontane.router.batch.submissions import RETRY_AFTER_S, JobIngest, JobSubmissions
 
 RESULTS_AT_ONCE, CHARS_AT_ONCE = 500, 2**18  # of one stream, in memory while its reader is slow
 POLL_S = 0.5
@@ -45,7 +45,7 @@ class BatchService:
         self.limits = settings.limits
         self._endpoints, self._clock, self._poll_s = settings.endpoints, clock, poll_s
         self._urls = UrlReader(settings.url_prefixes)
-        self._threads = JobThreads(THREADS)
+        self._threads = JobThreadPool(THREADS)
         self._num_streams = 0
         self._database = Database(settings.database)
         self._submissions = JobSubmissions(self._database, settings.queue, settings.limits, clock)
@@ -59,30 +59,30 @@ class BatchService:
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        known = await self._known(request_key, options, None)
+        known = await self._find_by_request_key(request_key, options, None)
         return (known or await self._submit(lines, options, None, request_key)).job
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
         """See ``JobService``."""
-        known = await self._known(request_key, options, None)
+        known = await self._find_by_request_key(request_key, options, None)
         return (known or await self._submit(self._urls.read(url), options, None, request_key)).job
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
         """As ``submit``. Raises UnknownFileError."""
-        if (known := await self._known(request_key, options, file_id)) is not None:
+        if (known := await self._find_by_request_key(request_key, options, file_id)) is not None:
             return known
         file = await self.file(file_id)
         if file.purpose != "batch":
             raise JobRefusedError(f"{file_id} was not uploaded with purpose batch")
         return await self._submit(self._files.open(file), options, file_id, request_key)
 
-    async def _known(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
+    async def _find_by_request_key(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
         """The job that the same request has made. Of its lines nothing is compared, only where they came from."""
         if request_key is None:
             return None
         if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
             raise JobRefusedError(f"the request's key must have 1 to {MAX_REQUEST_KEY} characters")
-        known = await self._threads.run(self._submissions.by_request, request_key)
+        known = await self._threads.run(self._submissions.find_by_request_key, request_key)
         if known is not None and (known.job.options, known.input_file) != (options, file_id):
             raise JobRefusedError("the request's key is that of a job with another file or other options; give it one of its own")
         return known
@@ -91,10 +91,10 @@ class BatchService:
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None, request_key: str | None
     ) -> StoredJob:
         self._check(options)
-        beginning = asyncio.ensure_future(self._threads.run(self._submissions.begin, options, file_id, request_key))
+        beginning = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
         try:
             job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
-            await JobIntake(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
+            await JobIngest(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
             return await self._threads.run(self._submissions.accept, job)
         except BaseException:  # the client has left, too
             await asyncio.shield(self._discard(beginning))
@@ -103,7 +103,7 @@ class BatchService:
     async def _discard(self, beginning: "asyncio.Future[StoredJob]") -> None:
         """Unless a thread that nobody waits for any more has accepted it, or will have."""
         with suppress(TramontaneError):  # it was not begun; or what is left is found when it is old
-            await self._threads.run(self._submissions.discard, (await beginning).number)
+            await self._threads.run(self._submissions.delete, (await beginning).number)
 
     def _check(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:
@@ -117,9 +117,9 @@ class BatchService:
 
     async def get(self, job_id: str) -> Job:
         """See ``JobService``."""
-        return (await self.stored(job_id)).job
+        return (await self.get_stored(job_id)).job
 
-    async def stored(self, job_id: str) -> StoredJob:
+    async def get_stored(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
         return await self._threads.run(self._jobs.get, job_id)
 
@@ -160,7 +160,7 @@ class BatchService:
     async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
         """As ``results``, within ``streaming``. A job that is removed meanwhile breaks them off: UnknownJobError."""
         while True:
-            job = await self.stored(job_id)  # before its results, so that none comes after they have been looked for
+            job = await self.get_stored(job_id)  # before its results, so that none comes after they have been looked for
             page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE, CHARS_AT_ONCE)
             for result in page:
                 yield result
@@ -206,12 +206,12 @@ class BatchService:
         pieces = self._files.open(await self.file(file_id))
         return _with_first(await anext(pieces, b""), pieces)
 
-    async def tidy(self) -> None:
+    async def collect_garbage(self) -> None:
         """Remove what processes that died had begun to submit or to write, and what has been kept for long enough."""
-        if not self._database.exists:
+        if not self._database.is_created:
             return
-        await self._threads.run(self._submissions.discard_abandoned)
-        await self._threads.run(self._files.discard_abandoned)
+        await self._threads.run(self._submissions.delete_abandoned)
+        await self._threads.run(self._files.delete_abandoned)
         if self.limits.keep_s is not None:
             before = self._clock() - self.limits.keep_s
             await self._threads.run(self._submissions.discard_ended, before)

@@ -68,14 +68,14 @@ class UrlReader:
         """Raises ConfigError."""
         for prefix in prefixes:
             if not urlsplit(prefix).scheme or "://" not in prefix:
-                raise ConfigError(f"{_shown(prefix)!r} is no prefix of URLs; begin it with a scheme, as file:///data/in does")
+                raise ConfigError(f"{_redacted(prefix)!r} is no prefix of URLs; begin it with a scheme, as file:///data/in does")
             _filesystem_of(prefix, "a prefix of URLs")
         self._prefixes = [_canonical(prefix).rstrip("/") + "/" for prefix in prefixes]
 
     async def read(self, url: str) -> AsyncIterator[bytes]:
         """Raises JobRefusedError if that is not allowed, or cannot be read."""
         canonical = await asyncio.to_thread(_canonical, url)  # following links looks at the disk
-        if not any(canonical.startswith(prefix) for prefix in self._prefixes) or _climbs(canonical):
+        if not any(canonical.startswith(prefix) for prefix in self._prefixes) or _has_parent_refs(canonical):
             raise JobRefusedError(f"{url!r:.200} is not among the URLs that this server may read")
         try:
             filesystem, path = _filesystem_of(canonical, "the URL")
@@ -93,7 +93,7 @@ def _canonical(url: str) -> str:
     return f"file://{os.path.realpath(path)}" if path != url and path.startswith("/") and "\0" not in path else url
 
 
-def _climbs(url: str) -> bool:
+def _has_parent_refs(url: str) -> bool:
     """Chained URLs (``zip::file://``) read from elsewhere than they seem to; so may dots."""
     return "::" in url or "\\" in url or ".." in unquote(url).split("/")
 
@@ -102,7 +102,7 @@ def _filesystem_of(url: str, what: str) -> tuple[AbstractFileSystem, str]:
     try:
         filesystem, path = url_to_fs(url)
     except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
-        raise ConfigError(f"{what} is {_shown(url)!r:.200}: {_shown(str(error))}") from None
+        raise ConfigError(f"{what} is {_redacted(url)!r:.200}: {_redacted(str(error))}") from None
     return filesystem, str(path)
 
 
@@ -124,9 +124,9 @@ def _storage_errors() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {_shown(' '.join(str(error).split())):.200}"
+    return f"{type(error).__name__}: {_redacted(' '.join(str(error).split())):.200}"
 
 
-def _shown(text: str) -> str:
+def _redacted(text: str) -> str:
     """Without who is named before a host, and the password: ``s3://key:secret@bucket``."""
     return re.sub(r"://\S*@", "://***@", text)

@@ -16,13 +16,13 @@ from sqlalchemy import Connection, Row, select, update
 from tramontane.proto.errors import UnknownJobError
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
-from tramontane.router.openai.errors import ErrorShape
+from tramontane.router.openai.errors import HttpErrorSpec
 
 NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LineProblem:
+class LineError:
     """``message`` begins with the number of the line: ``line 2: it is not JSON``."""
 
     line: int
@@ -30,7 +30,7 @@ class LineProblem:
     message: str
 
 
-def none_is_a_request(problems: Sequence[LineProblem], num_lines: int) -> str:
+def summarize_line_errors(problems: Sequence[LineError], num_lines: int) -> str:
     """``problems``: of the first lines. What several of them have in common is told of the first that has it."""
     by_words: dict[str, str] = {}
     for problem in problems:
@@ -60,7 +60,7 @@ class StoredJob:
     output_file: str | None
     error_file: str | None
     cancelling_at: float | None
-    problems: Sequence[LineProblem] = ()  # of its first lines, if none of them is a request
+    problems: Sequence[LineError] = ()  # of its first lines, if none of them is a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +71,12 @@ class StoredResult:
     http_status: int | None
 
 
-def error_text(message: str, shape: ErrorShape) -> str:
+def error_text(message: str, shape: HttpErrorSpec) -> str:
     """OpenAI's error object as JSON."""
     return json.dumps(shape.body(message)["error"])
 
 
-def tell(connection: Connection, job: int, places: Sequence[int]) -> None:
+def assign_offsets(connection: Connection, job: int, places: Sequence[int]) -> None:
     """Give results of a job in free order their offsets, the next that there are. The job's row must be ours to write."""
     told = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
     for offset, place in enumerate(places, told):
@@ -91,7 +91,7 @@ def read_results(
     wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
     found: list[StoredResult] = []
     room = max_chars
-    with database.reading_in_pieces(wanted) as rows:
+    with database.stream_rows(wanted) as rows:
         for row in rows:
             room -= len(row.result or "")
             if row.state == PENDING or row.told != offset + len(found) or (found and room < 0):
@@ -102,22 +102,22 @@ def read_results(
 
 
 def stored_jobs(connection: Connection, rows: Sequence[Row[Any]]) -> list[StoredJob]:
-    problems = first_problems(connection, [row.number for row in rows if row.state == JobState.FAILED])
+    problems = first_line_errors(connection, [row.number for row in rows if row.state == JobState.FAILED])
     return [_stored_job(row, problems.get(row.number, ())) for row in rows]
 
 
-def first_problems(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineProblem]]:
+def first_line_errors(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineError]]:
     """By the numbers of jobs without a good line."""
-    found: dict[int, list[LineProblem]] = {}
+    found: dict[int, list[LineError]] = {}
     if failed:
         wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
         for row in connection.execute(wanted.order_by(lines.c.job, lines.c.told)):
             error = json.loads(row.result)
-            found.setdefault(row.job, []).append(LineProblem(row.line, error["code"], error["message"]))
+            found.setdefault(row.job, []).append(LineError(row.line, error["code"], error["message"]))
     return found
 
 
-def _stored_job(row: Row[Any], problems: Sequence[LineProblem]) -> StoredJob:
+def _stored_job(row: Row[Any], problems: Sequence[LineError]) -> StoredJob:
     options = JobOptions(cast("Endpoint", row.endpoint), row.keeps_order, json.loads(row.metadata))
     state = JobState.QUEUED if row.state == SUBMITTING else JobState(row.state)
     counts = (row.num_lines, row.num_done, row.num_failed, row.num_bad)
@@ -133,9 +133,9 @@ class JobStore:
 
     def get(self, job_id: str) -> StoredJob:
         """Raises UnknownJobError."""
-        if self._database.exists and "\0" not in job_id:  # which PostgreSQL would not even compare
+        if self._database.is_created and "\0" not in job_id:  # which PostgreSQL would not even compare
             with self._database.reading() as connection:
-                found = stored_jobs(connection, connection.execute(select(jobs).where(self._named(job_id))).all())
+                found = stored_jobs(connection, connection.execute(select(jobs).where(self._where_id(job_id))).all())
             if found:
                 return found[0]
         raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
@@ -145,7 +145,7 @@ class JobStore:
         where = (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
         if after is not None:
             where &= jobs.c.number < self.get(after).number
-        if not self._database.exists:
+        if not self._database.is_created:
             return []
         with self._database.reading() as connection:
             rows = connection.execute(select(jobs).where(where).order_by(jobs.c.number.desc()).limit(limit)).all()
@@ -165,5 +165,5 @@ class JobStore:
         """From this offset on, without a gap: what comes behind a line that is not done is not told yet."""
         return read_results(self._database, job.number, offset, limit, max_chars)
 
-    def _named(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
+    def _where_id(self, job_id: str) -> Any:  # noqa: ANN401 - a condition
         return (jobs.c.job_id == job_id) & (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)

@@ -14,9 +14,9 @@ from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError, OverloadedError
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.input_lines import JobLimits, LineSplitter, NewLine, RawLine, checked_line
+from tramontane.router.batch.input_lines import InputLine, JobLimits, LineSplitter, ParsedLine, parse_line
 from tramontane.router.batch.jobs import JobOptions, JobState
-from tramontane.router.batch.outcome_writer import JobThreads
+from tramontane.router.batch.outcome_writer import JobThreadPool
 from tramontane.router.batch.store import (
     DISCARDING,
     ENDED_STATES,
@@ -24,19 +24,19 @@ from tramontane.router.batch.store import (
     OPEN_STATES,
     SUBMITTING,
     StoredJob,
+    assign_offsets,
     error_text,
-    first_problems,
-    none_is_a_request,
+    first_line_errors,
     stored_jobs,
-    tell,
+    summarize_line_errors,
 )
-from tramontane.router.openai.errors import ErrorShape
+from tramontane.router.openai.errors import HttpErrorSpec
 
 ABANDONED_AFTER_S = 600.0  # a submission that has stood still for so long will not go on
 TAKEN_OVER_AFTER_S = 30.0  # the same request comes again, and what it had begun has stood still for so long
 DELETED_AT_ONCE = 10_000  # lines; others write in between
 RETRY_AFTER_S = 30
-BAD_LINE = ErrorShape(400, "invalid_request_error", code="invalid_line")
+BAD_LINE = HttpErrorSpec(400, "invalid_request_error", code="invalid_line")
 
 
 class JobSubmissions:
@@ -45,7 +45,7 @@ class JobSubmissions:
     def __init__(self, database: Database, queue: str, limits: JobLimits, clock: Callable[[], float] = time.time) -> None:
         self._database, self._queue, self._limits, self._clock = database, queue, limits, clock
 
-    def begin(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
+    def create(self, options: JobOptions, input_file: str | None = None, request_key: str | None = None) -> StoredJob:
         """A job to add lines to, which nobody else sees until it is accepted.
 
         Raises OverloadedError if there are too many, or if a request with this key is being submitted. One that has stood still
@@ -53,7 +53,7 @@ class JobSubmissions:
         """
         now = self._clock()
         if request_key is not None and (number := self._still_submitting(request_key)) is not None:
-            self.discard(number, now - TAKEN_OVER_AFTER_S)
+            self.delete(number, now - TAKEN_OVER_AFTER_S)
         row = {
             "job_id": f"batch_{uuid.uuid4().hex}",
             "queue": self._queue,
@@ -79,22 +79,22 @@ class JobSubmissions:
             raise OverloadedError("the same request is being submitted already", 1) from error
 
     def _still_submitting(self, request_key: str) -> int | None:
-        if not self._database.exists:
+        if not self._database.is_created:
             return None
         where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & (jobs.c.state == SUBMITTING)
         with self._database.reading() as connection:
             return connection.execute(select(jobs.c.number).where(where)).scalar_one_or_none()
 
-    def by_request(self, request_key: str) -> StoredJob | None:
+    def find_by_request_key(self, request_key: str) -> StoredJob | None:
         """The accepted job that a request with this key has made."""
-        if not self._database.exists:
+        if not self._database.is_created:
             return None
         where = (jobs.c.queue == self._queue) & (jobs.c.request_key == request_key) & jobs.c.state.not_in(HIDDEN)
         with self._database.reading() as connection:
             found = stored_jobs(connection, connection.execute(select(jobs).where(where)).all())
         return found[0] if found else None
 
-    def add_lines(self, job: StoredJob, first_place: int, new: Sequence[NewLine]) -> None:
+    def add_lines(self, job: StoredJob, first_place: int, new: Sequence[ParsedLine]) -> None:
         """In the order of input, all that are there in one transaction; none: it only has not stood still."""
         keeps_order = job.job.options.keeps_order
         rows = [_row(job.number, first_place + i, line, keeps_order) for i, line in enumerate(new)]
@@ -122,12 +122,12 @@ class JobSubmissions:
                 raise JobRefusedError("the input has no lines")
             values: dict[str, Any] = {"state": JobState.QUEUED.value}
             if row.num_bad == row.num_lines:
-                why = none_is_a_request(first_problems(connection, [job.number])[job.number], row.num_lines)
+                why = summarize_line_errors(first_line_errors(connection, [job.number])[job.number], row.num_lines)
                 values = {"state": JobState.FAILED.value, "ended_at": self._clock(), "error": why}
             connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
             return stored_jobs(connection, connection.execute(this).all())[0]
 
-    def discard(self, number: int, touched_before: float | None = None) -> None:
+    def delete(self, number: int, touched_before: float | None = None) -> None:
         """A submission that will not be accepted leaves nothing behind; one that was accepted meanwhile stays as it is.
 
         ``touched_before``: nor does one that has gone on since then change.
@@ -161,7 +161,7 @@ class JobSubmissions:
                 connection.execute(update(jobs).where(where, jobs.c.number == number).values(values))
             self._delete(number)
 
-    def discard_abandoned(self) -> None:
+    def delete_abandoned(self) -> None:
         """What processes that died had begun to submit, or to discard."""
         long_ago = self._clock() - ABANDONED_AFTER_S
         is_old = (jobs.c.state == SUBMITTING) & (jobs.c.touched_at < long_ago)
@@ -170,12 +170,12 @@ class JobSubmissions:
             rows = connection.execute(select(jobs.c.number, jobs.c.state).where(where)).all()
         for row in rows:
             if row.state == SUBMITTING:
-                self.discard(row.number, long_ago)
+                self.delete(row.number, long_ago)
             else:
                 self._delete(row.number)
 
 
-def _row(job: int, place: int, line: NewLine, keeps_order: bool) -> dict[str, Any]:
+def _row(job: int, place: int, line: ParsedLine, keeps_order: bool) -> dict[str, Any]:
     return {
         "job": job,
         "place": place,
@@ -207,7 +207,7 @@ def _count_bad(connection: Connection, job: StoredJob, first_place: int) -> None
     bad = select(lines.c.place).where(lines.c.job == job.number, lines.c.place >= first_place, lines.c.state == FAILED)
     places = connection.execute(bad.order_by(lines.c.place)).scalars().all()
     if places and not job.job.options.keeps_order:
-        tell(connection, job.number, places)
+        assign_offsets(connection, job.number, places)
     values = {"num_bad": jobs.c.num_bad + len(places), "num_failed": jobs.c.num_failed + len(places)}
     connection.execute(update(jobs).where(jobs.c.number == job.number).values(values))
 
@@ -217,15 +217,15 @@ CUT_AT_ONCE = 2**16  # bytes; the threads are everybody's, and a mebibyte of not
 ADD_EVERY_S = 10.0  # of a submission that is slow: well before it counts as one that stands still
 
 
-class JobIntake:
+class JobIngest:
     """Of one job."""
 
     def __init__(
-        self, job: StoredJob, submissions: JobSubmissions, threads: JobThreads, limits: JobLimits, clock: Callable[[], float]
+        self, job: StoredJob, submissions: JobSubmissions, threads: JobThreadPool, limits: JobLimits, clock: Callable[[], float]
     ) -> None:
         self._job, self._submissions, self._threads, self._limits, self._clock = job, submissions, threads, limits, clock
         self._splitter = LineSplitter(limits.max_line_bytes)
-        self._ready: list[RawLine] = []
+        self._ready: list[InputLine] = []
         self._ready_bytes = self._place = 0
         self._added_at = clock()
 
@@ -240,28 +240,28 @@ class JobIntake:
             while len(waiting) >= CUT_AT_ONCE:
                 part = bytes(waiting[:CUT_AT_ONCE])
                 del waiting[:CUT_AT_ONCE]
-                await self._threads.run(self._take, part)
+                await self._threads.run(self._feed, part)
             if self._clock() - self._added_at > ADD_EVERY_S:
                 await self._threads.run(self._take_and_add, bytes(waiting))
                 waiting.clear()
         await self._threads.run(self._finish, bytes(waiting))
 
-    def _take(self, part: bytes) -> None:
+    def _feed(self, part: bytes) -> None:
         for line in self._splitter.feed(part):
             self._take_line(line)
 
     def _take_and_add(self, part: bytes) -> None:
-        self._take(part)
+        self._feed(part)
         self._add()
 
     def _finish(self, part: bytes) -> None:
-        self._take(part)
+        self._feed(part)
         for line in self._splitter.finish():
             self._take_line(line)
         if self._ready:
             self._add()
 
-    def _take_line(self, line: RawLine) -> None:
+    def _take_line(self, line: InputLine) -> None:
         if line.number > self._limits.max_lines:
             raise JobRefusedError(f"the input has more than {self._limits.max_lines} lines; split it")
         if line.text is not None and not line.text.strip():
@@ -274,6 +274,6 @@ class JobIntake:
     def _add(self) -> None:
         """All that are ready; none: the submission only has not stood still."""
         endpoint, most = self._job.job.options.endpoint, self._limits.max_line_bytes
-        self._submissions.add_lines(self._job, self._place, [checked_line(line, endpoint, most) for line in self._ready])
+        self._submissions.add_lines(self._job, self._place, [parse_line(line, endpoint, most) for line in self._ready])
         self._place, self._added_at = self._place + len(self._ready), self._clock()
         self._ready, self._ready_bytes = [], 0

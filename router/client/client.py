@@ -1,7 +1,8 @@
 """A client of the gRPC door, as ``Client`` and, for asyncio, as ``AsyncClient``. Needs no Ray and no model.
 
 Every method raises the errors of ``tramontane.proto.errors``: RequestError and its kin for what cannot be done, OverloadedError
-with the time after which to come back, WrongKeyError, UnknownJobError, DeadlineError, PipelineError where the server failed, and
+with the time after which to come back, AuthenticationError, UnknownJobError, DeadlineExceededError, PipelineError where the
+server failed, and
 ConnectionLostError where it cannot be reached. ``timeout_s`` is for the whole call; the server stops working for what is over.
 """
 
@@ -20,8 +21,8 @@ from tramontane.proto.errors import ConnectionLostError
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
 from tramontane.router.batch.jobs import Job, JobOptions, ResultLine
 from tramontane.router.client import types as answers
-from tramontane.router.client.types import APPLICATION, OPTIONS, ModelInfo, Patience, Piece, Prompt, Score
-from tramontane.router.grpc.job_messages import job_from, line_from
+from tramontane.router.client.types import APPLICATION, OPTIONS, Chunk, ModelInfo, Prompt, RetryPolicy, Score
+from tramontane.router.grpc.job_messages import parse_job, parse_line
 
 R = TypeVar("R")
 
@@ -30,11 +31,11 @@ class Client:
     """``target`` is host:port. ``patience`` is that of ``watch_job`` and ``results`` with a server that is gone."""
 
     def __init__(
-        self, target: str, api_key: str | None = None, *, patience: Patience | None = None, application: str = APPLICATION
+        self, target: str, api_key: str | None = None, *, patience: RetryPolicy | None = None, application: str = APPLICATION
     ) -> None:
         self._channel = grpc.insecure_channel(target, options=OPTIONS)
         self._inference, self._batch = InferenceStub(self._channel), BatchJobsStub(self._channel)
-        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or Patience()
+        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or RetryPolicy()
 
     def __enter__(self) -> Self:
         return self
@@ -45,7 +46,7 @@ class Client:
     def close(self) -> None:
         self._channel.close()
 
-    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **parameters: Any) -> Generator[Piece]:  # noqa: ANN401
+    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **parameters: Any) -> Generator[Chunk]:  # noqa: ANN401
         """Parameters are the fields of ``GenerateRequest``: max_tokens, temperature, n, ... Leaving the loop ends the request."""
         request = answers.generate_request(prompt, parameters)
         with closing(self._stream(self._inference.Generate, request, timeout_s)) as responses:
@@ -55,10 +56,10 @@ class Client:
     def score(
         self, prompt: Prompt, *, logprobs: int | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> Score:
-        return answers.score_from(self._call(self._inference.Score, answers.score_request(prompt, logprobs, model), timeout_s))
+        return answers.parse_score(self._call(self._inference.Score, answers.score_request(prompt, logprobs, model), timeout_s))
 
     def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        return answers.models_from(self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
+        return answers.parse_models(self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
 
     def submit_job(
         self,
@@ -74,19 +75,19 @@ class Client:
         Whoever loses the answer may submit again: with the same ``request_key``, a text that is nobody else's, it is the same
         job.
         """
-        messages = answers.submission(options or JobOptions(), source, url, request_key)
-        return job_from(self._call(self._batch.SubmitJob, messages, timeout_s))
+        messages = answers.submit_requests(options or JobOptions(), source, url, request_key)
+        return parse_job(self._call(self._batch.SubmitJob, messages, timeout_s))
 
     def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return job_from(self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
+        return parse_job(self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
 
     def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
         """The newest first, beginning behind the job ``after``."""
         told = self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
-        return [job_from(job) for job in told.jobs]
+        return [parse_job(job) for job in told.jobs]
 
     def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return job_from(self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
+        return parse_job(self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
 
     def watch_job(self, job_id: str) -> Generator[Job]:
         """The job now and whenever it has changed, until it has ended."""
@@ -96,7 +97,7 @@ class Client:
                 with closing(self._stream(self._batch.WatchJob, pb.WatchJobRequest(job_id=job_id), None)) as messages:
                     for message in messages:
                         heard_at = time.monotonic()
-                        job = job_from(message)
+                        job = parse_job(message)
                         yield job
             except ConnectionLostError as error:
                 time.sleep(self._patience.pause(error, time.monotonic() - heard_at))
@@ -110,7 +111,7 @@ class Client:
                 with closing(self._stream(self._batch.StreamResults, request, None)) as messages:
                     for message in messages:
                         heard_at = time.monotonic()
-                        for line in map(line_from, message.lines):
+                        for line in map(parse_line, message.lines):
                             offset = line.offset + 1
                             yield line
                 return
@@ -118,13 +119,13 @@ class Client:
                 time.sleep(self._patience.pause(error, time.monotonic() - heard_at))
 
     def _call(self, method: Callable[..., R], request: object, timeout_s: float | None) -> R:
-        with answers.own_errors(timeout_s):
+        with answers.translate_errors(timeout_s):
             return method(request, timeout=timeout_s, metadata=self._metadata)
 
     def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Generator[Any]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with answers.own_errors(timeout_s):
+            with answers.translate_errors(timeout_s):
                 for response in call:
                     if response.ByteSize():  # one without anything comes before an error
                         yield response
@@ -136,11 +137,11 @@ class AsyncClient:
     """As ``Client``. Made inside a running event loop."""
 
     def __init__(
-        self, target: str, api_key: str | None = None, *, patience: Patience | None = None, application: str = APPLICATION
+        self, target: str, api_key: str | None = None, *, patience: RetryPolicy | None = None, application: str = APPLICATION
     ) -> None:
         self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
         self._inference, self._batch = InferenceStub(self._channel), BatchJobsStub(self._channel)
-        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or Patience()
+        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or RetryPolicy()
 
     async def __aenter__(self) -> Self:
         return self
@@ -157,7 +158,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         **parameters: Any,  # noqa: ANN401
-    ) -> AsyncGenerator[Piece, None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """See ``Client.generate``; closing the generator ends the request."""
         request = answers.generate_request(prompt, parameters)
         async with aclosing(self._stream(self._inference.Generate, request, timeout_s)) as responses:
@@ -169,10 +170,10 @@ class AsyncClient:
         self, prompt: Prompt, *, logprobs: int | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> Score:
         request = answers.score_request(prompt, logprobs, model)
-        return answers.score_from(await self._call(self._inference.Score, request, timeout_s))
+        return answers.parse_score(await self._call(self._inference.Score, request, timeout_s))
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        return answers.models_from(await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
+        return answers.parse_models(await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
 
     async def submit_job(
         self,
@@ -183,18 +184,18 @@ class AsyncClient:
         request_key: str | None = None,
         timeout_s: float | None = None,
     ) -> Job:
-        messages = answers.submission(options or JobOptions(), source, url, request_key)
-        return job_from(await self._call(self._batch.SubmitJob, messages, timeout_s))
+        messages = answers.submit_requests(options or JobOptions(), source, url, request_key)
+        return parse_job(await self._call(self._batch.SubmitJob, messages, timeout_s))
 
     async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return job_from(await self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
+        return parse_job(await self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
 
     async def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
         told = await self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
-        return [job_from(job) for job in told.jobs]
+        return [parse_job(job) for job in told.jobs]
 
     async def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return job_from(await self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
+        return parse_job(await self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
 
     async def watch_job(self, job_id: str) -> AsyncGenerator[Job, None]:
         heard_at, job = time.monotonic(), None
@@ -204,7 +205,7 @@ class AsyncClient:
                 async with aclosing(self._stream(self._batch.WatchJob, request, None)) as messages:
                     async for message in messages:
                         heard_at = time.monotonic()
-                        job = job_from(message)
+                        job = parse_job(message)
                         yield job
             except ConnectionLostError as error:
                 await asyncio.sleep(self._patience.pause(error, time.monotonic() - heard_at))
@@ -217,7 +218,7 @@ class AsyncClient:
                 async with aclosing(self._stream(self._batch.StreamResults, request, None)) as messages:
                     async for message in messages:
                         heard_at = time.monotonic()
-                        for line in map(line_from, message.lines):
+                        for line in map(parse_line, message.lines):
                             offset = line.offset + 1
                             yield line
                 return
@@ -225,13 +226,13 @@ class AsyncClient:
                 await asyncio.sleep(self._patience.pause(error, time.monotonic() - heard_at))
 
     async def _call(self, method: Callable[..., Awaitable[R]], request: object, timeout_s: float | None) -> R:
-        with answers.own_errors(timeout_s):
+        with answers.translate_errors(timeout_s):
             return await method(request, timeout=timeout_s, metadata=self._metadata)
 
     async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with answers.own_errors(timeout_s):
+            with answers.translate_errors(timeout_s):
                 async for response in call:
                     if response.ByteSize():  # one without anything comes before an error
                         yield response

@@ -12,11 +12,11 @@ import grpc
 from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineError, TramontaneError
+from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError
 from tramontane.proto.request import FinishReason
 from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.grpc.job_messages import options_message
-from tramontane.router.grpc.status import error_of
+from tramontane.router.grpc.status import error_from_status
 
 Prompt = str | Sequence[int]
 M = TypeVar("M", bound=Message)
@@ -55,7 +55,7 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Chunk:
     """What is new of one of n choices; the last one of all has ``usage`` and ``timings``."""
 
     index: int
@@ -129,7 +129,7 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
         raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
 
 
-def submission(
+def submit_requests(
     options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None, request_key: str | None = None
 ) -> Iterator[pb.SubmitJobRequest]:
     """The messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
@@ -152,12 +152,12 @@ def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJob
             yield pb.SubmitJobRequest(data=data)
 
 
-def pieces_of(response: pb.GenerateResponse) -> list[Piece]:
+def pieces_of(response: pb.GenerateResponse) -> list[Chunk]:
     usage = _usage(response.usage) if response.HasField("usage") else None
     timings = _timings(response.timings) if response.HasField("timings") else None
     last = len(response.pieces) - 1
     return [
-        Piece(
+        Chunk(
             index=piece.index,
             text=piece.text,
             token_ids=tuple(piece.token_ids),
@@ -170,29 +170,29 @@ def pieces_of(response: pb.GenerateResponse) -> list[Piece]:
     ]
 
 
-def score_from(response: pb.ScoreResponse) -> Score:
+def parse_score(response: pb.ScoreResponse) -> Score:
     return Score(_logprobs(response.tokens), _usage(response.usage))
 
 
-def models_from(response: pb.ModelsResponse) -> list[ModelInfo]:
+def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
     return [ModelInfo(model.id, model.max_model_len, model.vocab_size) for model in response.models]
 
 
 @contextmanager
-def own_errors(timeout_s: float | None) -> Generator[None]:
+def translate_errors(timeout_s: float | None) -> Generator[None]:
     """What the server meant, in the words of whoever calls a client of either kind."""
     try:
         yield
     except grpc.RpcError as error:
         told: Any = error
-        meant = error_of(told.code(), told.details() or "", told.trailing_metadata())
-        if isinstance(meant, DeadlineError) and timeout_s is not None:
-            raise DeadlineError(f"the call did not end within timeout_s={timeout_s:g}") from None
+        meant = error_from_status(told.code(), told.details() or "", told.trailing_metadata())
+        if isinstance(meant, DeadlineExceededError) and timeout_s is not None:
+            raise DeadlineExceededError(f"the call did not end within timeout_s={timeout_s:g}") from None
         raise meant from None
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class RetryPolicy:
     """How a client that has lost its server goes on: it asks again every ``retry_s``, for ``total_s`` since the last answer."""
 
     total_s: float = 60.0

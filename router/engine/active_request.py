@@ -11,14 +11,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from tramontane.proto.errors import PipelineError, PoisonError
-from tramontane.proto.log_fields import about, about_all
-from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, RequestTimes, TokenBatch, TokenEvent
+from tramontane.proto.errors import PipelineError, PoisonRequestError
+from tramontane.proto.log_fields import request_fields, requests_fields
+from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, RequestOutput, RequestTimings, TokenEvent
 from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
 
-class LogprobHistory:
+class LogprobBuffer:
     """Keeps them until a token of the same sequence goes out. No position goes out twice: a prompt that is computed again has
     the same, up to float rounding.
     """
@@ -27,7 +27,7 @@ class LogprobHistory:
         self._next: dict[int, int] = {}  # position, by sequence
         self._held: dict[int, list[Logprobs]] = {}  # by sequence
 
-    def begin_at(self, seq_id: int, position: int) -> None:
+    def skip_to(self, seq_id: int, position: int) -> None:
         """All before it has been told, by another router."""
         self._next[seq_id] = position
 
@@ -47,7 +47,7 @@ class LogprobHistory:
         return tuple(logprobs for event in events for logprobs in self._held.pop(event.seq_id, ()))
 
 
-class ExpertHistory:
+class ExpertChoiceBuffer:
     """Keeps what was chosen until a token of the same sequence goes out. No position goes out twice: what a sequence that gave
     its pages back computes again is the same, up to float rounding.
     """
@@ -56,7 +56,7 @@ class ExpertHistory:
         self._num_known: Counter[tuple[int, int]] = Counter()  # positions, by sequence and layer
         self._held: defaultdict[int, list[ExpertChoices]] = defaultdict(list)  # by sequence
 
-    def begin_at(self, seq_id: int, layers: Iterable[int], position: int) -> None:
+    def skip_to(self, seq_id: int, layers: Iterable[int], position: int) -> None:
         """All before it has been told, by another router."""
         self._num_known.update(dict.fromkeys(((seq_id, layer) for layer in layers), position))
 
@@ -85,15 +85,15 @@ def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str
     return dict(told)
 
 
-Sink = Callable[[TokenBatch | PipelineError | PoisonError], None]
+Sink = Callable[[RequestOutput | PipelineError | PoisonRequestError], None]
 
 
-def about_them(requests: "Mapping[int, LiveRequest]") -> dict[str, list[str]]:
+def requests_log_fields(requests: "Mapping[int, ActiveRequest]") -> dict[str, list[str]]:
     """For the log, beside a line about all these; by the numbers of their sequences."""
-    return about_all(request.request_id for request in requests.values())
+    return requests_fields(request.request_id for request in requests.values())
 
 
-class LiveRequest:
+class ActiveRequest:
     """Its sequences, and when what happened."""
 
     def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
@@ -103,63 +103,63 @@ class LiveRequest:
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self.is_single = len(sequences) == 1
         has_begun = any(s.output_ids for s in sequences)  # with another router
-        self.told_at = now if has_begun else math.inf  # of tokens, last
-        self._experts = ExpertHistory()
-        self._logprobs = LogprobHistory()
+        self.last_token_at = now if has_begun else math.inf  # of tokens, last
+        self._experts = ExpertChoiceBuffer()
+        self._logprobs = LogprobBuffer()
         for index, sequence in enumerate(sequences):
             if sequence.output_ids:  # of a prompt of 3 and an answer of 2, logprobs of 1..4 are known, experts of 0..3
-                self._logprobs.begin_at(index, sequence.num_known)
-                self._experts.begin_at(index, sequence.sampling.return_experts, sequence.num_known - 1)
+                self._logprobs.skip_to(index, sequence.num_known)
+                self._experts.skip_to(index, sequence.sampling.return_experts, sequence.num_known - 1)
 
     @property
-    def about(self) -> dict[str, object]:
+    def log_fields(self) -> dict[str, object]:
         """For the log, beside a line about it."""
-        return about(self.request_id)
+        return request_fields(self.request_id)
 
-    def note_experts(self, choices: ExpertChoices) -> None:
+    def add_experts(self, choices: ExpertChoices) -> None:
         """They go with the next token of their sequence: a piece of a prompt may be the last for a while."""
         self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]))
 
-    def note_logprobs(self, logprobs: Logprobs) -> None:
+    def add_logprobs(self, logprobs: Logprobs) -> None:
         """They go with the next token of their sequence too."""
         self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
 
     def deliver(self, events: list[TokenEvent], now: float) -> None:
-        self.first_token_at, self.told_at = min(self.first_token_at, now), now
+        self.first_token_at, self.last_token_at = min(self.first_token_at, now), now
         own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
         experts = tuple(choices for event in own for choices in self._experts.take(event.seq_id))
-        self.sink(TokenBatch(own, self._times(now), experts, self._logprobs.take(own)))
+        self.sink(RequestOutput(own, self._times(now), experts, self._logprobs.take(own)))
 
     @property
-    def times(self) -> RequestTimes:
+    def times(self) -> RequestTimings:
         """As they were told last. All 0 before its first token."""
-        return self._times(self.told_at) if self.first_token_at < math.inf else RequestTimes(0.0, 0.0, 0.0)
+        return self._times(self.last_token_at) if self.first_token_at < math.inf else RequestTimings(0.0, 0.0, 0.0)
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
         """Queue, prefill and decode, as far as it has come: when each began and ended, by the router's clock."""
-        ends = [self.arrived_at, self.started_at, self.first_token_at, self.told_at]
+        ends = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
         spans = zip(("queue", "prefill", "decode"), ends, ends[1:], strict=False)
         return [(name, began, min(ended, now)) for name, began, ended in spans if began < math.inf]
 
-    def _times(self, now: float) -> RequestTimes:
-        return RequestTimes(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
+    def _times(self, now: float) -> RequestTimings:
+        return RequestTimings(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
 
 
-class Starts:
+class QueueWaitTracker:
     """Of one router's requests, by its clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
 
-    def note(self, batch: MicroBatch, requests: Mapping[int, LiveRequest]) -> None:
+    def note(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
         """This micro-batch is sent; ``requests`` by the ids of their sequences."""
         for chunk in batch.chunks:
             if chunk.start == 0 and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
                 request.started_at = self._clock()
                 self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 
-    def retry_after_s(self, priority: int, requests: Iterable[LiveRequest]) -> int:
+    def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
         """As long as the request like it that started last has waited, or one that has not for longer, in whole seconds."""
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel, ConfigDict
 
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.engine.active_request import LiveRequest
+from tramontane.router.engine.active_request import ActiveRequest
 
 MAX_KEPT = 20_000  # of micro-batches, and of each's stages: 4000 of four stages, 300 of sixty-four
 MAX_TOLD = 1000  # micro-batches, in one answer
@@ -31,7 +31,7 @@ class StageWork(NamedTuple):
     num_tokens: int
 
 
-class PastBatch(NamedTuple):
+class MicroBatchRecord(NamedTuple):
     """A micro-batch that came back, ``at`` by the router's clock (seconds since 1970). ``number`` counts from 1."""
 
     number: int
@@ -60,34 +60,36 @@ class ActivityLog:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._begun_at = clock()
-        self._batches: deque[PastBatch] = deque()
+        self._batches: deque[MicroBatchRecord] = deque()
         self._num_kept = self._number = 0
         self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (when, how long)
         self._next_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
 
-    def note(self, batch: MicroBatch, result: StepResult) -> None:
+    def record(self, batch: MicroBatch, result: StepResult) -> None:
         """It has come back."""
         self._number += 1
         prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
-        works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.open_s), t.num_tokens) for t in result.timings]
+        works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s), t.num_tokens) for t in result.timings]
         at, num_decodes, num_sampled = self._clock(), len(batch.decodes.seq_ids), len(result.token_ids)
-        past = PastBatch(self._number, at, batch.epoch, batch.step_id, prefill_tokens, num_decodes, num_sampled, tuple(works))
+        past = MicroBatchRecord(
+            self._number, at, batch.epoch, batch.step_id, prefill_tokens, num_decodes, num_sampled, tuple(works)
+        )
         self._batches.append(past)
         self._num_kept += 1 + len(works)
         while self._num_kept > MAX_KEPT:
             self._num_kept -= 1 + len(self._batches.popleft().stages)
 
-    def note_tokens(self, requests: Iterable[LiveRequest], now: float) -> None:
+    def note_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
         """These hear of tokens now, by the clock that they were made with; before they do.
 
         Between tokens only those with one answer count: of several the pauses are not told apart.
         """
         at, first, between = self._clock(), [], []
         for request in requests:
-            if request.told_at == math.inf:
+            if request.last_token_at == math.inf:
                 first.append(now - request.arrived_at)
             elif request.is_single:
-                between.append(now - request.told_at)
+                between.append(now - request.last_token_at)
         self._first_tokens.extend(zip(repeat(at), first))
         self._next_tokens.extend(zip(repeat(at), between))
 
@@ -97,7 +99,7 @@ class ActivityLog:
         Without it, or where the log has been begun anew since, those of the last seconds.
         """
         now = self._clock()
-        told = self._told(now, after)
+        told = self._select(now, after)
         return {
             **self._shares(now, num_stages),
             "first_token_s": _percentiles(self._first_tokens, now),
@@ -106,7 +108,7 @@ class ActivityLog:
             "last": told[-1].number if told else self._number,
         }
 
-    def _told(self, now: float, after: int | None) -> list[PastBatch]:
+    def _select(self, now: float, after: int | None) -> list[MicroBatchRecord]:
         if after is None or after > self._number:
             return self._since(now - NEW_SPAN_S)[-MAX_TOLD:]
         num_known = max(len(self._batches) - (self._number - after), 0)
@@ -122,7 +124,7 @@ class ActivityLog:
         num_sampled = sum(batch.num_sampled for batch in recent)
         return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
 
-    def _since(self, at: float) -> list[PastBatch]:
+    def _since(self, at: float) -> list[MicroBatchRecord]:
         """Oldest first."""
         found = []
         for batch in reversed(self._batches):
@@ -140,23 +142,23 @@ def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> dict[str, 
     return {f"p{percent}": recent[math.ceil(len(recent) * percent / 100) - 1] for percent in (50, 95)}
 
 
-class _Shape(BaseModel):
+class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class ShownStage(_Shape):
+class StageInfo(_Model):
     label: str
     stage: int
 
 
-class Percentiles(_Shape):
+class Percentiles(_Model):
     """Of the last minute."""
 
     p50: float
     p95: float
 
 
-class PastMicroBatch(_Shape):
+class MicroBatchModel(_Model):
     """``stages``: of each its number, when it began by its own clock (since 1970), how long it computed, and how long it took."""
 
     number: int
@@ -167,11 +169,11 @@ class PastMicroBatch(_Shape):
     stages: list[tuple[int, float, float, float]]
 
 
-class PipelineActivity(_Shape):
+class PipelineActivity(_Model):
     """``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``last`` is for the next ``after``."""
 
     name: str
-    stages: list[ShownStage]
+    stages: list[StageInfo]
     busy: list[float]
     tokens_per_s: float
     running: int
@@ -182,11 +184,11 @@ class PipelineActivity(_Shape):
     recoveries: int
     first_token_s: Percentiles | None
     inter_token_s: Percentiles | None
-    micro_batches: list[PastMicroBatch]
+    micro_batches: list[MicroBatchModel]
     last: int
 
 
-class Activity(_Shape):
+class Activity(_Model):
     """``now`` is the door's clock (since 1970)."""
 
     now: float

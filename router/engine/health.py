@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-MAX_FRUITLESS = 5  # recoveries in a row, without a micro-batch between them, that count as getting on
+MAX_FAILED_RECOVERIES = 5  # recoveries in a row, without a micro-batch between them, that count as getting on
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class Recovery:
     resumed_at: float | None = None  # with the first token of anybody
 
 
-class Progress:
+class HealthTracker:
     """Of one router. By its clock, which is told to nobody else.
 
     ``before``: of the router that drove the same pipeline before this one, which does not make it any better.
     """
 
-    def __init__(self, clock: Callable[[], float], before: "Progress | None" = None) -> None:
+    def __init__(self, clock: Callable[[], float], before: "HealthTracker | None" = None) -> None:
         self._clock = clock
         self._at: float = before._at if before else clock()  # when something was last done, or there was last nothing to do
         self._num_fruitless: int = before._num_fruitless if before else 0
@@ -37,11 +37,11 @@ class Progress:
         return self._clock()
 
     @property
-    def is_fruitless(self) -> bool:
+    def is_failing(self) -> bool:
         """Whether the pipeline has failed since the last micro-batch that came back."""
         return self._num_fruitless > 0
 
-    def came_back(self) -> None:
+    def on_batch_done(self) -> None:
         """A micro-batch did."""
         self._num_fruitless = 0
         self._at = self._clock()
@@ -49,18 +49,18 @@ class Progress:
     def note(self) -> float:
         """Something else was done, or there is nothing to do. No matter where nothing ever comes of it. Returns the time."""
         now = self._clock()
-        if self._num_fruitless <= MAX_FRUITLESS:
+        if self._num_fruitless <= MAX_FAILED_RECOVERIES:
             self._at = now
         return now
 
-    def fenced(self) -> None:
+    def on_fenced(self) -> None:
         """The stages obey; work can begin."""
         self.is_fenced = self.has_begun = True
         now = self.note()
         if self.last_recovery is not None and self.last_recovery.fenced_at is None:
             self.last_recovery = replace(self.last_recovery, fenced_at=now)
 
-    def failed(self, reason: str) -> None:
+    def on_failure(self, reason: str) -> None:
         """The stages must be fenced anew."""
         self.is_fenced = False
         self._num_fruitless += 1
@@ -68,11 +68,11 @@ class Progress:
         self.num_recoveries += 1
         self.last_recovery = Recovery(reason, now)
 
-    def told_tokens(self) -> None:
+    def on_tokens(self) -> None:
         if self.last_recovery is not None and self.last_recovery.resumed_at is None:
             now = self._clock()
             self.paused_s += now - self.last_recovery.seen_at
             self.last_recovery = replace(self.last_recovery, resumed_at=now)
 
-    def was_made_within(self, limit_s: float) -> bool:
+    def progressed_within(self, limit_s: float) -> bool:
         return self._clock() - self._at < limit_s

@@ -11,14 +11,14 @@ from collections.abc import Callable
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.ports import StageChain
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.engine.pipeline_stats import PipelineCounts
+from tramontane.router.engine.pipeline_stats import PipelineStats
 
 SLOW_FACTOR = 4.0  # times the slowest micro-batch so far: what is only slow is not given up
 FORGETTING = 0.99  # what counts of the slowest one with each that comes back
 FIRST_FACTOR = 4.0  # times the limit for the first one: kernels are chosen, memory is laid out
 
 
-class StepWatch:
+class StepDeadline:
     """Of one pipeline, by whatever clock it is told of.
 
     A micro-batch's time counts from when it was submitted or the one before it came back, whichever was later: in a
@@ -42,14 +42,14 @@ class StepWatch:
         if self._waiting_since is None:
             self._waiting_since = now
 
-    def came_back(self, now: float, num_in_flight: int) -> None:
+    def completed(self, now: float, num_in_flight: int) -> None:
         """The oldest; so many are in flight still."""
         assert self._waiting_since is not None
         self._slowest_s = max(FORGETTING * self._slowest_s, now - self._waiting_since)
         self._num_done += 1
         self._waiting_since = now if num_in_flight else None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Nothing is in flight any more."""
         self._waiting_since = None
 
@@ -59,10 +59,10 @@ class StepWatch:
 
 
 WATCH_EVERY_S = 0.2
-LOOK_AGAIN_S = 1.0  # where somebody was computing or loading still
+RECHECK_S = 1.0  # where somebody was computing or loading still
 
 
-class InFlight:
+class InFlightBatches:
     """Of one pipeline, oldest first. ``on_result`` is called whenever one of them has come back, or failed."""
 
     def __init__(
@@ -71,14 +71,14 @@ class InFlight:
         timeout_s: float,
         clock: Callable[[], float],
         on_result: Callable[[], None],
-        counts: PipelineCounts,
+        counts: PipelineStats,
     ) -> None:
         self._chain = chain
         self._counts = counts
         self._clock = clock
         self._on_result = on_result
         self._batches: deque[tuple[MicroBatch, asyncio.Future[StepResult]]] = deque()
-        self._watch = StepWatch(timeout_s)
+        self._watch = StepDeadline(timeout_s)
 
     @property
     def oldest(self) -> MicroBatch | None:
@@ -97,7 +97,7 @@ class InFlight:
         self._watch.submitted(now)
         self._counts.submitted(now)
 
-    def take(self) -> tuple[MicroBatch, StepResult] | None:
+    def pop_completed(self) -> tuple[MicroBatch, StepResult] | None:
         """The oldest, if it has come back: results come in the order of submission.
 
         Raises PipelineError if it has failed; it then stays, as the one to look at.
@@ -108,24 +108,24 @@ class InFlight:
         result = future.result()
         self._batches.popleft()
         now, num_left = self._clock(), len(self._batches)
-        self._watch.came_back(now, num_left)
-        self._counts.came_back(batch, result, now, num_left)
+        self._watch.completed(now, num_left)
+        self._counts.completed(batch, result, now, num_left)
         return batch, result
 
-    def drop(self) -> None:
+    def cancel_all(self) -> None:
         """Nobody waits for them any more."""
         for _, future in self._batches:
             if not future.cancel() and not future.cancelled():
                 future.exception()  # looked at, or asyncio would log it
         self._batches.clear()
-        self._watch.forget()
-        self._counts.dropped()
+        self._watch.reset()
+        self._counts.reset()
 
-    async def until_stuck(self) -> PipelineError:
+    async def watch_for_hang(self) -> PipelineError:
         """Returns once something that stood still had to be replaced. Looks now and then: no timer for each step."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if self._watch.overdue_s(self._clock()) > 0:
-                if reason := await self._chain.replace_stuck(self._watch.limit_s):
+                if reason := await self._chain.replace_hung_workers(self._watch.limit_s):
                     return PipelineError(reason)
-                await asyncio.sleep(LOOK_AGAIN_S)
+                await asyncio.sleep(RECHECK_S)

@@ -8,13 +8,15 @@ from itertools import pairwise
 
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 
-MOST = 200  # that are kept between two looks, which is enough for percentiles: telling of one may cost more than it took to see
+MAX_SAMPLES = (
+    200  # that are kept between two looks, which is enough for percentiles: telling of one may cost more than it took to see
+)
 
 
-class Recent:
+class SampleBuffer:
     """One thread adds, another one takes. Where too many come in between, the oldest are forgotten."""
 
-    def __init__(self, most: int = MOST) -> None:
+    def __init__(self, most: int = MAX_SAMPLES) -> None:
         self._values: deque[float] = deque(maxlen=most)
         self.add = self._values.append
 
@@ -26,7 +28,7 @@ class Recent:
         return taken
 
 
-class PipelineCounts:
+class PipelineStats:
     """By the router's clock, but what stages did by their own.
 
     ``active_s``: in which any micro-batch was in flight. What of it a stage did not work is its waiting, and all stages' waiting
@@ -39,8 +41,8 @@ class PipelineCounts:
         self.busy_s = [0.0] * num_stages
         self.stage_tokens = [0] * num_stages
         self.num_micro_batches = self.prefill_tokens = self.decode_tokens = 0
-        self.micro_batch_tokens = Recent()
-        self.hops_s = [Recent() for _ in range(num_stages)]
+        self.micro_batch_tokens = SampleBuffer()
+        self.hops_s = [SampleBuffer() for _ in range(num_stages)]
         self._last_end = [0.0] * num_stages
         self._active_since: float | None = None
 
@@ -48,7 +50,7 @@ class PipelineCounts:
         if self._active_since is None:
             self._active_since = now
 
-    def came_back(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
+    def completed(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
         """The oldest; so many are in flight still."""
         assert self._active_since is not None
         self.active_s += now - self._active_since
@@ -61,7 +63,7 @@ class PipelineCounts:
         self.micro_batch_tokens.add(tokens)
         self._note(result.timings)
 
-    def dropped(self) -> None:
+    def reset(self) -> None:
         """Nothing is in flight any more. What it would have taken is part of a recovery, not of work."""
         self._active_since = None
 

@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SequenceRequest
 
 
-class AnswersSoFar:
+class ResumableRequest:
     """Numbers sequences as the request does; a router that gets only the rest of them numbers those from 0.
 
     Of three sequences the second has ended: the next router gets the first and the third, whose number there is 1.
     """
 
-    def __init__(self, specs: Sequence[SequenceSpec]) -> None:
+    def __init__(self, specs: Sequence[SequenceRequest]) -> None:
         self._specs = specs
         self._output_ids = [list(spec.output_ids) for spec in specs]
         self._unfinished = dict.fromkeys(range(len(specs)))
-        self.was_accepted = any(spec.was_accepted or spec.output_ids for spec in specs)
+        self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
         self._asked = list(self._unfinished)  # of the router that works on it now: the request's numbers
 
     @property
@@ -27,18 +27,18 @@ class AnswersSoFar:
     def num_unfinished(self) -> int:
         return len(self._unfinished)
 
-    def rest(self) -> Sequence[SequenceSpec]:
+    def remaining_specs(self) -> Sequence[SequenceRequest]:
         """What is left to do, for the next router."""
         self._asked = list(self._unfinished)
         return [
-            replace(self._specs[number], output_ids=tuple(self._output_ids[number]), was_accepted=self.was_accepted)
+            replace(self._specs[number], output_ids=tuple(self._output_ids[number]), already_admitted=self.was_accepted)
             for number in self._asked
         ]
 
-    def add(self, batch: TokenBatch) -> TokenBatch:
+    def record(self, batch: RequestOutput) -> RequestOutput:
         """What the router tells, in the request's own numbers."""
         if len(self._asked) < len(self._specs):
-            batch = renumbered(batch, self._asked)
+            batch = remap_seq_ids(batch, self._asked)
         for number, token_id, finish in batch.events:
             self._output_ids[number].append(token_id)
             if finish is not None:
@@ -46,7 +46,7 @@ class AnswersSoFar:
         return batch
 
 
-def renumbered(batch: TokenBatch, numbers: Sequence[int]) -> TokenBatch:
+def remap_seq_ids(batch: RequestOutput, numbers: Sequence[int]) -> RequestOutput:
     """Sequence 1 becomes what ``numbers`` has in place 1."""
     return replace(
         batch,

@@ -8,13 +8,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def together(source: AsyncIterator[T], size: Callable[[T], int], most: int) -> AsyncGenerator[list[T], None]:
+async def coalesce(source: AsyncIterator[T], size: Callable[[T], int], most: int) -> AsyncGenerator[list[T], None]:
     """The items in order, as many at once as are ready; of ``size`` ``most`` together, unless one alone is larger.
 
     Sizes 3, 4, 5 that are all ready, and a ``most`` of 8: first the items of 3 and 4, then that of 5. Closing this closes
     the source.
     """
-    async with closing(source):
+    async with aclosing_if_generator(source):
         upcoming = asyncio.create_task(_next(source))
         try:
             while bunch := await upcoming:
@@ -37,7 +37,7 @@ async def together(source: AsyncIterator[T], size: Callable[[T], int], most: int
                 upcoming.exception()  # nobody waits for it any more
 
 
-def closing(source: AsyncIterator[T]) -> AbstractAsyncContextManager[object]:
+def aclosing_if_generator(source: AsyncIterator[T]) -> AbstractAsyncContextManager[object]:
     """Closed at the end, if it is something that can be."""
     return aclosing(source) if isinstance(source, AsyncGenerator) else nullcontext()
 

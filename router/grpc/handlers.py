@@ -21,7 +21,7 @@ SERVICES = ("Inference", "BatchJobs")
 
 
 @dataclass(frozen=True, slots=True)
-class Malformed:
+class MalformedMessage:
     """Stands where a message should: gRPC itself would answer UNKNOWN, and log a traceback."""
 
     message: str
@@ -56,14 +56,16 @@ def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  #
     return make(behaviour, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString)
 
 
-def _parser(kind: type[Message]) -> Callable[[bytes], Message | Malformed]:
-    def parse(data: bytes) -> Message | Malformed:
+def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage]:
+    def parse(data: bytes) -> Message | MalformedMessage:
         try:
             message = kind.FromString(data)
         except DecodeError:
-            return Malformed(f"the message is no {kind.DESCRIPTOR.full_name}")
+            return MalformedMessage(f"the message is no {kind.DESCRIPTOR.full_name}")
         if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _has_unknown(message):
-            return Malformed("the request has a field that this server does not know; is its inference.proto older than yours?")
+            return MalformedMessage(
+                "the request has a field that this server does not know; is its inference.proto older than yours?"
+            )
         return message
 
     return parse
@@ -78,15 +80,15 @@ def _has_unknown(message: Message) -> bool:
 OURS = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
 
 
-async def reflected(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+async def reflection_responses(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     """One answer for each question. Raises RequestError for what is none."""
     answers = reflection.aio.ReflectionServicer([*OURS, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
-    async for answer in answers.ServerReflectionInfo(_questions(requests), None):
+    async for answer in answers.ServerReflectionInfo(_requests(requests), None):
         yield answer
 
 
-async def _questions(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+async def _requests(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
     async for request in requests:
-        if isinstance(request, Malformed):
+        if isinstance(request, MalformedMessage):
             raise RequestError(request.message)
         yield request

@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobService, JobState, ResultLine
-from tramontane.router.grpc.handlers import Malformed
+from tramontane.router.grpc.handlers import MalformedMessage
 
 MAX_METADATA = 16  # pairs, as OpenAI has it
 MAX_METADATA_CHARS = 512
@@ -18,7 +18,7 @@ DEFAULTS = JobOptions()
 async def submit(jobs: JobService, requests: AsyncIterator[Any]) -> Job:
     """Options first, then the pieces of a text or a URL. Raises RequestError."""
     first = await anext(requests, None)
-    if isinstance(first, Malformed):
+    if isinstance(first, MalformedMessage):
         raise RequestError(first.message)
     if first is None or first.WhichOneof("part") != "options":
         raise RequestError("the first message must hold options")
@@ -35,7 +35,7 @@ async def submit(jobs: JobService, requests: AsyncIterator[Any]) -> Job:
 async def _pieces(first: Any, rest: AsyncIterator[Any]) -> AsyncGenerator[bytes, None]:  # noqa: ANN401
     message = first
     while message is not None:
-        if isinstance(message, Malformed):
+        if isinstance(message, MalformedMessage):
             raise RequestError(message.message)
         if message.WhichOneof("part") != "data":
             raise RequestError("after the options there must be either data or one url")
@@ -70,7 +70,7 @@ def job_message(job: Job) -> pb.Job:
         num_lines=job.num_lines,
         num_done=job.num_done,
         num_failed=job.num_failed,
-        num_bad=job.num_bad,
+        num_bad=job.num_invalid,
         created_at=job.created_at,
         started_at=job.started_at,
         ended_at=job.ended_at,
@@ -78,7 +78,7 @@ def job_message(job: Job) -> pb.Job:
     )
 
 
-def job_from(message: pb.Job) -> Job:
+def parse_job(message: pb.Job) -> Job:
     return Job(
         job_id=message.job_id,
         state=STATE_OF[message.state],
@@ -86,7 +86,7 @@ def job_from(message: pb.Job) -> Job:
         num_lines=message.num_lines,
         num_done=message.num_done,
         num_failed=message.num_failed,
-        num_bad=message.num_bad,
+        num_invalid=message.num_bad,
         created_at=message.created_at,
         started_at=message.started_at if message.HasField("started_at") else None,
         ended_at=message.ended_at if message.HasField("ended_at") else None,
@@ -98,11 +98,11 @@ def line_message(line: ResultLine) -> pb.ResultLine:
     return pb.ResultLine(offset=line.offset, line=line.line, custom_id=line.custom_id, is_error=line.is_error, body=line.body)
 
 
-def line_from(message: pb.ResultLine) -> ResultLine:
+def parse_line(message: pb.ResultLine) -> ResultLine:
     return ResultLine(message.offset, message.line, message.custom_id, message.is_error, message.body)
 
 
-def checked_offset(offset: int) -> int:
+def validate_offset(offset: int) -> int:
     if not 0 <= offset < MAX_OFFSET:
         raise ParameterError(f"offset is {offset}; it must be a number of results, from 0", "offset")
     return offset

@@ -14,12 +14,12 @@ OF_THE_PROMPT = ("text", "token_ids")
 FINISH_REASONS = {reason.value: f"FINISH_REASON_{reason.name}" for reason in FinishReason}
 
 
-def parsed_generate(request: pb.GenerateRequest) -> CompletionRequest:
+def parse_generate(request: pb.GenerateRequest) -> CompletionRequest:
     """Judged as the same parameters over HTTP are. Raises ParameterError."""
     return _parsed(request, return_token_ids=True)
 
 
-def parsed_score(request: pb.ScoreRequest) -> CompletionRequest:
+def parse_score(request: pb.ScoreRequest) -> CompletionRequest:
     """The prompt given back with its log-probabilities, and nothing after it."""
     return _parsed(request, **{"logprobs": 0} if not request.HasField("logprobs") else {}, echo=True, max_tokens=0)
 
@@ -47,7 +47,7 @@ def _value(text: str, name: str) -> Any:  # noqa: ANN401 - any JSON, which is ju
         raise ParameterError(f"{name} must be JSON, as a text", name) from None
 
 
-def response_of(changes: Iterable[Mapping[str, Any]]) -> pb.GenerateResponse:
+def to_generate_response(changes: Iterable[Mapping[str, Any]]) -> pb.GenerateResponse:
     """From what ``Completion.stream`` yields."""
     return pb.GenerateResponse(
         pieces=[
@@ -77,11 +77,11 @@ def token_logprobs(told: Mapping[str, Any] | None) -> list[pb.TokenLogprob]:
     ]
 
 
-def score_of(whole: Mapping[str, Any]) -> pb.ScoreResponse:
-    """From what ``Completion.run`` returns for ``parsed_score``."""
+def to_score_response(whole: Mapping[str, Any]) -> pb.ScoreResponse:
+    """From what ``Completion.run`` returns for ``parse_score``."""
     return pb.ScoreResponse(tokens=token_logprobs(whole["choices"][0]["logprobs"]), usage=pb.Usage(**whole["usage"]))
 
 
-def models_of(model: ServedModel) -> pb.ModelsResponse:
+def to_models_response(model: ServedModel) -> pb.ModelsResponse:
     about = pb.Model(id=model.name, max_model_len=model.max_model_len, vocab_size=model.vocab_size)
     return pb.ModelsResponse(models=[about])

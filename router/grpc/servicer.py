@@ -11,18 +11,24 @@ from typing import Any, Protocol, TypeVar
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import NotHereError, RequestError, WrongKeyError
-from tramontane.proto.log_fields import about
+from tramontane.proto.errors import AuthenticationError, RequestError, UnimplementedError
+from tramontane.proto.log_fields import request_fields
 from tramontane.proto.ports import TokenSource
 from tramontane.router.batch.jobs import JobService
 from tramontane.router.grpc import job_messages as grpc_jobs
-from tramontane.router.grpc.coalesce import closing, together
-from tramontane.router.grpc.handlers import Malformed, reflected
+from tramontane.router.grpc.coalesce import aclosing_if_generator, coalesce
+from tramontane.router.grpc.handlers import MalformedMessage, reflection_responses
 from tramontane.router.grpc.job_messages import job_message, line_message
-from tramontane.router.grpc.messages import models_of, parsed_generate, parsed_score, response_of, score_of
-from tramontane.router.grpc.status import refusal_of
+from tramontane.router.grpc.messages import (
+    parse_generate,
+    parse_score,
+    to_generate_response,
+    to_models_response,
+    to_score_response,
+)
+from tramontane.router.grpc.status import status_for
 from tramontane.router.openai.completion import Completion
-from tramontane.router.openai.request_context import Asked
+from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
 
 logger = logging.getLogger(__name__)
@@ -33,28 +39,28 @@ MAX_MESSAGE_BYTES = 8 * 2**20
 R = TypeVar("R")
 
 
-class Keys(Protocol):
+class Authenticator(Protocol):
     """Who may come in."""
 
-    def owner_of(self, authorization: str | None) -> int | None:
+    def authenticate(self, authorization: str | None) -> int | None:
         """A number for the key that this has; None unless it is ``Bearer`` and a key that is known."""
         ...
 
 
-class Pace(Protocol):
+class WritePacer(Protocol):
     """How often a stream may write: see ``cluster.http_door.Pacer``."""
 
     num_streams: int
 
-    async def turn(self, last_write: float) -> None: ...
+    async def wait_turn(self, last_write: float) -> None: ...
 
 
-class Unhurried:
+class NoPacing:
     """A stream may write whenever there is something to say."""
 
     num_streams = 0
 
-    async def turn(self, last_write: float) -> None:
+    async def wait_turn(self, last_write: float) -> None:
         pass
 
 
@@ -71,14 +77,14 @@ class GrpcServicer:
         model: ServedModel,
         source: TokenSource,
         jobs: JobService | None = None,
-        keys: Keys | None = None,
-        admits: Callable[[str], bool] = lambda _: True,
-        pace: Pace | None = None,
+        keys: Authenticator | None = None,
+        allow_peer: Callable[[str], bool] = lambda _: True,
+        pace: WritePacer | None = None,
         max_message: int = MAX_MESSAGE_BYTES,
         id_of: Callable[[Any], str] = lambda _: "",
     ) -> None:
         self._model, self._source, self._stored_jobs = model, source, jobs
-        self._keys, self._admits, self._pace, self._max_message = keys, admits, pace or Unhurried(), max_message
+        self._keys, self._admits, self._pace, self._max_message = keys, allow_peer, pace or NoPacing(), max_message
         self._id_of = id_of
 
     # ---- Inference
@@ -122,7 +128,7 @@ class GrpcServicer:
     # ---- reflection
 
     async def ServerReflectionInfo(self, requests: Any, grpc_context: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
-        async with aclosing(self._stream(reflected, requests, grpc_context, ServerReflectionResponse())) as responses:
+        async with aclosing(self._stream(reflection_responses, requests, grpc_context, ServerReflectionResponse())) as responses:
             async for response in responses:
                 yield response
 
@@ -134,7 +140,7 @@ class GrpcServicer:
             self._check(request, context)
             return await method(request)
         except Exception as error:
-            refusal_of(error, self._id_of(context)).tell(context)
+            status_for(error, self._id_of(context)).apply(context)
             return empty
 
     async def _stream(
@@ -151,65 +157,65 @@ class GrpcServicer:
                 async for response in responses:
                     yield response
         except Exception as error:
-            refusal_of(error, self._id_of(context)).tell(context)
+            status_for(error, self._id_of(context)).apply(context)
             yield empty
 
     def _check(self, request: Any, context: Any) -> None:  # noqa: ANN401
         if logger.isEnabledFor(logging.INFO):
             own_id, kind = self._id_of(context), type(request).__name__
-            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=about(own_id, kind=kind))
+            logger.info("request %s came over gRPC: %s", own_id or "-", kind, extra=request_fields(own_id, kind=kind))
         if not self._admits(context.peer()):
-            raise WrongKeyError("this server answers only to the machine that it runs on; its --host says so")
+            raise AuthenticationError("this server answers only to the machine that it runs on; its --host says so")
         if self._owner(context) is None:
-            raise WrongKeyError(
+            raise AuthenticationError(
                 "the API key is missing or wrong; give api_key=... to our client, or metadata, authorization: Bearer KEY"
             )
-        if isinstance(request, Malformed):
+        if isinstance(request, MalformedMessage):
             raise RequestError(request.message)
         size = request.ByteSize() if hasattr(request, "ByteSize") else 0  # a stream of messages has none
         if size > self._max_message:
             raise RequestError(f"the message has {size} bytes; it may have at most {self._max_message}")
 
     def _owner(self, context: Any) -> int | None:  # noqa: ANN401
-        """See ``Keys``."""
+        """See ``Authenticator``."""
         given = next((value for name, value in context.invocation_metadata() if name == "authorization"), None)
-        return 0 if self._keys is None else self._keys.owner_of(given)
+        return 0 if self._keys is None else self._keys.authenticate(given)
 
     # ---- what they do; all may raise TramontaneError
 
     async def _generate(self, context: Any, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:  # noqa: ANN401
         arrived_at = time.monotonic()
-        parsed = parsed_generate(request)
+        parsed = parse_generate(request)
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
-        source.check_room(parsed.num_sequences)
+        source = RequestTokenSource(self._source, self._owner(context) or 0, request_id=self._id_of(context))
+        source.check_capacity(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
         clock = asyncio.get_running_loop().time
         self._pace.num_streams += 1
         try:
             async with aclosing(completion.stream(source)) as news:
                 async for changes in news:
-                    response = response_of(changes)
+                    response = to_generate_response(changes)
                     if completion.is_finished:
                         response.usage.MergeFrom(pb.Usage(**completion.usage))
                         response.timings.MergeFrom(pb.Timings(**completion.timings))
                     yield response
                     if not completion.is_finished:
-                        await self._pace.turn(clock())
+                        await self._pace.wait_turn(clock())
         finally:
             self._pace.num_streams -= 1
 
     async def _score(self, context: Any, request: pb.ScoreRequest) -> pb.ScoreResponse:  # noqa: ANN401
         arrived_at = time.monotonic()
-        parsed = parsed_score(request)
+        parsed = parse_score(request)
         check_model_name(self._model, parsed.model)
-        source = Asked(self._source, self._owner(context) or 0, request_id=self._id_of(context))
-        source.check_room(parsed.num_sequences)
+        source = RequestTokenSource(self._source, self._owner(context) or 0, request_id=self._id_of(context))
+        source.check_capacity(parsed.num_sequences)
         completion = await Completion.prepare(self._model, parsed, arrived_at)
-        return score_of(await completion.run(source))
+        return to_score_response(await completion.run(source))
 
     async def _models(self, _request: pb.ModelsRequest) -> pb.ModelsResponse:
-        return models_of(self._model)
+        return to_models_response(self._model)
 
     async def _submit_job(self, requests: AsyncIterator[Any]) -> pb.Job:
         return job_message(await grpc_jobs.submit(self._jobs, requests))
@@ -223,13 +229,13 @@ class GrpcServicer:
 
     async def _watch_job(self, request: pb.WatchJobRequest) -> AsyncGenerator[pb.Job, None]:
         changes = self._jobs.watch(request.job_id)
-        async with closing(changes):
+        async with aclosing_if_generator(changes):
             async for job in changes:
                 yield job_message(job)
 
     async def _results(self, request: pb.StreamResultsRequest) -> AsyncGenerator[pb.StreamResultsResponse, None]:
-        results = self._jobs.results(request.job_id, grpc_jobs.checked_offset(request.offset))
-        async with aclosing(together(results, lambda line: len(line.body), RESULT_BYTES)) as bunches:
+        results = self._jobs.results(request.job_id, grpc_jobs.validate_offset(request.offset))
+        async with aclosing(coalesce(results, lambda line: len(line.body), RESULT_BYTES)) as bunches:
             async for lines in bunches:
                 yield pb.StreamResultsResponse(lines=map(line_message, lines))
 
@@ -239,5 +245,5 @@ class GrpcServicer:
     @property
     def _jobs(self) -> JobService:
         if self._stored_jobs is None:
-            raise NotHereError("this server keeps no batch jobs")
+            raise UnimplementedError("this server keeps no batch jobs")
         return self._stored_jobs

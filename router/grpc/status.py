@@ -12,23 +12,23 @@ from google.rpc.status_pb2 import Status
 from grpc import StatusCode
 
 from tramontane.proto.errors import (
+    AuthenticationError,
     ConnectionLostError,
-    DeadlineError,
+    DeadlineExceededError,
     DrainingError,
-    NotHereError,
     OverloadedError,
     ParameterError,
     PipelineError,
-    PoisonError,
+    PoisonRequestError,
     RequestError,
     TramontaneError,
-    UnfollowableError,
+    UnimplementedError,
     UnknownJobError,
     UnknownModelError,
+    UnsatisfiableSchemaError,
     UserError,
-    WrongKeyError,
 )
-from tramontane.proto.log_fields import about
+from tramontane.proto.log_fields import request_fields
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +39,14 @@ MAX_MESSAGE = 2000  # characters; a client's HTTP/2 takes 8 KiB of trailers, and
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class GrpcStatus:
     """How a call ends that cannot be answered."""
 
     code: StatusCode
     message: str
     details: bytes
 
-    def tell(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or what Ray Serve has in its place
+    def apply(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or what Ray Serve has in its place
         """For the end of the call. Raising would do as well, but Ray Serve would lose the details and log a traceback."""
         context.set_code(self.code)
         context.set_details(self.message)
@@ -58,26 +58,26 @@ CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
     (OverloadedError, StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
     (UnknownModelError, StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     (UnknownJobError, StatusCode.NOT_FOUND, "UNKNOWN_JOB"),
-    (UnfollowableError, StatusCode.INVALID_ARGUMENT, "UNFOLLOWABLE"),
-    (PoisonError, StatusCode.INVALID_ARGUMENT, "POISON"),
-    (WrongKeyError, StatusCode.UNAUTHENTICATED, "WRONG_KEY"),
-    (NotHereError, StatusCode.UNIMPLEMENTED, "NOT_HERE"),
+    (UnsatisfiableSchemaError, StatusCode.INVALID_ARGUMENT, "UNFOLLOWABLE"),
+    (PoisonRequestError, StatusCode.INVALID_ARGUMENT, "POISON"),
+    (AuthenticationError, StatusCode.UNAUTHENTICATED, "WRONG_KEY"),
+    (UnimplementedError, StatusCode.UNIMPLEMENTED, "NOT_HERE"),
     (ParameterError, StatusCode.INVALID_ARGUMENT, "WRONG_PARAMETER"),
     (RequestError, StatusCode.INVALID_ARGUMENT, "WRONG_REQUEST"),
     (UserError, StatusCode.INVALID_ARGUMENT, "NOT_POSSIBLE"),
-    (DeadlineError, StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
+    (DeadlineExceededError, StatusCode.DEADLINE_EXCEEDED, "DEADLINE"),
     (DrainingError, StatusCode.UNAVAILABLE, "DRAINING"),
     (PipelineError, StatusCode.UNAVAILABLE, "UNAVAILABLE"),
 )
 
 
-def refusal_of(error: Exception, request_id: str = "") -> Refusal:
+def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
     """What is not one of our errors is a defect, whose words are for the log."""
     if not isinstance(error, TramontaneError):
-        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=about(request_id))
+        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=request_fields(request_id))
         return _refusal(StatusCode.INTERNAL, "the server has a defect; its log says more", ErrorInfo(reason="DEFECT"), None)
     if not isinstance(error, UserError | OverloadedError):
-        logger.warning("request %s failed: %s", request_id or "-", error, extra=about(request_id))
+        logger.warning("request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
     code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])
     info = ErrorInfo(reason=reason)
     if isinstance(error, ParameterError) and error.parameter is not None:
@@ -86,31 +86,31 @@ def refusal_of(error: Exception, request_id: str = "") -> Refusal:
     return _refusal(code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError | DrainingError) else None)
 
 
-def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> Refusal:
+def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> GrpcStatus:
     message = " ".join(message.encode(errors="replace").decode().split())[:MAX_MESSAGE]
     status = Status(code=code.value[0], message=message)
     info.domain = DOMAIN
     status.details.add().Pack(info)
     if retry_after_s is not None:
         status.details.add().Pack(RetryInfo(retry_delay=Duration(seconds=retry_after_s)))
-    return Refusal(code, message, status.SerializeToString())
+    return GrpcStatus(code, message, status.SerializeToString())
 
 
 # How a client sees what gRPC itself, or Ray Serve's proxy, says: too large a message, a method that is not there, ...
-FOREIGN: Mapping[StatusCode, type[TramontaneError]] = MappingProxyType(
+TRANSPORT_ERRORS: Mapping[StatusCode, type[TramontaneError]] = MappingProxyType(
     {
-        StatusCode.DEADLINE_EXCEEDED: DeadlineError,
+        StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
         StatusCode.RESOURCE_EXHAUSTED: RequestError,
         StatusCode.INVALID_ARGUMENT: RequestError,
-        StatusCode.UNIMPLEMENTED: NotHereError,
-        StatusCode.UNAUTHENTICATED: WrongKeyError,
-        StatusCode.PERMISSION_DENIED: WrongKeyError,
+        StatusCode.UNIMPLEMENTED: UnimplementedError,
+        StatusCode.UNAUTHENTICATED: AuthenticationError,
+        StatusCode.PERMISSION_DENIED: AuthenticationError,
     }
 )
 
 
-def error_of(code: StatusCode, message: str, trailers: Any) -> TramontaneError:  # noqa: ANN401 - gRPC's pairs, or None
-    """The other way round, for clients: what ``refusal_of`` was given.
+def error_from_status(code: StatusCode, message: str, trailers: Any) -> TramontaneError:  # noqa: ANN401 - gRPC's pairs, or None
+    """The other way round, for clients: what ``status_for`` was given.
 
     What is neither ours nor plain is a lost connection: the server may be gone, or be there without its application (NOT_FOUND).
     """
@@ -125,7 +125,7 @@ def error_of(code: StatusCode, message: str, trailers: Any) -> TramontaneError: 
         return kind(message)
     if info.reason:
         return PipelineError(message)
-    return FOREIGN.get(code, ConnectionLostError)(message)
+    return TRANSPORT_ERRORS.get(code, ConnectionLostError)(message)
 
 
 def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:  # noqa: ANN401

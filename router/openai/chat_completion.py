@@ -10,23 +10,23 @@ from tramontane.proto.errors import ParameterError, RequestError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai.chat_request import ChatRequest, chat_messages
-from tramontane.router.openai.choice_text import ChoiceText
-from tramontane.router.openai.completion import AnswerForm, Completion, Tell, tell_nobody
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
+from tramontane.router.openai.completion import ChoiceBuilder, Completion, ProgressCallback, no_progress
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.logprobs import TokenScore, chat_logprobs
+from tramontane.router.openai.logprobs import TokenLogprobs, chat_logprobs
 from tramontane.router.openai.request_fields import SamplingFields
-from tramontane.router.openai.resume_state import BegunAnswer, BegunChoice, ChoiceNews
-from tramontane.router.openai.served_model import LONG_TEXT, ServedModel
+from tramontane.router.openai.resume_state import ChoiceState, ChoiceUpdate, ResumeState
+from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.structured.fields import Tool
-from tramontane.router.structured.grammar import grammar_for, used_tools
-from tramontane.router.structured.validator import beside_others
-from tramontane.router.tokenization.chat import ChatMessage, ChatPrompt, ToolFormat, ToolSpec, texts_of
+from tramontane.router.structured.grammar import build_grammar, visible_tools
+from tramontane.router.structured.validator import run_in_grammar_pool
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolFormat, ToolSpec, message_texts
 from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, joined
+from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, merge_deltas
 
 
 @dataclass(frozen=True, slots=True)
-class NoChat:
+class NoChatTemplate:
     """Of a model that has no format for conversations, and why."""
 
     reason: str
@@ -40,27 +40,27 @@ class NoChat:
 
 
 async def encode_chat(
-    model: ServedModel, form: ChatPrompt, messages: Sequence[ChatMessage], tools: Sequence[Tool]
+    model: ServedModel, form: ChatTemplate, messages: Sequence[ChatMessage], tools: Sequence[Tool]
 ) -> tuple[int, ...]:
     """Token ids up to where the assistant answers. Raises ParameterError for conversations that the format does not know."""
-    size = sum(map(len, texts_of(messages)))
+    size = sum(map(len, message_texts(messages)))
     specs = [tool.model_dump(exclude_none=True) for tool in tools]
     try:
         if model.tokenizer is not None:
-            model.tokenizer.check_length("".join(texts_of(messages)), model.max_model_len)
-        if size <= LONG_TEXT and not specs:
+            model.tokenizer.check_length("".join(message_texts(messages)), model.max_model_len)
+        if size <= OFFLOAD_CHARS and not specs:
             return form.encode(messages, specs)
         return await asyncio.to_thread(form.encode, messages, specs)
     except RequestError as error:
         raise ParameterError(str(error), "messages") from error
 
 
-class ChatChoice(ChoiceText):
+class ChatChoice(ChoiceDetokenizer):
     """A text of its own, and the calls of tools that follow it, of a model that may make some."""
 
     def __init__(self, tokenizer: Tokenizer | None, request: ChatRequest, tool_format: ToolFormat | None) -> None:
         super().__init__(tokenizer, request.stop, request.min_tokens, is_text_start=True)
-        may_call = tokenizer is not None and tool_format is not None and used_tools(request.tools, request.tool_choice)
+        may_call = tokenizer is not None and tool_format is not None and visible_tools(request.tools, request.tool_choice)
         self._parser = ToolCallParser(tokenizer, tool_format) if may_call and tokenizer and tool_format else None
         self._calls: list[CallDelta] = []
 
@@ -70,8 +70,8 @@ class ChatChoice(ChoiceText):
         has_calls = self._parser is not None and self._parser.num_calls > 0
         return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
 
-    def go_on_after(self, told: BegunChoice, *, is_whole: bool = False) -> None:
-        super().go_on_after(told, is_whole=is_whole)
+    def resume(self, told: ChoiceState, *, is_whole: bool = False) -> None:
+        super().resume(told, is_whole=is_whole)
         if not is_whole:  # else calls are taken all together, at the end
             self._calls = []
 
@@ -80,7 +80,7 @@ class ChatChoice(ChoiceText):
         news, self._calls = self._calls, []
         return news
 
-    def _piece(self, token_id: int, score: TokenScore | None) -> str:
+    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
         if self._parser is not None:
             self._calls += self._parser.push(token_id)
             if self._parser.is_calling:
@@ -91,7 +91,7 @@ class ChatChoice(ChoiceText):
 class ChatCompletion:
     """One request on its way. It behaves like the ``Completion`` inside."""
 
-    def __init__(self, completion: Completion, choices: Sequence[ChatChoice], begun: BegunAnswer) -> None:
+    def __init__(self, completion: Completion, choices: Sequence[ChatChoice], begun: ResumeState) -> None:
         self._completion, self._choices = completion, choices
         self._id, self._has_begun = f"chatcmpl-{begun.id}", bool(begun.choices)
 
@@ -99,16 +99,16 @@ class ChatCompletion:
     async def prepare(
         cls,
         model: ServedModel,
-        form: ChatPrompt,
+        form: ChatTemplate,
         request: ChatRequest,
         arrived_at: float,
-        begun: BegunAnswer | None = None,
+        begun: ResumeState | None = None,
     ) -> "ChatCompletion":
         """Render, tokenize and bound. Raises RequestError for what could never run."""
         if request.n > model.max_sequences:
             most = f"{model.max_sequences} sequence{'s' * (model.max_sequences > 1)}"
             raise ParameterError(f"n is {request.n}; one request may have at most {most}", "n")
-        tools = used_tools(request.tools, request.tool_choice)
+        tools = visible_tools(request.tools, request.tool_choice)
         ids = await encode_chat(model, form, chat_messages(request.messages), tools)
         room = model.max_model_len - len(ids)
         if room < 1:
@@ -119,12 +119,12 @@ class ChatCompletion:
             )
         grammar = await _grammar(request, form)
         choices = [ChatChoice(model.tokenizer, request, form.tool_format) for _ in range(request.n)]
-        answer = AnswerForm(choices, chat_logprobs, _joined_logprobs, grammar)
+        answer = ChoiceBuilder(choices, chat_logprobs, _joined_logprobs, grammar)
         inner = _as_completion(request, ids, room)
-        begun = begun or BegunAnswer()
+        begun = begun or ResumeState()
         return cls(await Completion.prepare(model, inner, arrived_at, answer, begun), choices, begun)
 
-    async def run(self, source: TokenSource, tell: Tell = tell_nobody) -> dict[str, Any]:
+    async def run(self, source: TokenSource, tell: ProgressCallback = no_progress) -> dict[str, Any]:
         """As of a ``Completion``."""
         answer = await self._completion.run(source, tell)
         choices = [self._whole(choice) for choice in answer["choices"]]
@@ -140,9 +140,9 @@ class ChatCompletion:
     def is_finished(self) -> bool:
         return self._completion.is_finished
 
-    def take_news(self) -> list[ChoiceNews]:
+    def take_updates(self) -> list[ChoiceUpdate]:
         """As of a ``Completion``."""
-        return self._completion.take_news()
+        return self._completion.take_updates()
 
     def opening(self) -> dict[str, Any] | None:
         """The event before all others, which says who speaks; None where it has been told."""
@@ -163,15 +163,15 @@ class ChatCompletion:
         text, calls = change.pop("text"), self._choices[change["index"]].take_calls()
         content = {"content": text} if text else {}
         called = {"tool_calls": [call.as_openai() for call in calls]} if calls else {}
-        return self._ended(change) | {"delta": content | called}
+        return self._finish_reason(change) | {"delta": content | called}
 
     def _whole(self, change: dict[str, Any]) -> dict[str, Any]:
-        text, calls = change.pop("text"), joined(self._choices[change["index"]].take_calls())
+        text, calls = change.pop("text"), merge_deltas(self._choices[change["index"]].take_calls())
         message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None, "refusal": None}
         called = {"tool_calls": as_openai(calls)} if calls else {}
-        return self._ended(change) | {"message": message | called}
+        return self._finish_reason(change) | {"message": message | called}
 
-    def _ended(self, change: dict[str, Any]) -> dict[str, Any]:
+    def _finish_reason(self, change: dict[str, Any]) -> dict[str, Any]:
         if change["finish_reason"] == FinishReason.ERROR.value:
             raise ParameterError("the model's vocabulary cannot follow what response_format or tools ask for", "response_format")
         if change["finish_reason"] is not None:
@@ -179,11 +179,11 @@ class ChatCompletion:
         return change
 
 
-async def _grammar(request: ChatRequest, form: ChatPrompt) -> str:
+async def _grammar(request: ChatRequest, form: ChatTemplate) -> str:
     if request.response_format is None and not request.tools and request.tool_choice in (None, "none"):
         return ""
-    return await beside_others(
-        lambda: grammar_for(
+    return await run_in_grammar_pool(
+        lambda: build_grammar(
             request.response_format,
             request.tools,
             request.tool_choice,
@@ -199,7 +199,7 @@ def _as_completion(request: ChatRequest, ids: tuple[int, ...], room: int) -> Com
     sampling = {name: getattr(request, name) for name in SamplingFields.model_fields}
     return CompletionRequest.model_construct(
         prompt=(ids,),
-        max_tokens=room if request.most_tokens is None else request.most_tokens,
+        max_tokens=room if request.max_new_tokens is None else request.max_new_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         stream=request.stream,
         stream_options=request.stream_options,

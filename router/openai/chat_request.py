@@ -7,8 +7,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import StreamOptions, Text, neutral, parse_body
-from tramontane.router.openai.request_fields import SamplingFields, or_default
+from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_unless
+from tramontane.router.openai.request_fields import SamplingFields, default_if_null
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
 from tramontane.router.structured.grammar import MAX_TOOLS
 from tramontane.router.tokenization.chat import ChatMessage, ToolCall
@@ -53,7 +53,7 @@ Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str |
 class SystemMessage(_Body):
     role: Literal["system", "developer"]
     content: Content
-    name: Annotated[Any, neutral()] = None
+    name: Annotated[Any, unsupported_unless()] = None
 
     def message(self) -> ChatMessage:
         return ChatMessage("system", self.content)
@@ -62,34 +62,36 @@ class SystemMessage(_Body):
 class UserMessage(_Body):
     role: Literal["user"]
     content: Content
-    name: Annotated[Any, neutral()] = None
+    name: Annotated[Any, unsupported_unless()] = None
 
     def message(self) -> ChatMessage:
         return ChatMessage("user", self.content)
 
 
-class CalledFunction(_Body):
+class FunctionCall(_Body):
     name: Text
     arguments: Text
 
 
-class MadeCall(_Body):
+class AssistantToolCall(_Body):
     """One of the ``tool_calls`` of an answer that came before."""
 
     id: Text
     type: Literal["function"]
-    function: CalledFunction
+    function: FunctionCall
 
 
 class AssistantMessage(_Body):
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: Annotated[tuple[MadeCall, ...], or_default(())] = Field((), max_length=MAX_CALLS, strict=False, fail_fast=True)
-    name: Annotated[Any, neutral()] = None
-    refusal: Annotated[Any, neutral()] = None
-    audio: Annotated[Any, neutral()] = None
-    annotations: Annotated[Any, neutral([])] = None
-    function_call: Annotated[Any, neutral()] = None
+    tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
+        (), max_length=MAX_CALLS, strict=False, fail_fast=True
+    )
+    name: Annotated[Any, unsupported_unless()] = None
+    refusal: Annotated[Any, unsupported_unless()] = None
+    audio: Annotated[Any, unsupported_unless()] = None
+    annotations: Annotated[Any, unsupported_unless([])] = None
+    function_call: Annotated[Any, unsupported_unless()] = None
 
     def message(self) -> ChatMessage:
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
@@ -133,32 +135,32 @@ class ChatRequest(SamplingFields):
     messages: Messages
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: Annotated[bool, or_default(False)] = False
+    logprobs: Annotated[bool, default_if_null(False)] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    stream: Annotated[bool, or_default(False)] = False
+    stream: Annotated[bool, default_if_null(False)] = False
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: Annotated[bool, or_default(True)] = True
-    return_token_ids: Annotated[bool, or_default(False)] = False
+    parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
+    return_token_ids: Annotated[bool, default_if_null(False)] = False
     user: str | None = None  # means nothing here, and harms nothing
 
-    audio: Annotated[Any, neutral()] = None
-    function_call: Annotated[Any, neutral("none")] = None
-    functions: Annotated[Any, neutral([])] = None
-    metadata: Annotated[Any, neutral({})] = None
-    modalities: Annotated[Any, neutral(["text"])] = None
-    prediction: Annotated[Any, neutral()] = None
-    service_tier: Annotated[Any, neutral("auto", "default")] = None
-    store: Annotated[Any, neutral()] = None
+    audio: Annotated[Any, unsupported_unless()] = None
+    function_call: Annotated[Any, unsupported_unless("none")] = None
+    functions: Annotated[Any, unsupported_unless([])] = None
+    metadata: Annotated[Any, unsupported_unless({})] = None
+    modalities: Annotated[Any, unsupported_unless(["text"])] = None
+    prediction: Annotated[Any, unsupported_unless()] = None
+    service_tier: Annotated[Any, unsupported_unless("auto", "default")] = None
+    store: Annotated[Any, unsupported_unless()] = None
 
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def most_tokens(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """By either name; None: as many as the context has room for."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
@@ -176,6 +178,6 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise ParameterError("top_logprobs is only allowed with logprobs: true", "top_logprobs")
     if None not in (request.max_tokens, request.max_completion_tokens) and request.max_tokens != request.max_completion_tokens:
         raise ParameterError("max_tokens and max_completion_tokens are the same thing; give one of them", "max_tokens")
-    if request.most_tokens is not None and request.min_tokens > request.most_tokens:
-        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.most_tokens}", "min_tokens")
+    if request.max_new_tokens is not None and request.min_tokens > request.max_new_tokens:
+        raise ParameterError(f"min_tokens is {request.min_tokens}, above max_tokens, {request.max_new_tokens}", "min_tokens")
     return request

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from tramontane.proto.errors import UnfollowableError
+from tramontane.proto.errors import UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.openai.logprobs import ChosenToken, TokenScore
-from tramontane.router.openai.resume_state import BegunChoice
+from tramontane.router.openai.logprobs import TokenLogprobs, TokenWithLogprobs
+from tramontane.router.openai.resume_state import ChoiceState
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
@@ -19,7 +19,7 @@ class StopMatcher:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._held = ""
-        self._overlaps = [_Overlap(stop) for stop in stops]
+        self._overlaps = [_PrefixMatcher(stop) for stop in stops]
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """What may be shown now, and whether a stop string has been met. One that ends in a text that may not stop is none.
@@ -45,7 +45,7 @@ class StopMatcher:
         return held
 
 
-class _Overlap:
+class _PrefixMatcher:
     """The longest end of a text that begins one stop string, as Knuth, Morris and Pratt find it: for "END" it is 2 after "xEN".
 
     Some steps per character, however alike text and stop string are, and none beforehand.
@@ -71,7 +71,7 @@ class _Overlap:
         return length + (self._stop[length] == character)
 
 
-class ChoiceText:
+class ChoiceDetokenizer:
     """Tokens in, text out. After a stop string further tokens change nothing; before ``min_tokens`` none is one.
 
     Tokens that come with a score come out again, as far as their text may be shown: a token that begins within it is told, one
@@ -87,19 +87,21 @@ class ChoiceText:
         self._has_stops = bool(stops)
         self._min_tokens = min_tokens
         self._num_decoded = self._num_shown = 0  # characters
-        self._untold: list[ChosenToken] = []
+        self._pending: list[TokenWithLogprobs] = []
         self.num_tokens = 0
         self.finish: FinishReason | None = None
 
-    def push(self, event: TokenEvent, score: TokenScore | None = None) -> str:
+    def push(self, event: TokenEvent, score: TokenLogprobs | None = None) -> str:
         """The text that this token completes. A token that completes a stop string still counts as made.
 
-        Raises UnfollowableError where the sequence has ended with an error.
+        Raises UnsatisfiableSchemaError where the sequence has ended with an error.
         """
         if self.finish is not None:
             return ""
         if event.finish is FinishReason.ERROR:
-            raise UnfollowableError("the answer could not go on as its schema asks for: it may be too complicated for this model")
+            raise UnsatisfiableSchemaError(
+                "the answer could not go on as its schema asks for: it may be too complicated for this model"
+            )
         self.num_tokens += 1
         piece = self._piece(event.token_id, score)
         if event.finish and self._decoder:
@@ -112,34 +114,34 @@ class ChoiceText:
             self.finish = event.finish
             shown += self._matcher.finish()
         self._num_shown += len(shown)
-        if stopped and self._untold:
-            self._untold = self._begun_in_shown()
+        if stopped and self._pending:
+            self._pending = self._begun_in_shown()
         return shown
 
-    def go_on_after(self, told: BegunChoice, *, is_whole: bool = False) -> None:
-        """As if its tokens had been pushed, and what they gave been taken, here. ``is_whole``: see ``BegunAnswer``."""
+    def resume(self, told: ChoiceState, *, is_whole: bool = False) -> None:
+        """As if its tokens had been pushed, and what they gave been taken, here. ``is_whole``: see ``ResumeState``."""
         for token_id in told.token_ids:
             self.push(TokenEvent(0, token_id))
-        self.finish, self._untold = told.finish, list(told.unscored)
+        self.finish, self._pending = told.finish, list(told.pending_logprobs)
 
     @property
-    def unscored(self) -> list[ChosenToken]:
+    def pending_logprobs(self) -> list[TokenWithLogprobs]:
         """Tokens with scores that may not be told yet."""
-        return list(self._untold)
+        return list(self._pending)
 
-    def take_chosen(self) -> list[ChosenToken]:
+    def take_logprobs(self) -> list[TokenWithLogprobs]:
         """Of the tokens with scores those that may be told and have not been; offsets count from the beginning of the text."""
-        told = self._untold if self.finish or not self._has_stops else self._begun_in_shown()
-        self._untold = self._untold[len(told) :]
+        told = self._pending if self.finish or not self._has_stops else self._begun_in_shown()
+        self._pending = self._pending[len(told) :]
         return told
 
-    def _piece(self, token_id: int, score: TokenScore | None) -> str:
+    def _piece(self, token_id: int, score: TokenLogprobs | None) -> str:
         if score is None:
             return self._decoder.push(token_id) if self._decoder else ""
-        piece, place = self._decoder.push_at(token_id) if self._decoder else ("", 0)
-        self._untold.append(ChosenToken(token_id, self._num_decoded + place, score))
+        piece, place = self._decoder.push_with_offset(token_id) if self._decoder else ("", 0)
+        self._pending.append(TokenWithLogprobs(token_id, self._num_decoded + place, score))
         return piece
 
-    def _begun_in_shown(self) -> list[ChosenToken]:
+    def _begun_in_shown(self) -> list[TokenWithLogprobs]:
         """Tokens "x", "E", "ND" of which "x" is shown: the first one."""
-        return [token for token in self._untold if token.offset < self._num_shown]
+        return [token for token in self._pending if token.offset < self._num_shown]

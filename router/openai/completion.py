@@ -11,37 +11,37 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import ExpertChoices, FinishReason, RequestTimes, SequenceSpec, TokenBatch
+from tramontane.proto.request import ExpertChoices, FinishReason, RequestOutput, RequestTimings, SequenceRequest
 from tramontane.router.engine.active_request import by_layer
-from tramontane.router.engine.resumable_request import renumbered
-from tramontane.router.openai.choice_text import ChoiceText
+from tramontane.router.engine.resumable_request import remap_seq_ids
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.logprobs import (
-    ChosenToken,
-    TokenScore,
-    chosen_prompt,
+    TokenLogprobs,
+    TokenWithLogprobs,
     completion_logprobs,
-    joined_logprobs,
+    index_by_position,
+    merge_logprobs,
     prompt_logprobs,
-    scores_of,
+    prompt_tokens,
 )
-from tramontane.router.openai.resume_state import BegunAnswer, ChoiceNews
-from tramontane.router.openai.served_model import ServedModel, check_prompts, check_request, encoded
-from tramontane.router.structured.grammar import grammar_for
-from tramontane.router.structured.validator import beside_others
+from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
+from tramontane.router.openai.served_model import ServedModel, tokenize_prompts, validate_prompts, validate_request
+from tramontane.router.structured.grammar import build_grammar
+from tramontane.router.structured.validator import run_in_grammar_pool
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
+class ChoiceBuilder:
     """Of one endpoint. ``choices``: one for each sequence; ``grammar``: of every answer."""
 
-    choices: Sequence[ChoiceText]
-    logprobs: Callable[[Tokenizer | None, Sequence[ChosenToken], int], dict[str, Any]] = completion_logprobs
-    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = joined_logprobs
+    choices: Sequence[ChoiceDetokenizer]
+    logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
+    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
     grammar: str = ""
 
-    def whole(self, changes: Sequence[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
+    def merge_chunks(self, changes: Sequence[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
         """One choice, from all of its changes."""
         layers = request.return_experts
         text = "".join(change["text"] for change in changes)
@@ -56,10 +56,10 @@ class AnswerForm:
         return whole
 
 
-Tell = Callable[[list[ChoiceNews], list[dict[str, Any]]], Awaitable[None]]
+ProgressCallback = Callable[[list[ChoiceUpdate], list[dict[str, Any]]], Awaitable[None]]
 
 
-async def tell_nobody(_news: list[ChoiceNews], _changes: list[dict[str, Any]]) -> None:
+async def no_progress(_news: list[ChoiceUpdate], _changes: list[dict[str, Any]]) -> None:
     """Whoever asks hears of the whole answer only."""
 
 
@@ -75,8 +75,8 @@ class Completion:
         request: CompletionRequest,
         prompt_ids: list[tuple[int, ...]],
         arrived_at: float,
-        form: AnswerForm,
-        begun: BegunAnswer,
+        form: ChoiceBuilder,
+        begun: ResumeState,
     ) -> None:
         self._request = request
         self._model = model
@@ -89,11 +89,11 @@ class Completion:
             "model": model.name,
         }
         self._arrived_at = arrived_at
-        self._times: RequestTimes | None = None
+        self._times: RequestTimings | None = None
         self._num_echoed: dict[int, int] = {}  # characters, by choice
         self._news: dict[int, list[int]] = {}  # tokens of the last changes, by choice
         for index, told in begun.choices.items():
-            self._choices[index].go_on_after(told, is_whole=begun.is_whole)
+            self._choices[index].resume(told, is_whole=begun.is_buffered)
             self._num_echoed[index] = len(self._prompt_text(index // request.n)) if request.echo else 0
 
     @classmethod
@@ -102,37 +102,37 @@ class Completion:
         model: ServedModel,
         request: CompletionRequest,
         arrived_at: float,
-        form: AnswerForm | None = None,
-        begun: BegunAnswer | None = None,
+        form: ChoiceBuilder | None = None,
+        begun: ResumeState | None = None,
     ) -> "Completion":
         """Tokenize and bound. Raises RequestError for what could never run. Without a ``form`` answers are completions."""
-        check_request(model, request)
-        prompt_ids = await encoded(model, request.prompt)
-        check_prompts(model, request, [len(ids) for ids in prompt_ids])
+        validate_request(model, request)
+        prompt_ids = await tokenize_prompts(model, request.prompt)
+        validate_prompts(model, request, [len(ids) for ids in prompt_ids])
         if form is None:
-            texts = [ChoiceText(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
-            form = AnswerForm(texts, grammar=await _grammar(model, request))
-        return cls(model, request, prompt_ids, arrived_at, form, begun or BegunAnswer())
+            texts = [ChoiceDetokenizer(model.tokenizer, request.stop, request.min_tokens) for _ in range(request.num_sequences)]
+            form = ChoiceBuilder(texts, grammar=await _grammar(model, request))
+        return cls(model, request, prompt_ids, arrived_at, form, begun or ResumeState())
 
-    def specs(self) -> list[SequenceSpec]:
+    def specs(self) -> list[SequenceRequest]:
         """Choice 2 of prompt 1 with n = 3 is sequence 1 * 3 + 2 = 5. Routers make a token also where none is wanted."""
         request = self._request
         sampling = replace(
-            request.sampling(max(request.max_tokens, 1)),
+            request.to_sampling_params(max(request.max_tokens, 1)),
             return_experts=request.return_experts,
             logprobs=request.logprobs,
-            prompt_logprobs=request.num_prompt_top,
+            prompt_logprobs=request.prompt_logprobs_count,
             grammar=self._form.grammar,
             seed=self._begun.seed if request.seed is None else request.seed,
         )
         choices = [replace(sampling, choice=choice) for choice in range(request.n)]
-        had_place = self._begun.goes_on
-        specs = [SequenceSpec(ids, choice, was_accepted=had_place) for ids in self._prompt_ids for choice in choices]
+        had_place = self._begun.is_resumed
+        specs = [SequenceRequest(ids, choice, already_admitted=had_place) for ids in self._prompt_ids for choice in choices]
         for index, told in self._begun.choices.items():
             specs[index] = replace(specs[index], output_ids=tuple(told.token_ids))
         return specs
 
-    async def run(self, source: TokenSource, tell: Tell = tell_nobody) -> dict[str, Any]:
+    async def run(self, source: TokenSource, tell: ProgressCallback = no_progress) -> dict[str, Any]:
         """The whole answer at once. ``tell`` hears how it grows, until it is finished, for a door that may have to go on."""
         parts: list[list[dict[str, Any]]] = [[] for _ in self._choices]
         for part in self._begun.parts:
@@ -142,8 +142,8 @@ class Completion:
                 for choice in choices:
                     parts[choice["index"]].append(choice)
                 if not self.is_finished:
-                    await tell(self.take_news(), choices)
-        choices = [self._form.whole(changes, self._request) for changes in parts]
+                    await tell(self.take_updates(), choices)
+        choices = [self._form.merge_chunks(changes, self._request) for changes in parts]
         return {**self._head, "choices": choices, "usage": self.usage, "timings": self.timings}
 
     async def stream(self, source: TokenSource) -> AsyncGenerator[list[dict[str, Any]], None]:
@@ -154,18 +154,18 @@ class Completion:
         with self._model.counts.counted(self._arrived_at, num_prompt, self._choices, has_begun=has_begun) as counted:
             async with aclosing(source.generate([specs[index] for index in going])) as batches:
                 async for batch in batches:
-                    counted.heard(batch)
-                    changes = self._take(batch if len(going) == len(specs) else renumbered(batch, going), yielded)
+                    counted.observe(batch)
+                    changes = self._process(batch if len(going) == len(specs) else remap_seq_ids(batch, going), yielded)
                     self._times = batch.times
                     if changes:
                         yield changes
                     if self.is_finished:
                         return
 
-    def take_news(self) -> list[ChoiceNews]:
+    def take_updates(self) -> list[ChoiceUpdate]:
         """What another door would have to know to go on after the last changes."""
         news, self._news = self._news, {}
-        return [(index, ids, (choice := self._choices[index]).finish, choice.unscored) for index, ids in news.items()]
+        return [(index, ids, (choice := self._choices[index]).finish, choice.pending_logprobs) for index, ids in news.items()]
 
     @property
     def is_finished(self) -> bool:
@@ -193,10 +193,10 @@ class Completion:
         times = {"ingress_s": time.monotonic() - self._arrived_at - sum(inside.values()), **inside}
         return {name: round(seconds, 6) for name, seconds in times.items()}
 
-    def _take(self, batch: TokenBatch, yielded: set[int]) -> list[dict[str, Any]]:
+    def _process(self, batch: RequestOutput, yielded: set[int]) -> list[dict[str, Any]]:
         texts: dict[int, list[str]] = {}
         token_ids: dict[int, list[int]] = {}
-        scores = scores_of(batch.logprobs)
+        scores = index_by_position(batch.logprobs)
         for event in batch.events:
             choice = self._choices[event.seq_id]
             if choice.finish is not None:
@@ -210,7 +210,7 @@ class Completion:
             own_ids.append(event.token_id)
         self._news = token_ids
         firsts = texts.keys() - yielded
-        changes = [self._change(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
+        changes = [self._chunk_for(index, "".join(texts[index]), token_ids[index], yielded) for index in texts]
         if self._request.logprobs is not None or self._request.prompt_logprobs is not None:
             for change in changes:
                 self._add_logprobs(change, scores, is_first=change["index"] in firsts)
@@ -218,7 +218,7 @@ class Completion:
             self._add_experts(changes, batch.experts)
         return changes
 
-    def _change(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> dict[str, Any]:
+    def _chunk_for(self, index: int, text: str, token_ids: list[int], yielded: set[int]) -> dict[str, Any]:
         finish = self._choices[index].finish
         change: dict[str, Any] = {
             "index": index,
@@ -237,17 +237,17 @@ class Completion:
             change["prompt_token_ids"] = list(self._prompt_ids[prompt]) if first else None
         return change
 
-    def _add_logprobs(self, change: dict[str, Any], scores: dict[tuple[int, int], TokenScore], *, is_first: bool) -> None:
+    def _add_logprobs(self, change: dict[str, Any], scores: dict[tuple[int, int], TokenLogprobs], *, is_first: bool) -> None:
         """The prompt's with the first change: they came with the first token."""
         request, tokenizer, index = self._request, self._model.tokenizer, change["index"]
         prompt = index // request.n
-        is_first = is_first and request.num_prompt_top is not None
-        echoed = chosen_prompt(tokenizer, self._prompt_ids[prompt], index, scores) if is_first else []
+        is_first = is_first and request.prompt_logprobs_count is not None
+        echoed = prompt_tokens(tokenizer, self._prompt_ids[prompt], index, scores) if is_first else []
         if is_first and request.prompt_logprobs is not None:
             change["prompt_logprobs"] = prompt_logprobs(tokenizer, echoed, request.prompt_logprobs)
         if request.logprobs is not None:
             start = self._num_echoed.get(index, 0)
-            told = [token._replace(offset=start + token.offset) for token in self._choices[index].take_chosen()]
+            told = [token._replace(offset=start + token.offset) for token in self._choices[index].take_logprobs()]
             if told := [*(echoed if request.echo else ()), *told]:
                 change["logprobs"] = self._form.logprobs(tokenizer, told, request.logprobs)
 
@@ -280,4 +280,4 @@ async def _grammar(model: ServedModel, request: CompletionRequest) -> str:
         return ""
     if model.tokenizer is None:
         raise ParameterError("response_format needs text, and this model has no tokenizer", "response_format")
-    return await beside_others(lambda: grammar_for(request.response_format, num_sequences=request.num_sequences))
+    return await run_in_grammar_pool(lambda: build_grammar(request.response_format, num_sequences=request.num_sequences))

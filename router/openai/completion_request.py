@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, or_default
+from tramontane.router.openai.request_fields import MAX_TOKEN_ID, SamplingFields, default_if_null
 from tramontane.router.structured.fields import ResponseFormat
 
 MAX_NAME_CHARS = 64
@@ -23,7 +23,7 @@ PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
-def neutral(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
+def unsupported_unless(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
     """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
 
     def check(value: Any) -> Any:  # noqa: ANN401
@@ -106,8 +106,8 @@ Text = Annotated[str, AfterValidator(_encodable)]
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    include_usage: Annotated[bool, or_default(False)] = False
-    include_obfuscation: Annotated[bool | None, neutral()] = None
+    include_usage: Annotated[bool, default_if_null(False)] = False
+    include_obfuscation: Annotated[bool | None, unsupported_unless()] = None
 
 
 class CompletionRequest(SamplingFields):
@@ -117,21 +117,21 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptsGiven), AfterValidator(_all_encodable)] = (
         Field(strict=False)
     )
-    max_tokens: Annotated[int, or_default(16)] = Field(16, ge=0, lt=2**31)
+    max_tokens: Annotated[int, default_if_null(16)] = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: Annotated[bool, or_default(False)] = False
-    stream: Annotated[bool, or_default(False)] = False
+    echo: Annotated[bool, default_if_null(False)] = False
+    stream: Annotated[bool, default_if_null(False)] = False
     stream_options: StreamOptions | None = None
-    return_token_ids: Annotated[bool, or_default(False)] = False
+    return_token_ids: Annotated[bool, default_if_null(False)] = False
     return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersGiven)] = Field(
         (), strict=False
     )
     response_format: ResponseFormat | None = None
     user: str | None = None  # means nothing here, and harms nothing
 
-    best_of: Annotated[Any, neutral(1)] = None
-    suffix: Annotated[Any, neutral("")] = None
+    best_of: Annotated[Any, unsupported_unless(1)] = None
+    suffix: Annotated[Any, unsupported_unless("")] = None
 
     @property
     def num_sequences(self) -> int:
@@ -142,7 +142,7 @@ class CompletionRequest(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
-    def num_prompt_top(self) -> int | None:
+    def prompt_logprobs_count(self) -> int | None:
         """How many of the likeliest tokens are told in each place of the prompt, by either name; None: nothing is."""
         asked = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
         return max(asked, default=None)
@@ -172,17 +172,17 @@ def parse_body(kind: type[Body], body: bytes) -> Body:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explained(error) from None
+        raise _to_parameter_error(error) from None
     except RecursionError:
         raise ParameterError("the body is nested too deeply") from None
 
 
-def _explained(error: ValidationError) -> ParameterError:
+def _to_parameter_error(error: ValidationError) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
     problem = error.errors(include_url=False, include_context=False)[0]
     name = ".".join(map(_shown_name, problem["loc"])) if problem["loc"] else None
-    shown = _shown(problem["input"])
+    shown = _preview(problem["input"])
     match problem["type"]:
         case "json_invalid":
             return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
@@ -198,7 +198,7 @@ def _explained(error: ValidationError) -> ParameterError:
             return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
 
 
-def _shown(value: Any) -> str:  # noqa: ANN401
+def _preview(value: Any) -> str:  # noqa: ANN401
     """The first 60 characters, without writing out what may be megabytes."""
     match value:
         case list():

@@ -4,26 +4,26 @@ from dataclasses import dataclass
 from typing import Any
 
 from tramontane.proto.errors import (
-    DeadlineError,
+    DeadlineExceededError,
     DrainingError,
     FileTooLargeError,
     JobRefusedError,
     OverloadedError,
     ParameterError,
-    PoisonError,
+    PoisonRequestError,
     RequestError,
     TramontaneError,
-    UnfollowableError,
     UnknownFileError,
     UnknownJobError,
     UnknownModelError,
+    UnsatisfiableSchemaError,
     UserError,
 )
 from tramontane.router.openai.completion_request import ErrorType, error_body
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorShape:
+class HttpErrorSpec:
     """All but the message, which is the error's own."""
 
     status: int
@@ -35,35 +35,37 @@ class ErrorShape:
         return error_body(message, self.type, self.param, self.code)
 
 
-def shape_of(error: TramontaneError) -> ErrorShape:
+def http_error_for(error: TramontaneError) -> HttpErrorSpec:
     match error:
         case OverloadedError():
-            return ErrorShape(429, "rate_limit_error", code="rate_limit_exceeded")
+            return HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")
         case UnknownModelError():
-            return ErrorShape(404, "invalid_request_error", "model", "model_not_found")
+            return HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")
         case UnknownJobError() | UnknownFileError():
-            return ErrorShape(404, "invalid_request_error", code="not_found")
+            return HttpErrorSpec(404, "invalid_request_error", code="not_found")
         case FileTooLargeError():
-            return ErrorShape(413, "invalid_request_error")
-        case UnfollowableError() | PoisonError():
-            return ErrorShape(400, "invalid_request_error", code="poison" if isinstance(error, PoisonError) else "unfollowable")
+            return HttpErrorSpec(413, "invalid_request_error")
+        case UnsatisfiableSchemaError() | PoisonRequestError():
+            return HttpErrorSpec(
+                400, "invalid_request_error", code="poison" if isinstance(error, PoisonRequestError) else "unfollowable"
+            )
         case ParameterError():
-            return ErrorShape(400, "invalid_request_error", error.parameter)
+            return HttpErrorSpec(400, "invalid_request_error", error.parameter)
         case JobRefusedError():
-            return ErrorShape(400, "invalid_request_error")
+            return HttpErrorSpec(400, "invalid_request_error")
         case RequestError():
-            return ErrorShape(400, "invalid_request_error", "prompt")
+            return HttpErrorSpec(400, "invalid_request_error", "prompt")
         case UserError():
-            return ErrorShape(400, "invalid_request_error")
+            return HttpErrorSpec(400, "invalid_request_error")
         case _:
-            return _no_fault_of_the_request(error)
+            return _server_error_for(error)
 
 
-def _no_fault_of_the_request(error: TramontaneError) -> ErrorShape:
+def _server_error_for(error: TramontaneError) -> HttpErrorSpec:
     match error:
-        case DeadlineError():
-            return ErrorShape(504, "server_error", code="deadline_exceeded")
+        case DeadlineExceededError():
+            return HttpErrorSpec(504, "server_error", code="deadline_exceeded")
         case DrainingError():
-            return ErrorShape(503, "server_error", code="draining")
+            return HttpErrorSpec(503, "server_error", code="draining")
         case _:
-            return ErrorShape(503, "server_error", code="unavailable")
+            return HttpErrorSpec(503, "server_error", code="unavailable")

@@ -7,14 +7,14 @@ from tramontane.proto.request import Logprobs
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
-class TokenScore(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """``top``: the likeliest tokens in this place, the likeliest first, each with its own log-probability."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-class ChosenToken(NamedTuple):
+class TokenWithLogprobs(NamedTuple):
     """A token of a text. ``score``: None for the first of a prompt, before which there is nothing.
 
     ``offset``: at which character of the text it begins; for one that continues a character, where that character stands.
@@ -22,25 +22,25 @@ class ChosenToken(NamedTuple):
 
     token_id: int
     offset: int
-    score: TokenScore | None
+    score: TokenLogprobs | None
 
 
-def scores_of(news: Iterable[Logprobs]) -> dict[tuple[int, int], TokenScore]:
+def index_by_position(news: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
     """By sequence and position."""
     return {
-        (seq_id, start + place): TokenScore(*score)
+        (seq_id, start + place): TokenLogprobs(*score)
         for seq_id, start, logprobs, top in news
         for place, score in enumerate(zip(logprobs, top, strict=True))
     }
 
 
-def chosen_prompt(
-    tokenizer: Tokenizer | None, token_ids: Sequence[int], index: int, scores: dict[tuple[int, int], TokenScore]
-) -> list[ChosenToken]:
+def prompt_tokens(
+    tokenizer: Tokenizer | None, token_ids: Sequence[int], index: int, scores: dict[tuple[int, int], TokenLogprobs]
+) -> list[TokenWithLogprobs]:
     """The prompt of sequence ``index``."""
     offsets = tokenizer.offsets(token_ids) if tokenizer else [0] * len(token_ids)
     placed = enumerate(zip(token_ids, offsets, strict=True))
-    return [ChosenToken(token_id, offset, scores.get((index, position))) for position, (token_id, offset) in placed]
+    return [TokenWithLogprobs(token_id, offset, scores.get((index, position))) for position, (token_id, offset) in placed]
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
@@ -54,7 +54,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[ChosenToken], num_top: int) -> dict[str, Any]:
+def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
     """OpenAI's shape for completions: lists of equal length. ``top_logprobs`` has the chosen token too, though it be unlikely."""
     return {
         "tokens": [token_text(tokenizer, token.token_id) for token in tokens],
@@ -64,7 +64,7 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[ChosenToke
     }
 
 
-def _by_text(tokenizer: Tokenizer | None, token: ChosenToken, num_top: int) -> dict[str, float] | None:
+def _by_text(tokenizer: Tokenizer | None, token: TokenWithLogprobs, num_top: int) -> dict[str, float] | None:
     """Where two tokens say the same, the likelier one."""
     if token.score is None:
         return None
@@ -74,13 +74,13 @@ def _by_text(tokenizer: Tokenizer | None, token: ChosenToken, num_top: int) -> d
     return told
 
 
-def joined_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+def merge_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
     """Several of ``completion_logprobs`` in one."""
     there = [part for part in parts if part]
     return {name: [each for part in there for each in part[name]] for name in completion_logprobs(None, (), 0)}
 
 
-def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[ChosenToken], num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
     """OpenAI's shape for chats; ``num_top`` is what it calls ``top_logprobs``."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[ChosenToken], nu
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer | None, tokens: Sequence[ChosenToken], num_top: int
+    tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's shape for prompts, without the ranks: by token id, the prompt's own token always there; null for the first."""
 

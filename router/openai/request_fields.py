@@ -20,7 +20,7 @@ BiasesGiven = Annotated[
 LogitBias = tuple[tuple[int, float], ...]
 
 
-def or_default(default: Any) -> BeforeValidator:  # noqa: ANN401
+def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
     """OpenAI's clients may send null for "not given"."""
     return BeforeValidator(lambda value: default if value is None else value)
 
@@ -55,7 +55,7 @@ def _bias(key: str, bias: Any) -> float:  # noqa: ANN401
     return float(bias)
 
 
-Penalty = Annotated[float, or_default(0.0)]
+Penalty = Annotated[float, default_if_null(0.0)]
 
 
 class SamplingFields(BaseModel):
@@ -63,21 +63,23 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
-    temperature: Annotated[float, or_default(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
-    top_p: Annotated[float, or_default(1.0)] = Field(1.0, gt=0, le=1)
-    top_k: Annotated[int, or_default(0)] = Field(0, ge=-1, lt=2**31)
-    min_p: Annotated[float, or_default(0.0)] = Field(0.0, ge=0, le=1)
+    temperature: Annotated[float, default_if_null(1.0)] = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: Annotated[float, default_if_null(1.0)] = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, default_if_null(0)] = Field(0, ge=-1, lt=2**31)
+    min_p: Annotated[float, default_if_null(0.0)] = Field(0.0, ge=0, le=1)
     presence_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
     frequency_penalty: Penalty = Field(0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
-    repetition_penalty: Annotated[float, or_default(1.0)] = Field(1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1])
+    repetition_penalty: Annotated[float, default_if_null(1.0)] = Field(
+        1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1]
+    )
     logit_bias: Annotated[LogitBias, BeforeValidator(_biases, json_schema_input_type=BiasesGiven)] = Field((), strict=False)
-    min_tokens: Annotated[int, or_default(0)] = Field(0, ge=0, lt=2**31)
+    min_tokens: Annotated[int, default_if_null(0)] = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=StopsGiven)] = Field((), strict=False)
-    ignore_eos: Annotated[bool, or_default(False)] = False
-    n: Annotated[int, or_default(1)] = Field(1, ge=1, le=128)
+    ignore_eos: Annotated[bool, default_if_null(False)] = False
+    n: Annotated[int, default_if_null(1)] = Field(1, ge=1, le=128)
 
-    def sampling(self, max_tokens: int) -> SamplingParams:
+    def to_sampling_params(self, max_tokens: int) -> SamplingParams:
         """Of the first choice; the others have other numbers for ``choice``. Without a seed each call draws one.
 
         Raises RequestError for min_tokens above ``max_tokens``.

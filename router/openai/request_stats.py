@@ -7,27 +7,33 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Protocol
 
-from tramontane.proto.errors import DeadlineError, DrainingError, FullError, NotRunningError, OverloadedError
+from tramontane.proto.errors import (
+    DeadlineExceededError,
+    DrainingError,
+    OverloadedError,
+    PipelineUnavailableError,
+    QueueFullError,
+)
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import FinishReason, SequenceSpec, TokenBatch
-from tramontane.router.engine.pipeline_stats import Recent
+from tramontane.proto.request import FinishReason, RequestOutput, SequenceRequest
+from tramontane.router.engine.pipeline_stats import SampleBuffer
 
 # Why a request was not taken. The first that fits counts.
 REFUSALS = MappingProxyType(
-    {FullError: "full", OverloadedError: "overloaded", DrainingError: "draining", NotRunningError: "not_running"}
+    {QueueFullError: "full", OverloadedError: "overloaded", DrainingError: "draining", PipelineUnavailableError: "not_running"}
 )
 # What counts as a client that has left: it may only have no time any more.
-GONE = (asyncio.CancelledError, GeneratorExit, DeadlineError)
+GONE = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
 
 
-class Ending(Protocol):
+class HasFinish(Protocol):
     """A choice: why it has finished, if it has."""
 
     @property
     def finish(self) -> FinishReason | None: ...
 
 
-class RequestCounts:
+class RequestStats:
     """Of one door. Choices of a request end by themselves; its times are those of the request as a whole."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +41,12 @@ class RequestCounts:
         self.refused = dict.fromkeys(REFUSALS.values(), 0)
         self.finished = dict.fromkeys(FinishReason, 0)
         self.prompt_tokens = self.generation_tokens = 0
-        self.first_token_s, self.inter_token_s, self.whole_s, self.queue_s = Recent(), Recent(), Recent(), Recent()
+        self.first_token_s, self.inter_token_s, self.whole_s, self.queue_s = (
+            SampleBuffer(),
+            SampleBuffer(),
+            SampleBuffer(),
+            SampleBuffer(),
+        )
 
     def note_refusal(self, error: BaseException) -> bool:
         """Whether it is one."""
@@ -45,9 +56,11 @@ class RequestCounts:
         return reason is not None
 
     @contextmanager
-    def counted(self, arrived_at: float, num_prompt: int, choices: Sequence[Ending], *, has_begun: bool) -> Iterator["Counted"]:
+    def counted(
+        self, arrived_at: float, num_prompt: int, choices: Sequence[HasFinish], *, has_begun: bool
+    ) -> Iterator["RequestRecorder"]:
         """Around the work on one request. ``has_begun``: another door has told something of it, and counted its beginning."""
-        one = Counted(self, arrived_at, num_prompt, has_begun)
+        one = RequestRecorder(self, arrived_at, num_prompt, has_begun)
         left_by: FinishReason | None = FinishReason.ABORT
         try:
             yield one
@@ -60,7 +73,7 @@ class RequestCounts:
         finally:
             self._note_end(choices, left_by, arrived_at)
 
-    def _note_end(self, choices: Sequence[Ending], left_by: FinishReason | None, arrived_at: float) -> None:
+    def _note_end(self, choices: Sequence[HasFinish], left_by: FinishReason | None, arrived_at: float) -> None:
         """``left_by``: why those have ended that did not finish; None: they never began."""
         for choice in choices:
             if (reason := choice.finish or left_by) is not None:
@@ -69,15 +82,15 @@ class RequestCounts:
             self.whole_s.add(self.clock() - arrived_at)
 
 
-class Counted:
+class RequestRecorder:
     """One request, while it is worked on."""
 
-    def __init__(self, counts: RequestCounts, arrived_at: float, num_prompt: int, has_begun: bool) -> None:
+    def __init__(self, counts: RequestStats, arrived_at: float, num_prompt: int, has_begun: bool) -> None:
         self._counts, self._arrived_at, self._num_prompt = counts, arrived_at, num_prompt
         self.has_begun = has_begun
         self._last_at: float | None = None
 
-    def heard(self, batch: TokenBatch) -> None:
+    def observe(self, batch: RequestOutput) -> None:
         counts, now = self._counts, self._counts.clock()
         counts.generation_tokens += len(batch.events)
         if self._last_at is not None:
@@ -89,18 +102,18 @@ class Counted:
         self._last_at, self.has_begun = now, True
 
 
-class CountingRoom:
+class CountingTokenSource:
     """A ``TokenSource`` of which it is counted how often it has no room. What it refuses later, ``counted`` sees."""
 
-    def __init__(self, source: TokenSource, counts: RequestCounts) -> None:
+    def __init__(self, source: TokenSource, counts: RequestStats) -> None:
         self._source, self._counts = source, counts
 
-    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         return self._source.generate(specs)
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         try:
-            self._source.check_room(num_sequences, owner)
+            self._source.check_capacity(num_sequences, owner)
         except Exception as error:
             self._counts.note_refusal(error)
             raise

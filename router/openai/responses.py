@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FinishWord = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class _Answer(BaseModel):
@@ -42,7 +42,7 @@ class _Choice(_Answer):
     """What is there only where it was asked for."""
 
     index: int
-    finish_reason: FinishWord | None
+    finish_reason: FinishReason | None
     token_ids: list[int] = Field(default=[], description="with return_token_ids")
     prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids")
     prompt_experts: dict[str, list[list[int]]] = Field(default={}, description="with return_experts")
@@ -55,7 +55,7 @@ class CompletionChoice(_Choice):
     logprobs: CompletionLogprobs | None
 
 
-class _Whole(_Answer):
+class _CompletionBase(_Answer):
     id: str
     created: int
     model: str
@@ -63,7 +63,7 @@ class _Whole(_Answer):
     timings: Timings
 
 
-class CompletionAnswer(_Whole):
+class CompletionAnswer(_CompletionBase):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
@@ -83,22 +83,22 @@ class ChatLogprobs(_Answer):
     refusal: None
 
 
-class MadeFunction(_Answer):
+class FunctionCall(_Answer):
     name: str
     arguments: str
 
 
-class Call(_Answer):
+class ToolCall(_Answer):
     id: str
     type: Literal["function"]
-    function: MadeFunction
+    function: FunctionCall
 
 
 class AnswerMessage(_Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[Call] = []
+    tool_calls: list[ToolCall] = []
 
 
 class ChatChoice(_Choice):
@@ -106,7 +106,7 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
-class ChatAnswer(_Whole):
+class ChatAnswer(_CompletionBase):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
@@ -147,13 +147,13 @@ class ExpertTokens(_Answer):
     pipelines: int
 
 
-class WantedExperts(BaseModel):
+class MoveExpertsRequest(BaseModel):
     """A load by which experts are to be spread, such as ``GET /experts`` gives; what else it has is passed over."""
 
     tokens_per_expert: list[list[int]]
 
 
-class Moved(_Answer):
+class MoveExpertsResponse(_Answer):
     moved: int
     pipelines: int
 

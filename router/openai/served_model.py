@@ -10,10 +10,10 @@ from typing import Any
 
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.router.openai.completion_request import CompletionRequest
-from tramontane.router.openai.request_stats import RequestCounts
+from tramontane.router.openai.request_stats import RequestStats
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-LONG_TEXT = 4096  # characters of one request; more are tokenized beside the event loop
+OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized beside the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,17 @@ class ServedModel:
     vocab_size: int
     num_layers: int = 0
     experts_per_token: int = 0
-    counts: RequestCounts = field(default_factory=RequestCounts, compare=False)
+    counts: RequestStats = field(default_factory=RequestStats, compare=False)
 
 
-async def encoded(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
+async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Token ids of every prompt. Raises ParameterError."""
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
     def encode() -> list[tuple[int, ...]]:
         return [prompt if not isinstance(prompt, str) else _encode_text(model, prompt) for prompt in prompts]
 
-    if num_characters <= LONG_TEXT:
+    if num_characters <= OFFLOAD_CHARS:
         return encode()
     return await asyncio.get_running_loop().run_in_executor(None, encode)
 
@@ -48,7 +48,7 @@ async def encoded(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) 
 def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     if model.tokenizer is None:
         raise ParameterError("this model has no tokenizer; give the prompt as token ids", "prompt")
-    if len(text) > model.max_model_len * model.tokenizer.longest_piece:  # no need to tokenize to know
+    if len(text) > model.max_model_len * model.tokenizer.max_piece_bytes:  # no need to tokenize to know
         raise ParameterError(
             f"the prompt has {len(text)} characters; with a context of {model.max_model_len} positions that is too long",
             "prompt",
@@ -84,7 +84,7 @@ MAX_PROMPT_LOGPROBS = 2**17  # likewise 2 MiB: they all come with a prompt's fir
 MAX_LOGPROBS_IN_ALL = 2**19  # of one request's answer, which may be kept whole: some 20 MB of JSON
 
 
-def check_request(model: ServedModel, request: CompletionRequest) -> None:
+def validate_request(model: ServedModel, request: CompletionRequest) -> None:
     """Before its prompts are tokenized. Raises ParameterError, as all of these do."""
     if request.num_sequences > model.max_sequences:
         raise ParameterError(
@@ -98,7 +98,7 @@ def check_request(model: ServedModel, request: CompletionRequest) -> None:
     _check_logit_bias([token_id for token_id, _ in request.logit_bias], model.vocab_size)
 
 
-def check_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
     """What these many tokens make of it."""
     for length in lengths:
         if length >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
@@ -107,15 +107,15 @@ def check_prompts(model: ServedModel, request: CompletionRequest, lengths: Seque
                 f"it may have at most {model.max_model_len - 1}",
                 "prompt",
             )
-    _check_told(model, request, lengths)
+    _validate_output_size(model, request, lengths)
 
 
-def _check_told(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
+def _validate_output_size(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
     """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
     num_prompt = request.n * sum(lengths)
     num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
     _check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
-    if (num_top := request.num_prompt_top) is not None:
+    if (num_top := request.prompt_logprobs_count) is not None:
         name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
         _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
     if request.logprobs is not None:

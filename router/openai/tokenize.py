@@ -11,8 +11,8 @@ from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools, chat_messages
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
-from tramontane.router.openai.served_model import LONG_TEXT, ServedModel
-from tramontane.router.tokenization.chat import ChatPrompt
+from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
+from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 EITHER: list[JsonValue] = [  # a null is as good as nothing
@@ -44,7 +44,7 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
 
 
-async def tokenized(model: ServedModel, chat: ChatPrompt, request: TokenizeRequest) -> dict[str, Any]:
+async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequest) -> dict[str, Any]:
     """As prompts and conversations are for completions. Raises RequestError for what is certainly longer than the context."""
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
@@ -60,17 +60,17 @@ async def tokenized(model: ServedModel, chat: ChatPrompt, request: TokenizeReque
 async def _encoded(model: ServedModel, text: str) -> tuple[int, ...]:
     tokenizer = _tokenizer_of(model, "prompt")
     tokenizer.check_length(text, model.max_model_len)
-    return await _beside(len(text), lambda: tokenizer.encode(text))
+    return await _offload_if_large(len(text), lambda: tokenizer.encode(text))
 
 
-async def detokenized(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
+async def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
     """Ids without a piece decode to nothing, as they do in answers. Raises RequestError for more than the context holds."""
     tokenizer = _tokenizer_of(model, "tokens")
     if len(request.tokens) > model.max_model_len:
         raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
     if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
         raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
-    return {"prompt": await _beside(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
+    return {"prompt": await _offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
 
 
 def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
@@ -82,6 +82,6 @@ def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
 Result = TypeVar("Result")
 
 
-async def _beside(size: int, work: Callable[[], Result]) -> Result:
+async def _offload_if_large(size: int, work: Callable[[], Result]) -> Result:
     """Done here, or beside the event loop where there is so much of it that others would wait."""
-    return work() if size <= LONG_TEXT else await asyncio.to_thread(work)
+    return work() if size <= OFFLOAD_CHARS else await asyncio.to_thread(work)

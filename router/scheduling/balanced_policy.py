@@ -7,12 +7,14 @@ from itertools import islice
 import numpy as np
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.cost_model import CostModel, PipelineTimes, Seconds
-from tramontane.router.scheduling.policy import EvenPolicy, Load, Share, Work, kept_for_prompts
-from tramontane.router.scheduling.round_times import RoundWatch
+from tramontane.router.scheduling.cost_model import CostColumns, CostModel, Seconds
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState, reserved_for_prefill
+from tramontane.router.scheduling.round_times import SpreadTuner
 
-ALIKE = 0.2  # decodes count as alike where their keys take at most this share of the time that the rest of them takes
-LEAST_CHUNK = 8  # prompt tokens that go with decodes however tight the latency target is
+MAX_KEY_TIME_SHARE = (
+    0.2  # decodes count as alike where their keys take at most this share of the time that the rest of them takes
+)
+MIN_CHUNK = 8  # prompt tokens that go with decodes however tight the latency target is
 SPREAD_ROUNDS = 4  # over which waiting prompts are spread while sequences decode
 IDLE_SHARE = 0.03  # of the slowest stage's time; above it another micro-batch is allowed in flight
 SATURATED = 0.9  # of the time
@@ -46,26 +48,26 @@ class BalancedPolicy:
         open_per_stage: int | None = None,
     ) -> None:
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
-        self._times = PipelineTimes(num_stages, has_expert_actors=open_per_stage is not None)
+        self._times = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
         self._cost = CostModel(self._times.num_columns)
         at_once = num_stages if stages_at_once is None else stages_at_once
         # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
         self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
         most = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
-        self._watch = IdleWatch(num_stages, most)
-        self._even = EvenPolicy(self._watch.max_in_flight, max_tokens)
-        self._rounds = RoundWatch()
+        self._watch = InFlightTuner(num_stages, most)
+        self._even = FixedInFlightPolicy(self._watch.max_in_flight, max_tokens)
+        self._rounds = SpreadTuner()
         self._rounds_foretold: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # rounds by spread, and for what
         self._slopes: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and by which fit
         self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
-        self._owed = 0.0  # seconds of decodes that earlier micro-batches left over, or took too many
+        self._decode_debt = 0.0  # seconds of decodes that earlier micro-batches left over, or took too many
 
     @property
     def max_in_flight(self) -> int:
         """M, as measured so far."""
         return self._watch.max_in_flight
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._watch.max_in_flight:
             self._watch.has_more_to_do = bool(load.num_ready or load.pending_tokens)
             return None
@@ -75,20 +77,20 @@ class BalancedPolicy:
             spread = self._watch.max_in_flight if self._overlaps else 1
             own = self._decodes(load, spread)
             prefill = self._prefill(load, spread, own)
-            return Share(own.decodes, min(prefill, self._max_tokens - own.decodes))
+            return BatchBudget(own.decodes, min(prefill, self._max_tokens - own.decodes))
         rounds_s = self._rounds_s(load)
         spread = self._rounds.choose(rounds_s)
         if load.num_in_flight >= spread:
             return None
-        return Share(self._decodes(load, spread).decodes, 0, spread, rounds_s[spread])
+        return BatchBudget(self._decodes(load, spread).decodes, 0, spread, rounds_s[spread])
 
-    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         if len(timings) == self._num_stages:
             self._cost.observe(work, self._times.columns(timings))
             self._watch.observe(timings)
             self._rounds.observe(share.spread, share.round_s, timings[-1].ended_at)
 
-    def _rounds_s(self, load: Load) -> dict[int, float]:
+    def _rounds_s(self, load: SchedulerState) -> dict[int, float]:
         """What a round takes by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
 
         Computed anew where there is a new fit, another number of decodes, or a sixteenth more keys are seen.
@@ -97,24 +99,24 @@ class BalancedPolicy:
         asked = (self._cost.version, most, load.num_decoding, int(16 * math.log2(max(load.decoding_keys, 1))))
         if asked != self._rounds_foretold[0]:
             spreads = [m for m in self._spreads if m < most] + [most]
-            works = [Work(0, 0, -(-load.num_decoding // m), load.decoding_keys // m) for m in spreads]
-            slowest_M, through_M = self._foretold_for(works)
+            works = [BatchWork(0, 0, -(-load.num_decoding // m), load.decoding_keys // m) for m in spreads]
+            slowest_M, through_M = self._predict(works)
             rounds = np.maximum(slowest_M * np.array(spreads), through_M)
             self._rounds_foretold = asked, dict(zip(spreads, rounds.tolist(), strict=True))
         return self._rounds_foretold[1]
 
-    def _decodes(self, load: Load, spread: int) -> Work:
+    def _decodes(self, load: SchedulerState, spread: int) -> BatchWork:
         """Of the sequences that can go, so many that this micro-batch has its share of all decodes' time.
 
         Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too little is carried on.
         """
         if not load.num_ready:
-            return Work()
+            return BatchWork()
         per_token, per_key = self._decode_slopes()
         even = (per_token * load.num_decoding + per_key * load.decoding_keys) / spread
-        quota, taken, count, seen = even + self._owed, 0.0, 0, 0
-        most = min(load.num_ready, self._max_tokens - kept_for_prompts(load, self._max_tokens))
-        if per_key * load.decoding_keys < ALIKE * per_token * load.num_decoding:
+        quota, taken, count, seen = even + self._decode_debt, 0.0, 0, 0
+        most = min(load.num_ready, self._max_tokens - reserved_for_prefill(load, self._max_tokens))
+        if per_key * load.decoding_keys < MAX_KEY_TIME_SHARE * per_token * load.num_decoding:
             keys = load.decoding_keys // load.num_decoding
             cost = per_token + per_key * keys
             count = min(max(round(quota / cost), 1), most)
@@ -125,34 +127,34 @@ class BalancedPolicy:
                 if count and taken + cost / 2 > quota:
                     break
                 taken, count, seen = taken + cost, count + 1, seen + keys
-        self._owed = min(max(quota - taken, -even), even) if count < load.num_ready else 0.0
-        return Work(decodes=count, decode_keys=seen)
+        self._decode_debt = min(max(quota - taken, -even), even) if count < load.num_ready else 0.0
+        return BatchWork(decodes=count, decode_keys=seen)
 
     def _decode_slopes(self) -> tuple[float, float]:
         """Seconds per decode and per key that it sees, summed over the stages: only their proportion matters."""
         if self._slopes[0] != self._cost.version:
-            base, token, key = self._foretold_for([Work(), Work(decodes=1), Work(decode_keys=1)])[1]
+            base, token, key = self._predict([BatchWork(), BatchWork(decodes=1), BatchWork(decode_keys=1)])[1]
             self._slopes = self._cost.version, (max(float(token - base), 1e-9), max(float(key - base), 0.0))
         return self._slopes[1]
 
-    def _prefill(self, load: Load, spread: int, own: Work) -> int:
+    def _prefill(self, load: SchedulerState, spread: int, own: BatchWork) -> int:
         """Prompt tokens beside these decodes.
 
         While the stages have all they can do, prompts are spread over the next rounds, so that all micro-batches are
         alike: what comes now and then all at once would have to be waited for in every stage. Otherwise they are cut
         to be out soonest, which is not at all where one stage works at a time.
         """
-        even = own if load.urgent_tokens else Work(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
+        even = own if load.urgent_tokens else BatchWork(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
         pending = load.urgent_tokens or load.pending_tokens
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
         is_full = load.num_decoding and (load.waiting_tokens or self._watch.is_saturated)
         if self._overlaps and is_full and not load.urgent_tokens:
-            pieces = [max(fewest, min(SPREAD_ROUNDS * spread, pending // LEAST_CHUNK))]
+            pieces = [max(fewest, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK))]
         else:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
         sizes = [-(-pending // n) for n in pieces]
         works = [_with_prefill(even, size, load.prefill_start) for size in sizes]
-        slowest, through = self._foretold_for(works)
+        slowest, through = self._predict(works)
         interval = np.maximum(slowest, through / self._watch.max_in_flight)
         out_after = (np.array(pieces) - 1) * interval + through
         best = int(np.argmin(out_after))
@@ -161,29 +163,29 @@ class BalancedPolicy:
         size = sizes[best] if load.urgent_tokens else self._adjusted(sizes[best], works[best], own, even)
         return self._within_target(size, own, load)
 
-    def _adjusted(self, size: int, nominal: Work, own: Work, even: Work) -> int:
+    def _adjusted(self, size: int, nominal: BatchWork, own: BatchWork, even: BatchWork) -> int:
         """More prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
-        with_both, alone, ours = (float(t) for t in self._foretold_for([nominal, even, own])[0])
+        with_both, alone, ours = (float(t) for t in self._predict([nominal, even, own])[0])
         per_token = (with_both - alone) / size
         return max(size + round((alone - ours) / per_token), 1) if per_token > 0 else size
 
-    def _within_target(self, size: int, own: Work, load: Load) -> int:
+    def _within_target(self, size: int, own: BatchWork, load: SchedulerState) -> int:
         """The most prompt tokens up to ``size`` with which a round of micro-batches like this one keeps the target."""
         if self._itl_target_s is None:
             return size
-        least = min(LEAST_CHUNK, size)
+        least = min(MIN_CHUNK, size)
         sizes = [max(size * eighths // 8, least) for eighths in range(8, 0, -1)]
-        slowest, through = self._foretold_for([_with_prefill(own, each, load.prefill_start) for each in sizes])
+        slowest, through = self._predict([_with_prefill(own, each, load.prefill_start) for each in sizes])
         rounds = np.maximum(slowest * self._watch.max_in_flight, through)
         fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
         return fitting[0] if fitting else least
 
-    def _foretold_for(self, works: Sequence[Work]) -> tuple[Seconds, Seconds]:
+    def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
         """Of each: what whoever has most to do takes, and the way through the whole pipeline."""
-        return self._times.slowest_and_through(self._cost.seconds(works))
+        return self._times.bottleneck_and_latency(self._cost.seconds(works))
 
 
-class IdleWatch:
+class InFlightTuner:
     """Measures M: how many micro-batches in flight, of ``most``, keep the slowest stage at work."""
 
     def __init__(self, num_stages: int, most: int) -> None:
@@ -222,6 +224,6 @@ class IdleWatch:
         self._busy, self._idle, self._num_seen = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
 
 
-def _with_prefill(decodes: Work, tokens: int, start: int) -> Work:
+def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:
     """A piece of a prompt after ``start`` positions sees on average half of itself and all before."""
-    return Work(tokens, tokens * start + tokens * (tokens + 1) // 2, decodes.decodes, decodes.decode_keys)
+    return BatchWork(tokens, tokens * start + tokens * (tokens + 1) // 2, decodes.decodes, decodes.decode_keys)

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.policy import BatchWork
 
 SCALES = np.array([1.0, 1 / 256, 1 / 2**16, 1 / 32, 1 / 2**14])  # so that each feature is about one where it matters
-ENOUGH = 12  # observations before the model is believed
+MIN_OBSERVATIONS = 12  # observations before the model is believed
 REFIT_EVERY = 16
-FORGET = 0.99  # what was seen 70 micro-batches ago counts half
-DOUBT = 1e-3  # how much the fit holds on to what it was where nothing varies
-MOST_SURPRISE = 3.0  # a time counts as at most so many times what was predicted: something else was in the way
+DECAY = 0.99  # what was seen 70 micro-batches ago counts half
+RIDGE = 1e-3  # how much the fit holds on to what it was where nothing varies
+OUTLIER_CLIP = 3.0  # a time counts as at most so many times what was predicted: something else was in the way
 
 
 class CostModel:
@@ -25,35 +25,37 @@ class CostModel:
     Coefficients are at least zero: what comes out below is left out, and the rest is fitted again.
     """
 
-    def __init__(self, num_stages: int, forget: float = FORGET) -> None:
+    def __init__(self, num_stages: int, forget: float = DECAY) -> None:
         self._forget = forget
         self._products_FF = np.zeros((len(SCALES), len(SCALES)))
         self._answers_FS = np.zeros((len(SCALES), num_stages))
         self._weights_FS = np.zeros((len(SCALES), num_stages))
         self._num_observed = 0
-        self._recent: list[tuple[Work, Sequence[float]]] = []  # since the last fit: taken in together, arrays are slow to begin
+        self._recent: list[
+            tuple[BatchWork, Sequence[float]]
+        ] = []  # since the last fit: taken in together, arrays are slow to begin
         self.version = 0  # grows with every fit
 
     @property
     def is_ready(self) -> bool:
-        return self._num_observed >= ENOUGH
+        return self._num_observed >= MIN_OBSERVATIONS
 
-    def observe(self, work: Work, seconds: Sequence[float]) -> None:
+    def observe(self, work: BatchWork, seconds: Sequence[float]) -> None:
         """``seconds`` of every stage."""
         self._recent.append((work, seconds))
         self._num_observed += 1
-        if self._num_observed == ENOUGH or self._num_observed % REFIT_EVERY == 0:
+        if self._num_observed == MIN_OBSERVATIONS or self._num_observed % REFIT_EVERY == 0:
             self.refit()
 
-    def seconds(self, works: Sequence[Work]) -> NDArray[np.float64]:
+    def seconds(self, works: Sequence[BatchWork]) -> NDArray[np.float64]:
         """For each of these micro-batches, of every stage: [works, stages]."""
         times_WS: NDArray[np.float64] = _features(works) @ self._weights_FS
         return times_WS
 
     def refit(self) -> None:
         """All stages at once; then, of each that has coefficients below zero, what is left without them."""
-        self._take_in()
-        doubt = DOUBT * np.trace(self._products_FF)
+        self._accumulate()
+        doubt = RIDGE * np.trace(self._products_FF)
         matrix_FF = self._products_FF + doubt * np.eye(len(SCALES))
         answers_FS = self._answers_FS + doubt * self._weights_FS
         fitted_FS = np.linalg.solve(matrix_FF, answers_FS)
@@ -62,14 +64,14 @@ class CostModel:
         self._weights_FS = fitted_FS
         self.version += 1
 
-    def _take_in(self) -> None:
+    def _accumulate(self) -> None:
         """With N new observations an old one counts forget**N times, the first new one forget**(N - 1), the last one once."""
         if not self._recent:
             return
         works, seconds = zip(*self._recent, strict=True)
         x_NF, y_NS = _features(works), np.array(seconds, dtype=np.float64)
         if self.version:
-            y_NS = np.minimum(y_NS, MOST_SURPRISE * np.maximum(x_NF @ self._weights_FS, 1e-6))
+            y_NS = np.minimum(y_NS, OUTLIER_CLIP * np.maximum(x_NF @ self._weights_FS, 1e-6))
         ages_N = np.arange(len(works))[::-1]
         weighted_FN = (x_NF * self._forget ** ages_N[:, None]).T
         self._products_FF = self._forget ** len(works) * self._products_FF + weighted_FN @ x_NF
@@ -92,7 +94,7 @@ def _not_negative(
     return result
 
 
-def _features(works: Sequence[Work]) -> NDArray[np.float64]:
+def _features(works: Sequence[BatchWork]) -> NDArray[np.float64]:
     """[works, features]"""
     counts = [(1.0, w.prefill_tokens, w.prefill_keys, w.decodes, w.decode_keys) for w in works]
     features_WF: NDArray[np.float64] = np.asarray(counts, dtype=np.float64) * SCALES
@@ -102,7 +104,7 @@ def _features(works: Sequence[Work]) -> NDArray[np.float64]:
 Seconds = NDArray[np.float64]
 
 
-class PipelineTimes:
+class CostColumns:
     """Columns of the cost model: what each stage computes; and, where experts are on actors of their own, what the busiest
     of those does for all stages together, and how long each stage waits for them where it does nothing else.
 
@@ -122,9 +124,9 @@ class PipelineTimes:
         busy = [timing.busy_s for timing in timings]
         if not self._has_expert_actors:
             return busy
-        return [*busy, sum(timing.experts_busy_s for timing in timings), *(timing.asked_s for timing in timings)]
+        return [*busy, sum(timing.experts_busy_s for timing in timings), *(timing.expert_wait_s for timing in timings)]
 
-    def slowest_and_through(self, times_WC: Seconds) -> tuple[Seconds, Seconds]:
+    def bottleneck_and_latency(self, times_WC: Seconds) -> tuple[Seconds, Seconds]:
         """For each micro-batch: how long it keeps whoever has most to do, and how long it takes from one end to the other."""
         stages_WS, rest = times_WC[:, : self._num_stages], times_WC[:, self._num_stages :]
         through_W: Seconds = stages_WS.sum(axis=1) + rest[:, 1:].sum(axis=1)

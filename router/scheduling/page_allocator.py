@@ -8,7 +8,7 @@ from tramontane.router.scheduling.sequence import Sequence
 UNBOUNDED = 2**62  # positions: a full ring suffices for any number
 
 
-class PageLedger:
+class PageAllocator:
     """Free and promised pages of every window class.
 
     Of a class with a window a sequence is promised the pages of its full length when it is admitted: they are few, and
@@ -36,40 +36,40 @@ class PageLedger:
         """Of all classes."""
         return self.num_pages - sum(self.num_free)
 
-    def fits_ever(self, sequence: Sequence) -> bool:
+    def can_ever_fit(self, sequence: Sequence) -> bool:
         """Could this sequence be admitted if nothing else ran?"""
         return self._is_possible(self._pages(sequence.max_cached))
 
-    def how_many_fit(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
+    def num_fitting(self, sequences: Iterable[Sequence], leaving: Iterable[Sequence] = ()) -> int:
         """Of these, one after the other, so many could be promised their pages if those that leave had given theirs back."""
         promised, fitting = self._promised_without(leaving), 0
         for sequence in sequences:
-            promised = [p + n for p, n in zip(promised, self.needs(sequence), strict=True)]
+            promised = [p + n for p, n in zip(promised, self.pages_needed(sequence), strict=True)]
             if not self._is_possible(promised):
                 break
             fitting += 1
         return fitting
 
-    def fits_without(self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int) -> bool:
+    def fits_after_freeing(self, leaving: Iterable[Sequence], sequence: Sequence, num_spare: int) -> bool:
         """Could ``promise`` be given if these had given their pages back?"""
-        needs = self.needs(sequence)
+        needs = self.pages_needed(sequence)
         promised = self._promised_without(leaving)
         return self._is_possible([p + n for p, n in zip(promised, needs, strict=True)], num_spare)
 
-    def promise(self, sequence: Sequence, num_spare: int = 0) -> bool:
+    def reserve_for_admission(self, sequence: Sequence, num_spare: int = 0) -> bool:
         """Reserve what the sequence needs to begin, if that leaves ``num_spare`` pages of each class without a window."""
-        needs = self.needs(sequence)
+        needs = self.pages_needed(sequence)
         promised = [p + n for p, n in zip(self._promised, needs, strict=True)]
         if not self._is_possible(promised, num_spare):
             return False
         self._promised = promised
-        sequence.pages, sequence.num_covered = [[] for _ in needs], 0
+        sequence.pages, sequence.num_paged_positions = [[] for _ in needs], 0
         self._note_promise(sequence, needs)
         return True
 
     def reserve(self, sequence: Sequence, num_positions: int) -> bool:
         """See to it that ``grow`` to so many positions is possible."""
-        if num_positions <= sequence.num_promised:
+        if num_positions <= sequence.num_reserved_positions:
             return True
         needs = [max(old, n) for old, n in zip(sequence.promised, self._pages(num_positions), strict=True)]
         promised = [p + n - old for p, n, old in zip(self._promised, needs, sequence.promised, strict=True)]
@@ -79,15 +79,15 @@ class PageLedger:
         self._note_promise(sequence, needs)
         return True
 
-    def grow(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
+    def allocate(self, sequence: Sequence, num_positions: int) -> tuple[tuple[int, ...], ...]:
         """Take the pages that ``num_positions`` cached positions need beyond those held, all promised; returns the new ones.
 
         P = 16, R = 5, 3 pages held (48 positions): for 70 positions ceil(70/16) = 5, so two
         more; for 700 positions min(44, 5) = 5, two more again.
         """
-        if num_positions <= sequence.num_covered:
+        if num_positions <= sequence.num_paged_positions:
             return self._nothing
-        assert num_positions <= sequence.num_promised
+        assert num_positions <= sequence.num_reserved_positions
         gained, covered = [], UNBOUNDED
         for window_class, free, held in zip(self.cache.classes, self._free, sequence.pages, strict=True):
             wanted = window_class.pages_for(num_positions, self.cache.page_size)
@@ -95,7 +95,7 @@ class PageLedger:
             held += new
             gained.append(new)
             covered = min(covered, self._covered(window_class, wanted))
-        sequence.num_covered = covered
+        sequence.num_paged_positions = covered
         return tuple(gained)
 
     def release(self, sequence: Sequence) -> None:
@@ -104,7 +104,7 @@ class PageLedger:
         for free, held in zip(self._free, sequence.pages, strict=True):
             free += held
         self._promised = [p - n for p, n in zip(self._promised, sequence.promised, strict=True)]
-        sequence.pages, sequence.promised, sequence.num_covered, sequence.num_promised = [], [], 0, 0
+        sequence.pages, sequence.promised, sequence.num_paged_positions, sequence.num_reserved_positions = [], [], 0, 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Recount: free and held pages are all pages, each exactly once, and promises add up."""
@@ -115,7 +115,7 @@ class PageLedger:
             assert self._promised[index] == sum(s.promised[index] for s in holders) <= window_class.num_pages
             assert all(len(s.pages[index]) <= s.promised[index] for s in holders)
 
-    def needs(self, sequence: Sequence) -> list[int]:
+    def pages_needed(self, sequence: Sequence) -> list[int]:
         """To begin: with a window all that it can ever need, without one what is known and one token more."""
         at_first = min(sequence.num_known + 1, sequence.max_cached)
         return [
@@ -141,4 +141,4 @@ class PageLedger:
 
     def _note_promise(self, sequence: Sequence, needs: list[int]) -> None:
         sequence.promised = needs
-        sequence.num_promised = min(map(self._covered, self.cache.classes, needs))
+        sequence.num_reserved_positions = min(map(self._covered, self.cache.classes, needs))

@@ -8,7 +8,7 @@ from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 MAX_FAILURES = 2  # in a row, without a token between them; the last one alone
 
 
-class Suspects:
+class PoisonDetector:
     """A sequence that was in a failing micro-batch may have caused it, or only have been in its company.
 
     If one that was in ``MAX_FAILURES`` of them is to blame, it is for the same position each time. It is tried alone, before
@@ -16,17 +16,17 @@ class Suspects:
     """
 
     def __init__(self) -> None:
-        self._untried: deque[Sequence] = deque()
+        self._to_isolate: deque[Sequence] = deque()
 
     def __bool__(self) -> bool:
-        return bool(self._untried)
+        return bool(self._to_isolate)
 
     @property
     def first(self) -> Sequence:
         """Whose turn it is."""
-        return self._untried[0]
+        return self._to_isolate[0]
 
-    def note_failure(self, positions: Mapping[Sequence, tuple[int, int]], *, alone: bool) -> Sequence | None:
+    def record_failure(self, positions: Mapping[Sequence, tuple[int, int]], *, alone: bool) -> Sequence | None:
         """These, from here to before there, were in a micro-batch that failed; ``alone``: nothing else was in the pipeline.
 
         Returns who is guilty.
@@ -35,21 +35,21 @@ class Suspects:
             _count(sequence, span)
             if sequence.num_failures >= MAX_FAILURES and alone:
                 return sequence
-            if sequence.num_failures >= MAX_FAILURES and sequence not in self._untried:
-                self._untried.append(sequence)
+            if sequence.num_failures >= MAX_FAILURES and sequence not in self._to_isolate:
+                self._to_isolate.append(sequence)
         return None
 
-    def has_made_token(self, sequence: Sequence) -> bool:
+    def clear(self, sequence: Sequence) -> bool:
         """It is acquitted; returns whether it has to make room for the next one's trial."""
-        if sequence in self._untried:
-            self._untried.remove(sequence)
-            return bool(self._untried) and sequence.status is SequenceStatus.RUNNING
+        if sequence in self._to_isolate:
+            self._to_isolate.remove(sequence)
+            return bool(self._to_isolate) and sequence.status is SequenceStatus.RUNNING
         return False
 
     def discard(self, sequence: Sequence) -> None:
         """It has ended."""
-        if sequence in self._untried:
-            self._untried.remove(sequence)
+        if sequence in self._to_isolate:
+            self._to_isolate.remove(sequence)
 
 
 def _count(sequence: Sequence, span: tuple[int, int]) -> None:

@@ -8,7 +8,7 @@ from tramontane.proto.step import StageTiming
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class BatchWork:
     """What a micro-batch gives a stage to do, counted so that time is about linear in it.
 
     ``prefill_keys``: keys that all prompt tokens together attend to, ``decode_keys`` likewise.
@@ -21,7 +21,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SchedulerState:
     """What there is to do at this moment.
 
     ``num_decoding`` sequences are past their prompts, with ``decoding_keys`` visible keys in all; the next token of
@@ -43,7 +43,7 @@ class Load:
     urgent_tokens: int = 0
 
 
-def kept_for_prompts(load: Load, max_tokens: int) -> int:
+def reserved_for_prefill(load: SchedulerState, max_tokens: int) -> int:
     """Tokens of a micro-batch that decodes leave to prompts: one, and what urgent ones need up to seven eighths of all.
 
     Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
@@ -54,7 +54,7 @@ def kept_for_prompts(load: Load, max_tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class BatchBudget:
     """At most so many decode tokens and so many prompt tokens in the next micro-batch.
 
     ``spread`` is for the policy itself: of a micro-batch without prompts, over how many decodes are spread, and how
@@ -72,14 +72,14 @@ class Policy(Protocol):
 
     overlaps_chunks: bool
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         """For the next micro-batch; None if nothing should be submitted before a result comes back."""
 
-    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """How long each stage took for a micro-batch, and what had been decided for it. In the order of submission."""
 
 
-class EvenPolicy:
+class FixedInFlightPolicy:
     """A fixed number M of micro-batches in flight, with as many decodes each as even shares of them have.
 
     Urgent prompts travel with no others.
@@ -90,12 +90,12 @@ class EvenPolicy:
     def __init__(self, max_in_flight: int, max_tokens: int) -> None:
         self._max_in_flight, self._max_tokens = max_in_flight, max_tokens
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._max_in_flight:
             return None
-        most = self._max_tokens - kept_for_prompts(load, self._max_tokens)
+        most = self._max_tokens - reserved_for_prefill(load, self._max_tokens)
         decodes = min(-(-load.num_decoding // self._max_in_flight), most, load.num_ready)
-        return Share(decodes, min(load.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
+        return BatchBudget(decodes, min(load.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
 
-    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Nothing is learned."""

@@ -5,24 +5,24 @@ from itertools import takewhile
 
 from tramontane.proto.request import NUM_PRIORITIES
 from tramontane.proto.step import Chunk
-from tramontane.router.scheduling.page_allocator import PageLedger
-from tramontane.router.scheduling.sequence import Sequence, rank
+from tramontane.router.scheduling.page_allocator import PageAllocator
+from tramontane.router.scheduling.sequence import Sequence, priority_key
 
 
-class Prompts:
+class PrefillQueue:
     """Admitted sequences whose known tokens have not all been submitted, by rank.
 
     ``overlap``: whether a prompt's next chunk may go while its last one is in flight. ``least_urgent`` is the level up to
     which any go at all: others make way for somebody who waits for a place.
     """
 
-    def __init__(self, ledger: PageLedger, overlap: bool) -> None:
+    def __init__(self, ledger: PageAllocator, overlap: bool) -> None:
         self._ledger, self._overlap = ledger, overlap
         self.all: list[Sequence] = []
         self.least_urgent = NUM_PRIORITIES
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.all, sequence, key=rank)
+        insort(self.all, sequence, key=priority_key)
 
     def discard(self, sequence: Sequence) -> None:
         if sequence in self.all:
@@ -30,18 +30,18 @@ class Prompts:
 
     def sort(self) -> None:
         """Somebody's level is another now."""
-        self.all.sort(key=rank)
+        self.all.sort(key=priority_key)
 
-    def to_go(self) -> list[Sequence]:
+    def schedulable(self) -> list[Sequence]:
         """Those of which something could go now."""
         if self._overlap and self.least_urgent == NUM_PRIORITIES:
             return self.all
-        return [s for s in self.all if s.level <= self.least_urgent and (self._overlap or not s.num_in_flight)]
+        return [s for s in self.all if s.effective_priority <= self.least_urgent and (self._overlap or not s.num_in_flight)]
 
-    def chunks(self, budget: int) -> list[Chunk]:
+    def take_chunks(self, budget: int) -> list[Chunk]:
         """Of whoever is first as much as there is, then of the next."""
         chunks = []
-        for sequence in list(self.to_go()):
+        for sequence in list(self.schedulable()):
             if budget <= 0:
                 break
             chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
@@ -58,14 +58,14 @@ class Prompts:
             seq_id=sequence.seq_id,
             start=start,
             token_ids=sequence.known_ids(start, end),
-            new_pages=self._ledger.grow(sequence, end),
+            new_pages=self._ledger.allocate(sequence, end),
             sampling=sequence.sampling if start == 0 else None,
-            wants_token=end == sequence.num_known,
+            needs_sample=end == sequence.num_known,
             num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
             request_id=sequence.request_id if start == 0 else "",
         )
 
 
-def num_tokens_of_first_level(prompts: list[Sequence]) -> int:
+def urgent_tokens(prompts: list[Sequence]) -> int:
     """Of those as urgent as the first: what of them has not been submitted."""
-    return sum(s.num_pending for s in takewhile(lambda s: s.level == prompts[0].level, prompts))
+    return sum(s.num_pending for s in takewhile(lambda s: s.effective_priority == prompts[0].effective_priority, prompts))

@@ -11,7 +11,7 @@ SMOOTHING = 0.3  # weight of the newest correction
 
 
 @dataclass
-class _Known:
+class _SpreadStats:
     """Of one spread: real over foretold time, and when it will be tried again."""
 
     ratio: float = 1.0
@@ -20,7 +20,7 @@ class _Known:
     rounds_left: int = 0
 
 
-class RoundWatch:
+class SpreadTuner:
     """Chooses a spread m, which is how many micro-batches take part in a round of decodes.
 
     Foretold times know what stages take for their work, not that they may share cores, or what lies between them. So
@@ -28,7 +28,7 @@ class RoundWatch:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _SpreadStats] = {}
         self._trial: tuple[int, int] | None = None  # which spread, and micro-batches left of it
         self._span: tuple[int, int, float, float] | None = None  # spread, micro-batches, real and foretold seconds so far
         self._last_end = 0.0
@@ -72,5 +72,5 @@ class RoundWatch:
     def _is_due(self, spread: int) -> bool:
         return not self._of(spread).is_tried or self._of(spread).rounds_left <= 0
 
-    def _of(self, spread: int) -> _Known:
-        return self._known.setdefault(spread, _Known())
+    def _of(self, spread: int) -> _SpreadStats:
+        return self._known.setdefault(spread, _SpreadStats())

@@ -7,16 +7,16 @@ from itertools import repeat
 from tramontane.proto.plan import CachePlan
 from tramontane.proto.request import NUM_PRIORITIES, FinishReason, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.router.scheduling.admission import Limits, check_possible, is_full, overload
-from tramontane.router.scheduling.decode_queue import Decoding
-from tramontane.router.scheduling.poison_detector import Suspects
-from tramontane.router.scheduling.policy import Load, Policy, Share, Work
-from tramontane.router.scheduling.prefill_queue import Prompts, num_tokens_of_first_level
-from tramontane.router.scheduling.priority_aging import note_left_behind
-from tramontane.router.scheduling.running_set import Admitted, Demand, demand_of
-from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, rank
-from tramontane.router.scheduling.waiting_queue import Line
-from tramontane.router.scheduling.work_estimator import VisibleKeys
+from tramontane.router.scheduling.admission import SchedulerLimits, is_full, overload_reason, validate_sequence
+from tramontane.router.scheduling.decode_queue import DecodeQueue
+from tramontane.router.scheduling.poison_detector import PoisonDetector
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
+from tramontane.router.scheduling.prefill_queue import PrefillQueue, urgent_tokens
+from tramontane.router.scheduling.priority_aging import age_starved
+from tramontane.router.scheduling.running_set import PipelineLoad, RunningSet, measure_load
+from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, priority_key
+from tramontane.router.scheduling.waiting_queue import WaitingQueue
+from tramontane.router.scheduling.work_estimator import WorkEstimator
 
 # Looked up hundreds of times in a step, which through the class takes Python 3.11 four times as long.
 RUNNING, PREEMPTED, FINISHED = SequenceStatus.RUNNING, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED
@@ -36,36 +36,38 @@ class Scheduler:
     * Whoever is left behind too often becomes as urgent as any (``ageing.py``).
     """
 
-    def __init__(self, cache: CachePlan, limits: Limits, policy: Policy, epoch: int = 0) -> None:
+    def __init__(self, cache: CachePlan, limits: SchedulerLimits, policy: Policy, epoch: int = 0) -> None:
         self.limits = limits
         self.policy = policy
         self.epoch = epoch
-        self._admitted = Admitted(cache, limits.max_num_seqs)
-        self.ledger = self._admitted.ledger
+        self._admitted = RunningSet(cache, limits.max_num_seqs)
+        self.allocator = self._admitted.ledger
         self._eos = frozenset(limits.eos_token_ids)
-        self._waiting = Line()
-        self._prompts = Prompts(self.ledger, policy.overlaps_chunks)
-        self._keys = VisibleKeys([limits.max_model_len if c.window is None else c.window for c in cache.classes])
-        self._decoding = Decoding(self.ledger, self._keys)
+        self._waiting = WaitingQueue()
+        self._prompts = PrefillQueue(self.allocator, policy.overlaps_chunks)
+        self._keys = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
+        self._decoding = DecodeQueue(self.allocator, self._keys)
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
-        self._suspects = Suspects()
+        self._suspects = PoisonDetector()
         self._next_step = 0
-        self._in_flight: deque[tuple[Share, Work, list[Sequence]]] = deque()  # and whose decodes, in the order of columns
+        self._in_flight: deque[tuple[BatchBudget, BatchWork, list[Sequence]]] = (
+            deque()
+        )  # and whose decodes, in the order of columns
         self.num_preempted = 0  # times that a sequence gave its pages back
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, and admit it if there is room. Raises RequestError if it could never run."""
-        self.check(sequence)
-        self._waiting.join(sequence)
+        self.validate(sequence)
+        self._waiting.push(sequence)
         self._admit()
 
-    def check(self, sequence: Sequence) -> None:
+    def validate(self, sequence: Sequence) -> None:
         """Raises RequestError if this sequence could never run, however long it waited."""
-        check_possible(sequence, self.limits, self.ledger)
+        validate_sequence(sequence, self.limits, self.allocator)
 
     def overload(self, arriving: Collection[Sequence]) -> str | None:
         """Why these sequences must not be added now, or None."""
-        return overload(arriving, self._waiting, self._admitted, self.limits)
+        return overload_reason(arriving, self._waiting, self._admitted, self.limits)
 
     def is_full(self, priority: int, owner: int) -> bool:
         """Whether even the smallest sequence of these must not be added now."""
@@ -74,10 +76,10 @@ class Scheduler:
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
         if (admitted := self._admitted.by_id.get(seq_id)) is not None:
-            self._stop(admitted, FINISHED)
+            self._deschedule(admitted, FINISHED)
             self._release_if_drained(admitted)
         for sequence in [s for s in self._waiting if s.seq_id == seq_id]:
-            self._waiting.leave(sequence)
+            self._waiting.remove(sequence)
             self._suspects.discard(sequence)
             sequence.status = FINISHED
 
@@ -92,37 +94,37 @@ class Scheduler:
         for sequence in list(self._admitted.by_id.values()):
             sequence.num_in_flight = 0
             if sequence.status is RUNNING:
-                self._stop(sequence, PREEMPTED)
+                self._deschedule(sequence, PREEMPTED)
             self._release_if_drained(sequence)
         self._released.clear()
 
-    def note_failure(self, batch: MicroBatch) -> int | None:
+    def record_failure(self, batch: MicroBatch) -> int | None:
         """This micro-batch, the oldest in flight, has failed. Returns the sequence that is to blame, where that is certain."""
         spans = [(chunk.seq_id, chunk.start, chunk.num_tokens) for chunk in batch.chunks]
         spans += [(seq_id, start, 1) for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)]
         going = {self._admitted.by_id[seq_id]: (start, start + num_tokens) for seq_id, start, num_tokens in spans}
         alive = {sequence: span for sequence, span in going.items() if sequence.status is not FINISHED}
-        guilty = self._suspects.note_failure(alive, alone=len(self._admitted) == 1)
+        guilty = self._suspects.record_failure(alive, alone=len(self._admitted) == 1)
         return None if guilty is None else guilty.seq_id
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
         self._admit()
-        share = self.policy.share(self._load(self._prompts.to_go()))
+        share = self.policy.share(self._load(self._prompts.schedulable()))
         if share is None:
             return None
-        decoding, decodes = self._decoding.columns(share.decodes, self._preempt_last)
-        prefills = self._prompts.chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
+        decoding, decodes = self._decoding.take_batch(share.decodes, self._preempt_last)
+        prefills = self._prompts.take_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
         if not decoding and not prefills:
             return None
         if prefills:
             going = [self._admitted.by_id[c.seq_id] for c in prefills]
-            note_left_behind(going, self._waiting, self._prompts, self._admitted)
+            age_starved(going, self._waiting, self._prompts, self._admitted)
         chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1]
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released), decodes)
         self._released.clear()
         self._next_step += 1
-        self._in_flight.append((share, self.work_of(batch), decoding))
+        self._in_flight.append((share, self.measure_work(batch), decoding))
         return batch
 
     def complete(self, batch: MicroBatch, result: StepResult) -> list[TokenEvent]:
@@ -132,13 +134,13 @@ class Scheduler:
         assert result.step_id == batch.step_id
         share, work, decoding = self._in_flight.popleft()
         self.policy.observe(share, work, result.timings)
-        token_ids, ended, ready = iter(result.token_ids), dict(result.ended), self._decoding.ready
+        token_ids, ended, ready = iter(result.token_ids), dict(result.finished), self._decoding.ready
         accepted: list[Accepted] = []
         lengths = []  # of sequences that go on decoding
         for chunk in batch.chunks:
             sequence = self._admitted.by_id[chunk.seq_id]
             sequence.num_in_flight -= 1
-            accepted += self._take_in(sequence, next(token_ids) if chunk.wants_token else None, ended.get(chunk.seq_id))
+            accepted += self._apply_result(sequence, next(token_ids) if chunk.needs_sample else None, ended.get(chunk.seq_id))
         for sequence, token_id in zip(decoding, token_ids, strict=True):
             sequence.num_in_flight -= 1
             num_known = sequence.num_known + 1
@@ -150,8 +152,8 @@ class Scheduler:
                 ready.append(sequence)
                 accepted.append((sequence.seq_id, token_id, None))
             else:
-                accepted += self._take_in(sequence, token_id, ended.get(sequence.seq_id))
-        self._decoding.note_growth(lengths)
+                accepted += self._apply_result(sequence, token_id, ended.get(sequence.seq_id))
+        self._decoding.record_growth(lengths)
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
 
     @property
@@ -172,65 +174,65 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not (self._waiting or self._admitted)
 
-    def demand(self) -> Demand:
+    def demand(self) -> PipelineLoad:
         """Of all that was added and has not ended."""
-        return demand_of([*self._admitted.by_id.values(), *self._waiting], self.ledger, self.limits.max_num_seqs)
+        return measure_load([*self._admitted.by_id.values(), *self._waiting], self.allocator, self.limits.max_num_seqs)
 
     def check_integrity(self) -> None:
         """Recount everything; raises AssertionError if the books do not balance."""
         self._admitted.check_integrity()
         self._waiting.check_integrity()
-        assert self._prompts.all == sorted(self._prompts.all, key=rank)
+        assert self._prompts.all == sorted(self._prompts.all, key=priority_key)
         self._decoding.check_integrity(self._admitted.by_id.values())
         if self.is_idle:
-            assert self.ledger.num_free == [c.num_pages for c in self.ledger.cache.classes]
+            assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
     def _admit(self) -> None:
         """Whoever is first, as long as there is room."""
         self._prompts.least_urgent = NUM_PRIORITIES
         if self._suspects:
-            self._admit_alone(self._suspects.first)
+            self._admit_suspect(self._suspects.first)
             return
-        while (sequence := self._waiting.first) is not None and self._has_room(sequence):
-            self._waiting.begin(sequence)
+        while (sequence := self._waiting.first) is not None and self._try_admit(sequence):
+            self._waiting.pop_admitted(sequence)
             self._prompts.add(sequence)
 
-    def _admit_alone(self, suspect: Sequence) -> None:
-        if suspect.status is SequenceStatus.WAITING and not self._admitted and self._admitted.take(suspect):
-            self._waiting.begin(suspect)
+    def _admit_suspect(self, suspect: Sequence) -> None:
+        if suspect.status is SequenceStatus.WAITING and not self._admitted and self._admitted.admit(suspect):
+            self._waiting.pop_admitted(suspect)
             self._prompts.add(suspect)
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _try_admit(self, sequence: Sequence) -> bool:
         """A place and pages are its own now, if need be those of less urgent ones.
 
         Only whoever has nothing in flight gives way, so that there is room at once. Decodes soon come back; so that prompts
         do, none of them goes on meanwhile.
         """
-        while not self._admitted.take(sequence):
-            if not self._admitted.could_make_room(sequence):
+        while not self._admitted.admit(sequence):
+            if not self._admitted.can_preempt_for(sequence):
                 return False
-            if (giving_way := self._admitted.first_to_give_way(sequence)) is None:
-                self._prompts.least_urgent = sequence.level
+            if (giving_way := self._admitted.preemption_victim(sequence)) is None:
+                self._prompts.least_urgent = sequence.effective_priority
                 return False
             self._preempt(giving_way)
         return True
 
-    def _load(self, prompts: list[Sequence]) -> Load:
-        are_urgent = bool(prompts) and self._admitted.has_any_below(prompts[0].level)
-        return Load(
+    def _load(self, prompts: list[Sequence]) -> SchedulerState:
+        are_urgent = bool(prompts) and self._admitted.has_any_below(prompts[0].effective_priority)
+        return SchedulerState(
             num_in_flight=len(self._in_flight),
             num_decoding=self._decoding.num_sequences,
             decoding_keys=self._decoding.num_keys,
             num_ready=len(self._decoding.ready),
-            ready_keys=(self._keys.of(s.num_known) for s in self._decoding.ready),
+            ready_keys=(self._keys.visible_keys(s.num_known) for s in self._decoding.ready),
             pending_tokens=sum(s.num_pending for s in prompts),
-            urgent_tokens=num_tokens_of_first_level(prompts) if are_urgent else 0,
-            prefill_start=self._keys.of(prompts[0].num_dispatched) if prompts else 0,
+            urgent_tokens=urgent_tokens(prompts) if are_urgent else 0,
+            prefill_start=self._keys.visible_keys(prompts[0].num_dispatched) if prompts else 0,
             waiting_tokens=self._waiting.num_tokens,
-            free_share=min(n / c.num_pages for n, c in zip(self.ledger.num_free, self.ledger.cache.classes, strict=True)),
+            free_share=min(n / c.num_pages for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)),
         )
 
-    def work_of(self, batch: MicroBatch) -> Work:
+    def measure_work(self, batch: MicroBatch) -> BatchWork:
         """What it gives a stage to do."""
         return self._keys.work_of(batch)
 
@@ -239,17 +241,17 @@ class Scheduler:
 
         One at a time: the first in rank is never the last one unless it is alone, and alone it has room.
         """
-        if (last := self._admitted.last()) is None:  # somebody's pages are coming back
+        if (last := self._admitted.lowest_priority()) is None:  # somebody's pages are coming back
             return False
         self._preempt(last)
         return not last.num_in_flight
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._stop(sequence, PREEMPTED)
+        self._deschedule(sequence, PREEMPTED)
         self.num_preempted += 1
         self._release_if_drained(sequence)
 
-    def _take_in(self, sequence: Sequence, token_id: int | None, finish: FinishReason | None) -> list[Accepted]:
+    def _apply_result(self, sequence: Sequence, token_id: int | None, finish: FinishReason | None) -> list[Accepted]:
         """Something of the sequence has come back, with a token or without, and with a reason if the stage says that it ends."""
         accepted = [self._accept(sequence, token_id, finish)] if token_id is not None and sequence.status is not FINISHED else []
         if sequence.status is not RUNNING:
@@ -259,20 +261,20 @@ class Scheduler:
     def _accept(self, sequence: Sequence, token_id: int, finish: FinishReason | None) -> Accepted:
         num_known = sequence.accept(token_id)
         if sequence.is_decoding:
-            self._decoding.note_growth([num_known])
+            self._decoding.record_growth([num_known])
         if finish is None and token_id in self._eos and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
         if finish is None and num_known >= sequence.max_len:
             finish = FinishReason.LENGTH
         if finish is not None:
-            self._stop(sequence, FINISHED)
+            self._deschedule(sequence, FINISHED)
         elif sequence.status is RUNNING:
             self._decoding.add(sequence)
-        if self._suspects.has_made_token(sequence):
-            self._stop(sequence, PREEMPTED)
+        if self._suspects.clear(sequence):
+            self._deschedule(sequence, PREEMPTED)
         return sequence.seq_id, token_id, finish
 
-    def _stop(self, sequence: Sequence, status: SequenceStatus) -> None:
+    def _deschedule(self, sequence: Sequence, status: SequenceStatus) -> None:
         """It is not scheduled any more; what is in flight comes back."""
         self._prompts.discard(sequence)
         self._decoding.discard(sequence)
@@ -283,9 +285,9 @@ class Scheduler:
     def _release_if_drained(self, sequence: Sequence) -> None:
         if sequence.num_in_flight:
             return
-        self._admitted.give_back(sequence)
+        self._admitted.release(sequence)
         if sequence.num_dispatched:
             self._released.append(sequence.seq_id)
         if sequence.status is PREEMPTED:
             sequence.status, sequence.num_dispatched = SequenceStatus.WAITING, 0
-            self._waiting.join(sequence)
+            self._waiting.push(sequence)

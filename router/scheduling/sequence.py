@@ -30,18 +30,18 @@ class Sequence:
     is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
     promised: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
-    num_covered: int = 0  # positions for which its pages suffice
-    num_promised: int = 0  # positions for which those that it is promised do
-    level: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often
-    has_had_turn: bool = False  # it was given a place before, or is the next to get one
+    num_paged_positions: int = 0  # positions for which its pages suffice
+    num_reserved_positions: int = 0  # positions for which those that it is promised do
+    effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often
+    was_scheduled: bool = False  # it was given a place before, or is the next to get one
     num_failures: int = 0  # of micro-batches that had the same of its positions, without a token since
     failed_at: tuple[int, int] = (0, 0)  # these positions: the first, and the one after the last
     num_known_at_failure: int = 0
-    num_passed_over: int = 0  # micro-batches that took more urgent prompts while this was the first to be left behind
+    num_skipped: int = 0  # micro-batches that took more urgent prompts while this was the first to be left behind
 
     def __post_init__(self) -> None:
         self.num_known = len(self.prompt_ids) + len(self.output_ids)
-        self.level = self.priority
+        self.effective_priority = self.priority
 
     def accept(self, token_id: int) -> int:
         """A token was sampled; returns how many are known now."""
@@ -68,11 +68,11 @@ class Sequence:
         return self.prompt_ids[start:end] + tuple(self.output_ids[max(start - split, 0) : max(end - split, 0)])
 
 
-def arrival(sequence: Sequence) -> int:
+def arrival_key(sequence: Sequence) -> int:
     """The router numbers them as they come."""
     return sequence.seq_id
 
 
-def rank(sequence: Sequence) -> tuple[int, int]:
+def priority_key(sequence: Sequence) -> tuple[int, int]:
     """The lower, the sooner: by how urgent it is, of equals by arrival."""
-    return sequence.level, sequence.seq_id
+    return sequence.effective_priority, sequence.seq_id

@@ -6,10 +6,10 @@ Only what decides the shape of micro-batches is here; admission, pages and order
 from collections.abc import Sequence
 
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.policy import Load, Share, Work
+from tramontane.router.scheduling.policy import BatchBudget, BatchWork, SchedulerState
 
 
-class _Indifferent:
+class _StaticPolicy:
     """Learns nothing; as many micro-batches in flight as there are stages."""
 
     overlaps_chunks = True
@@ -17,11 +17,11 @@ class _Indifferent:
     def __init__(self, num_stages: int) -> None:
         self._num_stages = num_stages
 
-    def observe(self, share: Share, work: Work, timings: Sequence[StageTiming]) -> None:
+    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Nothing is learned."""
 
 
-class FullBudget(_Indifferent):
+class VllmPolicy(_StaticPolicy):
     """vLLM: every micro-batch may have the whole budget, whoever is ready first (v1/core/sched/scheduler.py,
     v1/engine/core.py step_with_batch_queue; max_num_batched_tokens 2048)."""
 
@@ -29,14 +29,14 @@ class FullBudget(_Indifferent):
         super().__init__(num_stages)
         self._max_tokens = max_tokens
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._num_stages:
             return None
         decodes = min(load.num_ready, self._max_tokens)
-        return Share(decodes, self._max_tokens - decodes)
+        return BatchBudget(decodes, self._max_tokens - decodes)
 
 
-class UniformBudget(FullBudget):
+class SarathiPolicy(VllmPolicy):
     """Sarathi-Serve (arXiv 2403.02310): stall-free batches of one small size; a prompt's chunks one after the other
     (sarathi_scheduler.py; chunk size 512 as in its evaluation)."""
 
@@ -46,7 +46,7 @@ class UniformBudget(FullBudget):
         super().__init__(num_stages, max_tokens)
 
 
-class TokenThrottling(_Indifferent):
+class GllmPolicy(_StaticPolicy):
     """gLLM (arXiv 2504.14775, gllm/scheduler.py): decodes in even parts, prompts by what waits and by free pages.
 
     Its reserve for running decodes is left out: with the caches of the simulation nothing is ever preempted.
@@ -57,11 +57,11 @@ class TokenThrottling(_Indifferent):
         self._iterations, self._least, self._most = iterations, least, most
         self._turn = 0
 
-    def share(self, load: Load) -> Share | None:
+    def share(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._num_stages:
             return None
         decodes = max((load.num_decoding + self._turn) // self._num_stages, 1)
         self._turn = (self._turn + 1) % self._num_stages
         waiting = load.pending_tokens + load.waiting_tokens
         prefill = min(max(waiting // self._iterations, self._least), round(self._most * load.free_share))
-        return Share(min(decodes, load.num_ready), prefill)
+        return BatchBudget(min(decodes, load.num_ready), prefill)

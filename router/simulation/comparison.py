@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.policy import Policy
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.simulation.baseline_policies import FullBudget, TokenThrottling, UniformBudget
-from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, Trace, simulate
+from tramontane.router.simulation.baseline_policies import GllmPolicy, SarathiPolicy, VllmPolicy
+from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
-UNSETTLED = 0.1  # of the time with a backlog is left out at the start: pipelines fill, and ours learns
+WARMUP_SHARE = 0.1  # of the time with a backlog is left out at the start: pipelines fill, and ours learns
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class PolicyEntry:
     """A policy, made anew for every run, and the most tokens that it puts into a micro-batch."""
 
     name: str
@@ -42,24 +42,24 @@ class Summary:
     e2e_s: tuple[float, ...]
 
 
-def candidates(max_tokens: int, itl_target_s: float | None = None) -> list[Candidate]:
+def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:
     """Ours with these settings, and the published ones with theirs."""
     return [
-        Candidate("tramontane", lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s), max_tokens),
-        Candidate("full budget (vLLM)", FullBudget, 2048),
-        Candidate("uniform budget (Sarathi-Serve)", UniformBudget, 512),
-        Candidate("token throttling (gLLM)", TokenThrottling, 8192),
+        PolicyEntry("tramontane", lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s), max_tokens),
+        PolicyEntry("full budget (vLLM)", VllmPolicy, 2048),
+        PolicyEntry("uniform budget (Sarathi-Serve)", SarathiPolicy, 512),
+        PolicyEntry("token throttling (gLLM)", GllmPolicy, 8192),
     ]
 
 
-def compared(
-    chosen: Sequence[Candidate],
-    pipeline: ModelledPipeline,
+def compare(
+    chosen: Sequence[PolicyEntry],
+    pipeline: PipelineModel,
     num_stages: int,
-    arrivals: Sequence[Arrival],
+    arrivals: Sequence[SimRequest],
     max_num_seqs: int,
     on_done: Callable[[], None] = lambda: None,
-) -> list[tuple[Summary, Trace]]:
+) -> list[tuple[Summary, SimTrace]]:
     """All of them, one after the other. ``on_done`` hears of each."""
     outcomes = []
     for candidate in chosen:
@@ -70,16 +70,16 @@ def compared(
     return outcomes
 
 
-def scheduler_for(candidate: Candidate, num_stages: int, arrivals: Sequence[Arrival], max_num_seqs: int) -> Scheduler:
+def scheduler_for(candidate: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
     """With room in the caches for ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
     max_len = max(arrival.prompt_tokens + arrival.new_tokens for arrival in arrivals) + 1
     ring = ring_pages(WINDOW, PAGE_SIZE, max_len)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * max_num_seqs),))
-    return Scheduler(cache, Limits(max_num_seqs, candidate.max_tokens, max_len, 1000), candidate.make(num_stages))
+    return Scheduler(cache, SchedulerLimits(max_num_seqs, candidate.max_tokens, max_len, 1000), candidate.make(num_stages))
 
 
-def summary(name: str, trace: Trace) -> Summary:
-    start, end = UNSETTLED * trace.backlog_until, trace.backlog_until
+def summary(name: str, trace: SimTrace) -> Summary:
+    start, end = WARMUP_SHARE * trace.backlog_until, trace.backlog_until
     if not trace.backlog_until:
         start, end = trace.arrivals[0].at, trace.span_s
     return Summary(

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
-from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
@@ -16,7 +16,7 @@ TOKEN = 7  # what every sequence says
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class SimRequest:
     """A request: when it comes, how many tokens it brings, how many it wants, and how urgent it is."""
 
     at: float
@@ -26,27 +26,27 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelledPipeline:
+class PipelineModel:
     """``seconds``: of every stage for a piece of work. A hop between neighbours, and from and to the router, takes ``hop_s``.
 
     ``noise``: standard deviation of a step's time, as a share of it. ``shares_one_core``: only one stage works at a time.
     """
 
-    seconds: Callable[[Work], Sequence[float]]
+    seconds: Callable[[BatchWork], Sequence[float]]
     hop_s: float
     noise: float = 0.0
     shares_one_core: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class SimTrace:
     """What happened: of each request when its tokens came, of each micro-batch when each stage worked.
 
     Until ``backlog_until`` there was always a request that waited for a place. ``in_flight``, where it is known: of each
     micro-batch when it was sent and when it was back.
     """
 
-    arrivals: tuple[Arrival, ...]
+    arrivals: tuple[SimRequest, ...]
     token_times: tuple[tuple[float, ...], ...]
     timings: tuple[tuple[StageTiming, ...], ...]
     backlog_until: float
@@ -80,21 +80,21 @@ class Trace:
         return [later - sooner for times in self.token_times for sooner, later in pairwise(times)]
 
 
-def simulate(scheduler: Scheduler, model: ModelledPipeline, arrivals: Sequence[Arrival], seed: int = 0) -> Trace:
+def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], seed: int = 0) -> SimTrace:
     """Run all requests to their ends."""
     run = _Run(scheduler, model, arrivals, random.Random(seed))
     while run.is_unfinished:
-        run.let_in()
+        run.admit_arrivals()
         run.submit()
         run.wait()
         run.collect()
-    return Trace(run.arrivals, tuple(map(tuple, run.token_times)), tuple(run.timings), run.backlog_until, tuple(run.in_flight))
+    return SimTrace(run.arrivals, tuple(map(tuple, run.token_times)), tuple(run.timings), run.backlog_until, tuple(run.in_flight))
 
 
 class _Run:
     """Micro-batches pass every stage in the order of submission, so that all their times are known when they are submitted."""
 
-    def __init__(self, scheduler: Scheduler, model: ModelledPipeline, arrivals: Sequence[Arrival], rng: random.Random) -> None:
+    def __init__(self, scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], rng: random.Random) -> None:
         self._scheduler, self._model, self._rng = scheduler, model, rng
         self.arrivals = tuple(sorted(arrivals, key=lambda arrival: arrival.at))
         self.token_times: list[list[float]] = [[] for _ in arrivals]
@@ -102,14 +102,14 @@ class _Run:
         self.in_flight: list[tuple[float, float]] = []
         self.backlog_until = 0.0
         self._now, self._num_come = 0.0, 0
-        self._free_at = [0.0] * len(model.seconds(Work()))
+        self._free_at = [0.0] * len(model.seconds(BatchWork()))
         self._in_flight: deque[tuple[float, MicroBatch, tuple[StageTiming, ...]]] = deque()
 
     @property
     def is_unfinished(self) -> bool:
         return self._num_come < len(self.arrivals) or not self._scheduler.is_idle
 
-    def let_in(self) -> None:
+    def admit_arrivals(self) -> None:
         while self._num_come < len(self.arrivals) and self.arrivals[self._num_come].at <= self._now:
             arrival = self.arrivals[self._num_come]
             sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0)
@@ -120,7 +120,7 @@ class _Run:
 
     def submit(self) -> None:
         while (batch := self._scheduler.schedule()) is not None:
-            timings = self._pass(self._scheduler.work_of(batch))
+            timings = self._pass(self._scheduler.measure_work(batch))
             self._in_flight.append((timings[-1].ended_at + self._model.hop_s, batch, timings))
             self.in_flight.append((self._now, self._in_flight[-1][0]))
         if self._scheduler.num_waiting:
@@ -134,12 +134,12 @@ class _Run:
     def collect(self) -> None:
         while self._in_flight and self._in_flight[0][0] <= self._now:
             _, batch, timings = self._in_flight.popleft()
-            tokens = (TOKEN,) * len(batch.sampled_ids)
+            tokens = (TOKEN,) * len(batch.sampled_seq_ids)
             for event in self._scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, tokens, timings)):
                 self.token_times[event.seq_id].append(self._now)
             self.timings.append(timings)
 
-    def _pass(self, work: Work) -> tuple[StageTiming, ...]:
+    def _pass(self, work: BatchWork) -> tuple[StageTiming, ...]:
         """Two stages of 3 s, hops of 1 s, submitted at 0: the first works from 1 to 4, the second from 5 to 8."""
         timings, arrives = [], self._now + self._model.hop_s
         for stage, expected in enumerate(self._model.seconds(work)):

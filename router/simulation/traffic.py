@@ -4,11 +4,11 @@ import math
 import random
 from dataclasses import dataclass
 
-from tramontane.router.simulation.simulator import Arrival
+from tramontane.router.simulation.simulator import SimRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class LengthDistribution:
     """Log-normal with this mean; ``spread`` is the standard deviation of the logarithm. Always within the bounds."""
 
     mean: int
@@ -23,20 +23,20 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficModel:
     """``rate``: requests per second, or None where all are there from the start. ``burst``: so many come at once."""
 
     num_requests: int
-    prompt: Lengths
-    answer: Lengths
+    prompt: LengthDistribution
+    answer: LengthDistribution
     rate: float | None = None
     burst: int = 1
 
-    def arrivals(self, seed: int = 0) -> tuple[Arrival, ...]:
+    def arrivals(self, seed: int = 0) -> tuple[SimRequest, ...]:
         """Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
         rng, now, drawn = random.Random(seed), 0.0, []
         for number in range(self.num_requests):
             if self.rate is not None and number % self.burst == 0:
                 now += rng.expovariate(self.rate / self.burst)
-            drawn.append(Arrival(now, self.prompt.draw(rng), self.answer.draw(rng)))
+            drawn.append(SimRequest(now, self.prompt.draw(rng), self.answer.draw(rng)))
         return tuple(drawn)

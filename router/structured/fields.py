@@ -11,7 +11,7 @@ class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class NamedSchema(_Body):
+class JsonSchemaFormat(_Body):
     name: str = Field(pattern=NAME)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
@@ -22,7 +22,7 @@ class ResponseFormat(_Body):
     """``response_format`` of a request."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: NamedSchema | None = None
+    json_schema: JsonSchemaFormat | None = None
 
 
 class Function(_Body):
@@ -43,9 +43,9 @@ class FunctionName(_Body):
     name: str
 
 
-class NamedTool(_Body):
+class ToolChoiceFunction(_Body):
     type: Literal["function"]
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | ToolChoiceFunction

@@ -1,6 +1,6 @@
 """What an answer must look like, from OpenAI's words to a grammar that the last stage follows (llguidance's Lark).
 
-    grammar = grammar_for(request.response_format, request.tools, request.tool_choice, chat.tool_format)
+    grammar = build_grammar(request.response_format, request.tools, request.tool_choice, chat.tool_format)
     SamplingParams(..., grammar=grammar)
 
 A schema's order of properties is that of the answer. JSON is written on one line, with a space after commas and colons or
@@ -14,8 +14,8 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.structured.fields import Function, NamedTool, ResponseFormat, Tool, ToolChoice
-from tramontane.router.structured.validator import complaint
+from tramontane.router.structured.fields import Function, ResponseFormat, Tool, ToolChoice, ToolChoiceFunction
+from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
 MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
@@ -24,12 +24,12 @@ MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
 MAX_MULTIPLE = 10_000  # all different values of ``multipleOf`` multiplied: compiling takes 5 microseconds for each remainder
 # Escapes by number are left out: "\u0061" would pass for a property that the schema does not name, and be read as "a".
-SPELLING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
 OPTIONS = "x-guidance"  # where llguidance looks for them in a schema
 TEXT = r"TEXT: /(.|\n)+/"
 
 
-def grammar_for(
+def build_grammar(
     response_format: ResponseFormat | None,
     tools: Sequence[Tool] | None = None,
     tool_choice: ToolChoice | None = None,
@@ -41,10 +41,11 @@ def grammar_for(
     """The grammar of one request's answers; empty where they are free.
 
     ``tool_format``: the model's, None where it knows no tools. Without ``parallel`` there is one call at the most. Raises
-    ParameterError for what is malformed, too large, or cannot be followed. Call it ``beside_others``: it takes 30 ms for schemas
+    ParameterError for what is malformed, too large, or cannot be followed. Call it ``run_in_grammar_pool``: it takes 30 ms for
+    schemas
     that are not known yet, and a second of a process of its own for hostile ones.
     """
-    wanted = _chosen(tools or (), tool_choice)
+    wanted = _allowed_tools(tools or (), tool_choice)
     must_call = bool(wanted) and tool_choice not in (None, "auto")
     answer = None if must_call else _answer(response_format)
     if not answer and not wanted:
@@ -64,7 +65,7 @@ def grammar_for(
     return grammar
 
 
-def used_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
+def visible_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
     """Those that the model is told of: none of them where it must not call any."""
     return () if tool_choice == "none" else tuple(tools or ())
 
@@ -88,7 +89,7 @@ def _answer(response_format: ResponseFormat | None) -> _Schema | None:
     return _schema("body", response_format.json_schema.schema_, "response_format.json_schema.schema")
 
 
-def _chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
+def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
     """The tools that may be called."""
     if len(tools) > MAX_TOOLS:
         raise ParameterError(f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools")
@@ -97,11 +98,11 @@ def _chosen(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...
         raise ParameterError("two tools have the same name", "tools")
     if choice not in (None, "none") and not tools:
         raise ParameterError("tool_choice is only allowed with tools", "tool_choice")
-    if isinstance(choice, NamedTool):
+    if isinstance(choice, ToolChoiceFunction):
         if choice.function.name not in names:
             raise ParameterError(f"tool_choice: there is no tool {choice.function.name!r:.80}", "tool_choice")
         return (tools[names.index(choice.function.name)],)
-    return used_tools(tools, choice)
+    return visible_tools(tools, choice)
 
 
 def _calls(tools: Sequence[Tool], form: ToolFormat, *, parallel: bool) -> list[str]:
@@ -128,9 +129,9 @@ def _arguments(function: Function, index: int) -> _Schema:
 def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool = False) -> _Schema:
     if OPTIONS in schema:
         raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
-    multiples = _multiples(schema, where)
+    multiples = _multiple_ofs(schema, where)
     try:
-        written = json.dumps({**schema, OPTIONS: SPELLING | {"lenient": lenient}}, allow_nan=False)
+        written = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
     except ValueError:
         raise ParameterError(f"{where}: NaN and Infinity are no JSON", where) from None
     if math.prod(multiples) > MAX_MULTIPLE:
@@ -140,7 +141,7 @@ def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool =
     return _Schema(rule, where, written)
 
 
-def _multiples(schema: object, where: str) -> set[int]:
+def _multiple_ofs(schema: object, where: str) -> set[int]:
     """Of every ``multipleOf`` its digits without the point: 125 of 12.5. Raises ParameterError where it is nested too deeply."""
     level: list[Any] = [schema]
     multiples: set[int] = set()
@@ -182,7 +183,7 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
 
 def _check(grammar: str, schemas: Sequence[_Schema]) -> None:
     """Says which schema is wrong, and why."""
-    found = complaint(grammar, tuple(f"start: %json {schema.written}" for schema in schemas))
+    found = validate_grammar(grammar, tuple(f"start: %json {schema.written}" for schema in schemas))
     if found is None:
         return
     if found.part or len(schemas) == 1:

@@ -28,20 +28,20 @@ MAX_KNOWN = 256  # grammars of up to 64 KiB
 CHECKERS = ThreadPoolExecutor(4, thread_name_prefix="grammars")
 
 
-class Complaint(NamedTuple):
+class GrammarError(NamedTuple):
     """What is wrong with the whole grammar (``part`` 0) or with one part (from 1)."""
 
     part: int
     reason: str
 
 
-async def beside_others(call: Callable[[], T]) -> T:
+async def run_in_grammar_pool(call: Callable[[], T]) -> T:
     """A call that checks a grammar, in a thread."""
     return await asyncio.get_running_loop().run_in_executor(CHECKERS, call)
 
 
 @lru_cache(MAX_KNOWN)
-def complaint(whole: str, parts: tuple[str, ...]) -> Complaint | None:
+def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
     """What a stage would find, but for what its vocabulary has to do with; None where all is well. Takes a second at the most."""
     command = [sys.executable, "-I", "-S", grammar_child.__file__, _lib.__file__]
     asked = json.dumps([whole, *parts]).encode()
@@ -50,9 +50,9 @@ def complaint(whole: str, parts: tuple[str, ...]) -> Complaint | None:
     if not lines:
         if child.returncode > 0:  # no signal ended it
             logger.warning("a grammar could not be checked: %s", child.stderr.decode(errors="replace")[-500:])
-        return Complaint(0, "it is too complicated")
+        return GrammarError(0, "it is too complicated")
     part, reason = json.loads(lines[-1])
-    return Complaint(part, _in_short(reason)) if reason else None
+    return GrammarError(part, _in_short(reason)) if reason else None
 
 
 def _in_short(message: str) -> str:

@@ -23,13 +23,13 @@ def main(library: str) -> None:
     _limit(resource.RLIMIT_AS, MAX_BYTES)
     _limit(resource.RLIMIT_CPU, 2)  # counts whole seconds, and nothing withstands it
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # whose signal ends a process that does not care for it
-    llguidance = _loaded(library)
+    llguidance = _load_llguidance(library)
     whole, *parts = json.load(sys.stdin)
-    if _complain(llguidance, 0, whole):
-        any(_complain(llguidance, index, part) for index, part in enumerate(parts, start=1))
+    if _report(llguidance, 0, whole):
+        any(_report(llguidance, index, part) for index, part in enumerate(parts, start=1))
 
 
-def _complain(llguidance: Any, index: int, grammar: str) -> bool:  # noqa: ANN401
+def _report(llguidance: Any, index: int, grammar: str) -> bool:  # noqa: ANN401
     limits = llguidance.LLParserLimits(max_grammar_size=MAX_GRAMMAR_SIZE, verbose_errors=False)
     is_error, messages = llguidance.LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
     if is_error or not index:
@@ -43,7 +43,7 @@ def _limit(what: int, most: int) -> None:
     resource.setrlimit(what, (most, most))
 
 
-def _loaded(library: str) -> Any:  # noqa: ANN401
+def _load_llguidance(library: str) -> Any:  # noqa: ANN401
     """The library without its package, which takes 60 ms to import."""
     loader = ExtensionFileLoader("_lib", library)
     spec = spec_from_loader("_lib", loader)

@@ -83,7 +83,7 @@ class TekkenTokenizer(Tokenizer):
         return tuple(self.tekkenizer.encode(text, bos=True, eos=False))
 
 
-class JsonTokenizer(Tokenizer):
+class HfTokenizer(Tokenizer):
     """``tokenizer.json``, by Hugging Face's tokenizers. Only decoders that map every id to bytes are taken."""
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +147,7 @@ def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]
     if kinds == ["ByteLevel"]:
         byte_of = _gpt2_bytes()
         return lambda piece: bytes(byte_of[character] for character in piece)
-    if {"Replace", "Metaspace"} & set(kinds) and all(map(_is_sentencepieces, steps)):
+    if {"Replace", "Metaspace"} & set(kinds) and all(map(_is_sentencepiece_step, steps)):
         has_bytes = "ByteFallback" in kinds
         return lambda piece: _bytes_of_piece(piece, is_byte=has_bytes and _is_byte(piece))
     raise CheckpointError(
@@ -160,7 +160,7 @@ def _strips_space(step: dict[str, Any]) -> bool:
     return step["type"] == "Strip" or (step["type"] == "Metaspace" and step.get("prepend_scheme") != "never")
 
 
-def _is_sentencepieces(step: dict[str, Any]) -> bool:
+def _is_sentencepiece_step(step: dict[str, Any]) -> bool:
     expected = SENTENCEPIECE_STEPS.get(step["type"])
     return expected is not None and all(step.get(key) == value for key, value in expected.items())
 

@@ -28,7 +28,7 @@ class ChatMessage:
     tool_call_id: str = ""
 
 
-def texts_of(messages: Sequence[ChatMessage]) -> list[str]:
+def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
     """All that somebody wrote."""
     calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls
@@ -45,7 +45,7 @@ class ToolFormat:
     args: int | None = None
 
 
-class ChatPrompt(Protocol):
+class ChatTemplate(Protocol):
     """Token ids up to where the assistant answers.
 
     What people and models wrote is text, also where it looks like a control token.
@@ -67,21 +67,21 @@ class Conversation:
     ``head`` (a system message, or nothing) is never forgotten; ``num_dropped`` counts what was.
     """
 
-    prompt: ChatPrompt
+    prompt: ChatTemplate
     context: int  # positions
     max_tokens: int  # of an answer
-    head: tuple[ChatMessage, ...] = ()
+    system: tuple[ChatMessage, ...] = ()
     turns: tuple[ChatMessage, ...] = ()
     num_dropped: int = 0
 
-    def asked(self, question: str) -> tuple["Conversation", tuple[int, ...]]:
+    def with_question(self, question: str) -> tuple["Conversation", tuple[int, ...]]:
         """With a question, and the prompt for its answer. Raises RequestError if it fits into no context."""
         turns = (*self.turns, ChatMessage("user", question))
         room = self.context - min(self.max_tokens, self.context // 2)
-        ids = self.prompt.encode((*self.head, *turns))
+        ids = self.prompt.encode((*self.system, *turns))
         while len(ids) > room and len(turns) > 1:
             turns = turns[2:]
-            ids = self.prompt.encode((*self.head, *turns))
+            ids = self.prompt.encode((*self.system, *turns))
         if len(ids) >= self.context:
             raise RequestError(
                 f"that takes {len(ids)} tokens; with a context of {self.context} positions it may take {self.context - 1}"
@@ -89,7 +89,7 @@ class Conversation:
         dropped = len(self.turns) + 1 - len(turns)
         return replace(self, turns=turns, num_dropped=self.num_dropped + dropped), ids
 
-    def answered(self, answer: str) -> "Conversation":
+    def with_answer(self, answer: str) -> "Conversation":
         """With the answer to its last question; a question that got none is forgotten."""
         turns = (*self.turns, ChatMessage("assistant", answer)) if answer.strip() else self.turns[:-1]
         return replace(self, turns=turns)

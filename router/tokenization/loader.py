@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.router.tokenization.backends import JsonTokenizer, SentencePieceTokenizer, TekkenTokenizer
-from tramontane.router.tokenization.chat import ChatPrompt, ToolFormat
+from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
@@ -16,7 +16,7 @@ PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
 PROBE_BY_MISTRAL = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # but for spaces, and for what may stand before
 
 
-def tokenizer_file(folder: Path) -> Path | None:
+def find_tokenizer_file(folder: Path) -> Path | None:
     """The one that is read. Where there are several they agree, but for tokens that a fine-tune with
     a chat template of its own has added: those are in ``tokenizer.json`` only.
     """
@@ -26,21 +26,21 @@ def tokenizer_file(folder: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def open_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
+def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
     """None if the folder has none. Raises CheckpointError if it is damaged, or larger than the model's vocabulary."""
-    path = tokenizer_file(folder)
+    path = find_tokenizer_file(folder)
     if path is None:
         return None
-    kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: JsonTokenizer}
+    kinds = {TEKKEN: TekkenTokenizer, HUGGING_FACE: HfTokenizer}
     tokenizer = kinds.get(path.name, SentencePieceTokenizer)(path)
     if tokenizer.vocab_size > vocab_size:
         raise CheckpointError(f"{path} has {tokenizer.vocab_size} pieces, more than the model's vocabulary of {vocab_size}")
     return tokenizer
 
 
-def need_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """As ``open_tokenizer``, for those who cannot do without."""
-    tokenizer = open_tokenizer(folder, vocab_size)
+def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
+    """As ``load_tokenizer``, for those who cannot do without."""
+    tokenizer = load_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise CheckpointError(
             f"{folder} has none of {SENTENCEPIECE}, {TEKKEN} and {HUGGING_FACE}, so text cannot be turned into tokens"
@@ -48,12 +48,12 @@ def need_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def open_chat(folder: Path, tokenizer: Tokenizer) -> ChatPrompt:
+def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """How a conversation becomes a prompt: by mistral-common for Mistral's tokenizers, else by the checkpoint's template."""
-    from tramontane.router.tokenization.mistral_chat import MistralChat  # it brings what completions never need
+    from tramontane.router.tokenization.mistral_chat import MistralChatTemplate  # it brings what completions never need
 
     template = _template(folder)
-    if isinstance(tokenizer, JsonTokenizer):
+    if isinstance(tokenizer, HfTokenizer):
         if template is None:
             raise CheckpointError(
                 f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is no chat model"
@@ -63,18 +63,18 @@ def open_chat(folder: Path, tokenizer: Tokenizer) -> ChatPrompt:
         raise CheckpointError(f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE}; convert it")
     try:
         if isinstance(tokenizer, TekkenTokenizer):
-            return MistralChat(tokenizer.tekkenizer)
+            return MistralChatTemplate(tokenizer.tekkenizer)
         assert isinstance(tokenizer, SentencePieceTokenizer)
-        return MistralChat.of_sentencepiece(tokenizer.path)
+        return MistralChatTemplate.of_sentencepiece(tokenizer.path)
     except ValueError as error:
         raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
 
 
-def _by_template(folder: Path, template: str, tokenizer: JsonTokenizer) -> ChatPrompt:
-    from tramontane.router.tokenization.template_chat import TemplateChat, TemplateTokens
+def _by_template(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemplate:
+    from tramontane.router.tokenization.template_chat import JinjaChatTemplate, TemplateTokens
 
     try:
-        return TemplateChat(template, _names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer))
+        return JinjaChatTemplate(template, _names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
 
@@ -90,11 +90,11 @@ def _has_own_format(folder: Path) -> bool:
     template = _template(folder)
     if template is None:
         return False
-    from tramontane.router.tokenization.template_chat import compiled, rendered  # only where there is a template
+    from tramontane.router.tokenization.template_chat import compile_template, render  # only where there is a template
 
     try:
         said = [{"role": role, "content": content} for role, content in PROBE]
-        prompt = rendered(compiled(template), said, _names(folder) | {"eos_token": "</s>"})
+        prompt = render(compile_template(template), said, _names(folder) | {"eos_token": "</s>"})
     except (RequestError, CheckpointError):
         return True
     return not "".join(prompt.split()).endswith(PROBE_BY_MISTRAL)

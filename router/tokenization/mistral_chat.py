@@ -17,8 +17,8 @@ from mistral_common.tokens.tokenizers.tekken import Tekkenizer
 from pydantic import ValidationError
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
-from tramontane.router.tokenization.tokenizer import refusing_bad_text
+from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, message_texts
+from tramontane.router.tokenization.tokenizer import validate_text
 
 FORMATS = {
     TokenizerVersion.v1: instruct.InstructTokenizerV1,
@@ -33,7 +33,7 @@ FORMATS = {
 BROUGHT = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
 
 
-class MistralChat:
+class MistralChatTemplate:
     """Conversations of text, in the format of the tokenizer's version.
 
     In version 1 "[INST]" itself is text, so that there a user who types it does open an instruction.
@@ -46,7 +46,7 @@ class MistralChat:
         )
 
     @classmethod
-    def of_sentencepiece(cls, path: Path) -> "MistralChat":
+    def of_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
         """The version is in the file's name (tokenizer.model.v3), or shows in its control tokens."""
         tokenizer = SentencePieceTokenizer(path)
         if path.suffix == ".model":
@@ -64,13 +64,13 @@ class MistralChat:
         return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
 
     def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        written: list[Any] = [_written(message) for message in messages]
+        written: list[Any] = [_to_mistral_message(message) for message in messages]
         try:
             # A model's name is asked for, and used for nothing.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
                 model="model", messages=written, tools=list(map(_known_fields, tools)) or None
             )
-            with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
+            with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
                 return tuple(self._mistral.encode_chat_completion(request).tokens)
         except (MistralCommonException, ValidationError) as error:
             raise RequestError(f"the model's format has no such conversation: {' '.join(str(error).split()):.300}") from error
@@ -81,7 +81,7 @@ def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common 
     return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}} | function}
 
 
-def _written(message: ChatMessage) -> dict[str, Any]:
+def _to_mistral_message(message: ChatMessage) -> dict[str, Any]:
     """As OpenAI writes it."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:

@@ -14,8 +14,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from tramontane.proto.errors import CheckpointError, RequestError
-from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, texts_of
-from tramontane.router.tokenization.tokenizer import refusing_bad_text
+from tramontane.router.tokenization.chat import ChatMessage, ToolFormat, ToolSpec, message_texts
+from tramontane.router.tokenization.tokenizer import validate_text
 
 
 class TemplateTokens:
@@ -48,13 +48,13 @@ class TemplateTokens:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
-    def hide(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
+    def protect(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
         """The same, with an alias for whatever looks like a control token in its texts."""
         if isinstance(written, str):
             return _replaced(written, self._aliases_in_answers if in_answer else self._aliases)
         if isinstance(written, Mapping):
-            return {self.hide(key): self.hide(value) for key, value in written.items()}
-        return list(map(self.hide, written)) if isinstance(written, list | tuple) else written
+            return {self.protect(key): self.protect(value) for key, value in written.items()}
+        return list(map(self.protect, written)) if isinstance(written, list | tuple) else written
 
     def encode(self, rendered: str) -> tuple[int, ...]:
         """Raises RequestError if the template has cut or changed an alias."""
@@ -64,32 +64,32 @@ class TemplateTokens:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-class TemplateChat:
+class JinjaChatTemplate:
     """``names``: what the template may call by name, such as ``bos_token``."""
 
     def __init__(
         self, template: str, names: Mapping[str, str], tokens: TemplateTokens, tool_format: ToolFormat | None = None
     ) -> None:
-        self._template, self._names, self._tokens = compiled(template), names, tokens
+        self._template, self._names, self._tokens = compile_template(template), names, tokens
         self.tool_format = tool_format
 
     def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
-        with refusing_bad_text(*texts_of(messages), json.dumps(list(tools), ensure_ascii=False)):
+        with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
             hidden = [self._hidden(message) for message in messages]
-            return self._tokens.encode(rendered(self._template, hidden, self._names, self._tokens.hide(list(tools)) or None))
+            return self._tokens.encode(render(self._template, hidden, self._names, self._tokens.protect(list(tools)) or None))
 
     def _hidden(self, message: ChatMessage) -> dict[str, Any]:
         """As templates take a message: with arguments that are read already."""
-        content = self._tokens.hide(message.content, in_answer=message.role == "assistant")
+        content = self._tokens.protect(message.content, in_answer=message.role == "assistant")
         written: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             calls = [(call.id, {"name": call.name, "arguments": _read(call.arguments)}) for call in message.tool_calls]
             written["tool_calls"] = [
-                {"id": self._tokens.hide(call_id), "type": "function", "function": self._tokens.hide(function)}
+                {"id": self._tokens.protect(call_id), "type": "function", "function": self._tokens.protect(function)}
                 for call_id, function in calls
             ]
         if message.role == "tool":
-            written["tool_call_id"] = self._tokens.hide(message.tool_call_id)
+            written["tool_call_id"] = self._tokens.protect(message.tool_call_id)
         return written
 
 
@@ -100,7 +100,7 @@ def _read(arguments: str) -> Any:  # noqa: ANN401
         raise RequestError("the arguments of a tool call are not JSON") from None
 
 
-def compiled(template: str) -> Template:
+def compile_template(template: str) -> Template:
     """With what transformers offers to templates. Raises CheckpointError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
@@ -113,7 +113,7 @@ def compiled(template: str) -> Template:
         raise CheckpointError(f"the chat template cannot be understood: {error}") from error
 
 
-def rendered(
+def render(
     template: Template, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str], tools: Sequence[Any] | None = None
 ) -> str:
     """Up to where the assistant answers. Raises RequestError."""

@@ -9,7 +9,7 @@ from tramontane.proto.errors import RequestError
 
 
 @contextmanager
-def refusing_bad_text(*texts: str) -> Iterator[None]:
+def validate_text(*texts: str) -> Iterator[None]:
     """Raises RequestError for characters that are none (lone surrogates), and for texts that the library gives up on."""
     try:
         for text in texts:
@@ -65,7 +65,7 @@ class IncrementalDecoder:
             piece = self._without_space(token_id, piece)
         return self._utf8.decode(piece)
 
-    def push_at(self, token_id: int) -> tuple[str, int]:
+    def push_with_offset(self, token_id: int) -> tuple[str, int]:
         """As ``push``, and at which character of that text the token itself begins: after what was left unfinished before it.
 
         After E2 82, which may become a character, the token "a" gives ("\ufffda", 1) and the token AC ("\u20ac", 0).
@@ -109,14 +109,14 @@ class Tokenizer(ABC):
         self._errors, self._bytes_of_text = errors, bytes_of_text
         self._piece_bytes, self._bos_ids, self._strips_space = piece_bytes, bos_ids, strips_space
         self.vocab_size = 1 + max(token_id for token_id, piece in enumerate(piece_bytes) if piece)  # as far as texts reach
-        self.longest_piece = max(map(len, piece_bytes))  # at least as many bytes as characters
+        self.max_piece_bytes = max(map(len, piece_bytes))  # at least as many bytes as characters
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids, begun as the model's training texts were. Raises RequestError for what is no text.
 
         Nothing in the text becomes a control token: who writes "</s>" or "[INST]" gets these characters.
         """
-        with refusing_bad_text(text):
+        with validate_text(text):
             return self._encode(text)
 
     def vocabulary(self) -> tuple[bytes, ...]:
@@ -133,7 +133,7 @@ class Tokenizer(ABC):
 
     def check_length(self, text: str, most: int) -> None:
         """Raises RequestError if a text has certainly more than ``most`` tokens: no need to tokenize it to know."""
-        if len(text) > most * self.longest_piece:
+        if len(text) > most * self.max_piece_bytes:
             raise RequestError(f"a text of {len(text)} characters is too long; there is room for {most} tokens")
 
     def decoder(self, *, is_text_start: bool = False) -> IncrementalDecoder:
@@ -158,7 +158,7 @@ class Tokenizer(ABC):
         decoder = self._decoder_of(token_ids)
         offsets, num_chars = [], 0
         for token_id in token_ids:
-            text, place = decoder.push_at(token_id)
+            text, place = decoder.push_with_offset(token_id)
             offsets.append(num_chars + place)
             num_chars += len(text)
         return offsets

@@ -6,7 +6,7 @@
         if not parser.is_calling:
             text = choice_text.push(event)  # as without tools
 
-The deltas of a call are OpenAI's: the first one has its id and name, all have pieces of its arguments; ``joined`` puts them
+The deltas of a call are OpenAI's: the first one has its id and name, all have pieces of its arguments; ``merge_deltas`` puts them
 together. A choice that has made a call ends with the reason ``tool_calls`` where it would have ended with ``stop``.
 """
 
@@ -45,7 +45,7 @@ class CallDelta:
         return {"index": self.index, "id": self.id, "type": "function", "function": function}
 
 
-def joined(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
+def merge_deltas(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
     """The calls of a whole answer."""
     calls: list[ToolCall] = []
     for delta in deltas:
@@ -68,7 +68,7 @@ class ToolCallParser:
         self._tokenizer, self._form, self._new_id = tokenizer, form, new_id
         self._decoder: IncrementalDecoder | None = None
         self._rest = ""  # said, and not yet told
-        self._object: _ObjectEnd | None = None  # of the arguments that are being said
+        self._object: _JsonObjectScanner | None = None  # of the arguments that are being said
         self.num_calls = 0
 
     @property
@@ -82,17 +82,17 @@ class ToolCallParser:
             self._decoder, self._rest, self._object = self._tokenizer.decoder(), "", None
         elif self._decoder is not None and token_id == self._form.args:
             name, self._rest = self._rest.strip(), ""
-            return self._begun(name)
+            return self._start_call(name)
         elif self._decoder is not None:
             self._rest += self._decoder.push(token_id)
-        return self._told()
+        return self._drain()
 
-    def _begun(self, name: str) -> list[CallDelta]:
-        self._object = _ObjectEnd()
+    def _start_call(self, name: str) -> list[CallDelta]:
+        self._object = _JsonObjectScanner()
         self.num_calls += 1
         return [CallDelta(self.num_calls - 1, "", self._new_id(), name)]
 
-    def _told(self) -> list[CallDelta]:
+    def _drain(self) -> list[CallDelta]:
         deltas: list[CallDelta] = []
         while True:
             if self._object is None:
@@ -100,7 +100,7 @@ class ToolCallParser:
                 if head is None:
                     return deltas
                 self._rest = self._rest[head.end() :]
-                deltas += self._begun(head[1])
+                deltas += self._start_call(head[1])
             assert self._object is not None
             if not self._object.has_begun:
                 self._rest = self._rest.lstrip()
@@ -113,7 +113,7 @@ class ToolCallParser:
             self._object = None
 
 
-class _ObjectEnd:
+class _JsonObjectScanner:
     """Where a JSON object ends that comes in pieces."""
 
     def __init__(self) -> None:

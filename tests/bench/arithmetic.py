@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
@@ -76,7 +76,7 @@ class Bench:
     """One model in one stage, and sequences whose cached keys are all zero: they take as long as any."""
 
     def __init__(self, args: ModelArgs, dtype: str) -> None:
-        self.plan = make_plan(args, PlanRequest((StageRoom(64 * GIB),), dtype, args.max_seq_len, 64, 16))
+        self.plan = make_plan(args, PlanRequest((StageBudget(64 * GIB),), dtype, args.max_seq_len, 64, 16))
         self.worker = StageWorker.load(self.plan.stages[0], RandomWeights())
 
     def step_s(self, phase: Phase) -> float:
@@ -97,7 +97,7 @@ class Bench:
             start = phase.num_behind + step * phase.num_tokens
             new = [(((),), None) if start else (pages[s], GREEDY) for s in range(phase.num_seqs)]
             chunks = (
-                Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], wants_token=True) for s in range(phase.num_seqs)
+                Chunk(s, start, tuple(range(s, s + phase.num_tokens)), *new[s], needs_sample=True) for s in range(phase.num_seqs)
             )
             batches.append(MicroBatch(epoch, step, tuple(chunks)))
         return batches

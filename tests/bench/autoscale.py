@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from serve_cluster import jobs_in, leftovers, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
 MOST = 3
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    with own_ray(num_cpus=MOST - args.scarce), TemporaryDirectory() as folder:
+    with local_ray_cluster(num_cpus=MOST - args.scarce), TemporaryDirectory() as folder:
         start_serve(args.port, args.port + 1)
         settings = SETTINGS | (BY_TOKENS if args.by_tokens else BY_PLACES)
         serve.run(build(settings | jobs_in(folder)), name=APPLICATION, route_prefix="/")

@@ -29,7 +29,7 @@ import psutil
 from batch_server import Server
 from rich.console import Console
 
-from tramontane.router.batch.claims import JobClaims
+from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import BatchRunner
@@ -84,7 +84,7 @@ async def _many(num_lines: int, database: str, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     job = await service.submit(pieces(), JobOptions())
     accepted = time.perf_counter()
-    runner = BatchRunner(JobClaims(Database(database), settings.queue), JobStorage(settings.storage), _echo, CONCURRENCY)
+    runner = BatchRunner(JobClaimStore(Database(database), settings.queue), JobStorage(settings.storage), _echo, CONCURRENCY)
     running = asyncio.create_task(runner.run())
     async for now in service.watch(job.job_id):
         if now.num_done >= len(finishing.looks) * num_lines / LOOKS:

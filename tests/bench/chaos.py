@@ -41,7 +41,7 @@ from rich.table import Table
 from serve_cluster import URL, ingress_stats, leftovers, router_stats, served
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES, own_ray
+from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES, local_ray_cluster
 
 WANTED = 16  # streams with unfinished tokens, at each fault
 REQUESTS = 40
@@ -62,7 +62,7 @@ def _house(args: argparse.Namespace) -> Iterator[Cluster | HostCluster | None]:
             yield hosts
         return
     if not args.nodes:
-        with own_ray(num_cpus=8), served(**SETTINGS, **experts):
+        with local_ray_cluster(num_cpus=8), served(**SETTINGS, **experts):
             yield None
         return
     os.environ.update(SERVE_SETTINGS)

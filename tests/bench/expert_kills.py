@@ -27,8 +27,8 @@ from rich.table import Table
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.pipeline.lifecycle import own_ray
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.plan import Link
 from tramontane.proto.request import SamplingParams
@@ -52,7 +52,7 @@ class Figures:
 
 def measure(link: Link, replicas: int, kills: int) -> Figures:
     args = read_model_args(DEMO_MODEL)
-    stages = make_plan(args, PlanRequest((StageRoom(2**30),) * STAGES, "float32", 512, 16, 16, experts_inside=False))
+    stages = make_plan(args, PlanRequest((StageBudget(2**30),) * STAGES, "float32", 512, 16, 16, experts_inside=False))
     plan = without_experts(stages, expert_plan(args, ACTORS, replicas))
     spec = PipelineSpec("kills", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
     rng = random.Random(3)
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     links: tuple[Link, ...] = ("direct", "object-store")
-    with own_ray(num_cpus=STAGES + ACTORS):
+    with local_ray_cluster(num_cpus=STAGES + ACTORS):
         figures = [measure(link, replicas, options.kills) for replicas in (1, 2) for link in links]
     if options.json:
         print(json.dumps([asdict(each) for each in figures]))

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from tramontane.workers.device.probe import copy_speed
-from tramontane.workers.model.grouped_gemm import Stack, with_few_rows
+from tramontane.workers.device.probe import memory_bandwidth
+from tramontane.workers.model.grouped_gemm import StackedExperts, enable_small_batch_kernel
 
 DEALS, ROUNDS = 16, 5
 Run = Callable[[], object]
@@ -33,9 +33,9 @@ def main() -> None:
     if not (torch.cuda.is_available() or options.cpu):
         sys.exit("there is no GPU here; --cpu --dim 64 --hidden 96 tries the program")
     device = "cpu" if options.cpu else "cuda"
-    speed = copy_speed(device, copied_bytes(device))
+    speed = memory_bandwidth(device, copied_bytes(device))
     plain = _stack(options.experts, options.dim, options.hidden, device)
-    stack = with_few_rows({0: plain})[0]
+    stack = enable_small_batch_kernel({0: plain})[0]
     table = Table(
         "rows", "experts", "grouped, us", "of the wall", "row by row, us", "of the wall", title=f"{speed / 1e12:.2f} TB/s"
     )
@@ -61,12 +61,12 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _stack(num_experts: int, dim: int, hidden: int, device: str) -> Stack:
+def _stack(num_experts: int, dim: int, hidden: int, device: str) -> StackedExperts:
     shapes = (num_experts, 2 * hidden, dim), (num_experts, dim, hidden)
     w13_E2FD, w2_EDF = (
         torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=shape[-1] ** -0.5) for shape in shapes
     )
-    return Stack(w13_E2FD, w2_EDF)
+    return StackedExperts(w13_E2FD, w2_EDF)
 
 
 def _deal(num_rows: int, num_experts: int, seed: int, device: str) -> Tensor:

@@ -35,20 +35,20 @@ from local_expert_actors import CPU, HOST, OpenChain, expert_plan
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
-from tramontane.proto.hf_config import hf_config_of
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
+from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.request import SamplingParams
 from tramontane.router.engine.stage_usage import UsageMeter
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.workers.experts.expert_link import DirectExpert, ExpertDoor, RowFormat
+from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMessageLayout, ExpertServer
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address
 from tramontane.workers.links.tcp_channel import SocketEdges
-from tramontane.workers.stage.ping_pong_executor import PingPong
+from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
 def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: int) -> None:
     """Says when it has loaded; then told where a stage's calls come from, says where its replies will."""
     worker = ExpertWorker.load(plan, actor_id, RandomWeights())
-    door = ExpertDoor(worker, plan, HOST, SocketEdges(), num_threads=1)
+    door = ExpertServer(worker, plan, HOST, SocketEdges(), num_threads=1)
     pipe.send(None)
     while True:
         pipe.send(door.open(pipe.recv()))
@@ -105,7 +105,7 @@ def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: in
 class DelayedExpert:
     """``ExpertConnection`` whose answers arrive so much later."""
 
-    def __init__(self, inner: DirectExpert, delay_s: float) -> None:
+    def __init__(self, inner: DirectExpertClient, delay_s: float) -> None:
         self._inner, self._delay_s = inner, delay_s
         self._answers: queue.SimpleQueue[tuple[float, Future[ExpertReply], Future[ExpertReply]]] = queue.SimpleQueue()
         threading.Thread(target=self._deliver, daemon=True).start()
@@ -157,15 +157,15 @@ def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts
         return address
 
     def connect(actor_id: int, notify: Callable[[], None]) -> DelayedExpert:
-        made = DirectExpert(
-            partial(introduce, actor_id), notify, RowFormat.of(plan, CPU), HOST, SocketEdges(), f"experts {actor_id}"
+        made = DirectExpertClient(
+            partial(introduce, actor_id), notify, ExpertMessageLayout.of(plan, CPU), HOST, SocketEdges(), f"experts {actor_id}"
         )
         return DelayedExpert(made, delay_s)
 
-    request = PlanRequest((StageRoom(2**33),), "float32", 2048, prompts, 16, experts_inside=False)
+    request = PlanRequest((StageBudget(2**33),), "float32", 2048, prompts, 16, experts_inside=False)
     stages = make_plan(ARGS, request)
     experts = RemoteExperts(plan, connect)
-    stage = PingPong(StageWorker.load(stages.stages[0], RandomWeights()), experts, max_open, num_threads=1)
+    stage = PingPongExecutor(StageWorker.load(stages.stages[0], RandomWeights()), experts, max_open, num_threads=1)
     chain = OpenChain([stage])
     scheduler = scheduler_for(stages, BUDGET, BalancedPolicy(1, BUDGET, open_per_stage=max_open))
     sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
@@ -186,7 +186,7 @@ def run(prompts: int, rounds: int, delay_ms: float) -> tuple[Speeds, Speeds]:
     delayed: Speeds = defaultdict(list)
     plan = expert_plan(ARGS, ACTORS)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(ARGS)))
+        (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(ARGS)))
         for number in range(rounds):
             for name, flags in PIPELINES.items():
                 console.print(f"round {number + 1} of {rounds}: {name} ...", style="dim")

@@ -19,8 +19,8 @@ from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.attention.backend import DecodeKernel, PrefillKernel, reference_attention
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, build_step_index
-from tramontane.workers.attention.page_table import power_of_two
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
+from tramontane.workers.attention.page_table import next_power_of_two
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 
 MAX_DIFFERENCE = 2e-2  # relative, by norms
@@ -169,7 +169,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
     q = torch.randn(len(POSITIONS), HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     expected = []
     for token, (slot, position) in enumerate(zip(index.slots.tolist(), POSITIONS, strict=True)):
-        positions = torch.arange(index.ring.oldest(position), position + 1, device=device)
+        positions = torch.arange(index.ring.first_visible(position), position + 1, device=device)
         rows = index.ring.rows(torch.full_like(positions, slot), positions)
         expected.append(reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], window))
     return relative(kernel.attend(q, cached, kernel.bias(index)), torch.cat(expected))
@@ -177,7 +177,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
 
 def _indexes(
     chunks: list[tuple[int, int]], window: int | None, page_size: int, device: str
-) -> tuple[PrefillIndex | None, DecodeIndex | None]:
+) -> tuple[PrefillMetadata | None, DecodeMetadata | None]:
     """What a stage builds for these chunks, each of a sequence of its own, whose pages lie in no order."""
     ring = ring_pages(window, page_size, 8192)
     table = SequenceTable(
@@ -192,7 +192,7 @@ def _indexes(
     )
     table.update(MicroBatch(0, 0, past))
     table.update(batch := MicroBatch(0, 1, now))
-    index = build_step_index(batch, table, torch.device(device))
+    index = build_attention_metadata(batch, table, torch.device(device))
     return index.prefill[0], index.decode[0]
 
 
@@ -209,7 +209,7 @@ def replay_check(device: str, small: bool) -> Iterator[Check]:
         yield Check("recorded steps: logits of them against computed ones, at worst", worst, MAX_DIFFERENCE)
         if means.recorder is not None:
             recorded_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
-            missing = {power_of_two(batch) for batch in BATCHES} - recorded_sizes
+            missing = {next_power_of_two(batch) for batch in BATCHES} - recorded_sizes
             yield Check("recorded steps: sizes that could not be recorded", float(len(missing)), 1.0)
 
 

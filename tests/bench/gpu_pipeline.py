@@ -11,7 +11,7 @@ from pathlib import Path
 from gpu_speed import Figure, Size, Walls
 from gpu_stage import MISTRAL_7B, NotHereError, give_back
 
-from tramontane.proto.hf_config import hf_config_of
+from tramontane.proto.hf_config import to_hf_config
 
 BATCH, STAGES, TARGET = 64, 4, 0.8
 BENCH = "from tramontane.cluster.cli.__main__ import main; main()"
@@ -22,7 +22,7 @@ def stages_on_one_gpu(size: Size, _wall: Walls) -> Iterator[Figure]:
     if find_spec("ray") is None:
         raise NotHereError("Ray is not installed here")
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(hf_config_of(size.model(MISTRAL_7B))))
+        (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(size.model(MISTRAL_7B))))
         give_back(size.device)
         alone = _tokens_per_s(size, folder, ["--stages", "1"])
         yield Figure(f"1 stage over Ray, batch {BATCH}", 1.0, "1", None, f"{alone:.0f} tokens/s")

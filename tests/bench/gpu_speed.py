@@ -9,7 +9,7 @@ import torch
 from gpu_stage import MISTRAL_7B, MIXTRAL_8X7B, Runner, StepTimes, running, shrunk, weight_bytes_read
 
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.workers.device.probe import copy_speed
+from tramontane.workers.device.probe import memory_bandwidth
 
 Clock = Callable[[], float]
 
@@ -58,7 +58,7 @@ def walls(size: Size) -> Walls:
     width = size.tokens(8192)
     a, b = (torch.randn(width, width, device=size.device, dtype=torch.bfloat16) for _ in range(2))
     seconds = _seconds(lambda: a @ b, size.device)
-    return Walls(float(copy_speed(size.device, copied_bytes(size.device, size.small))), 2 * width**3 / seconds)
+    return Walls(float(memory_bandwidth(size.device, copied_bytes(size.device, size.small))), 2 * width**3 / seconds)
 
 
 def copied_bytes(device: str, small: bool = False) -> int:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import StagePlan, kv_bytes_per_position
 from tramontane.proto.presets import preset
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import NO_DECODES, Chunk, Decodes, MicroBatch, StepResult
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.proto.step import NO_DECODES, Chunk, DecodeColumns, MicroBatch, StepResult
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence as Life
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -50,7 +50,7 @@ class Runner:
     """Sequences of one stage that is the whole model."""
 
     worker: StageWorker
-    ledger: PageLedger
+    ledger: PageAllocator
     lives: list[Life] = field(default_factory=list)
     last: dict[int, int] = field(default_factory=dict)  # each sequence's newest token
     num_steps: int = 0
@@ -67,7 +67,7 @@ class Runner:
         for seq_id in range(num_sequences):
             ids = torch.randint(0, self.plan.args.vocab_size, (length,), generator=generator).tolist()
             self.lives.append(Life(seq_id, tuple(ids), GREEDY, max_len=self.plan.args.max_seq_len))
-            assert self.ledger.promise(self.lives[-1]), "the planned cache is too small for this row"
+            assert self.ledger.reserve_for_admission(self.lives[-1]), "the planned cache is too small for this row"
         began = time.perf_counter()
         for chunks in packed(self.lives, budget):
             self._take(self.worker.step(self._batch(tuple(self._chunk(*chunk) for chunk in chunks)), None))
@@ -82,7 +82,7 @@ class Runner:
             pages = [self._grown(life, start + 1) for life, start in zip(self.lives, starts, strict=True)]
             new_pages = tuple((i, own) for i, own in enumerate(pages) if any(own))
             ids = tuple(life.seq_id for life in self.lives)
-            decodes = Decodes(ids, tuple(starts), tuple(self.last[i] for i in ids), new_pages)
+            decodes = DecodeColumns(ids, tuple(starts), tuple(self.last[i] for i in ids), new_pages)
             result = self.worker.step(self._batch((), decodes), None)
             self._take(result)
             whole.append(time.perf_counter() - began)
@@ -109,12 +109,12 @@ class Runner:
     def _grown(self, life: Life, num_positions: int) -> tuple[tuple[int, ...], ...]:
         assert self.ledger.reserve(life, num_positions), "the planned cache is too small for this row"
         life.num_dispatched = num_positions
-        return self.ledger.grow(life, num_positions)
+        return self.ledger.allocate(life, num_positions)
 
-    def _batch(self, chunks: tuple[Chunk, ...], decodes: Decodes = NO_DECODES) -> MicroBatch:
+    def _batch(self, chunks: tuple[Chunk, ...], decodes: DecodeColumns = NO_DECODES) -> MicroBatch:
         in_order = tuple(sorted(chunks, key=lambda chunk: chunk.num_tokens == 1))
         batch = MicroBatch(self.worker.epoch, self.num_steps, in_order, (), decodes)
-        self.num_steps, self.sampled = self.num_steps + 1, batch.sampled_ids
+        self.num_steps, self.sampled = self.num_steps + 1, batch.sampled_seq_ids
         return batch
 
     def _take(self, result: object) -> None:
@@ -157,10 +157,10 @@ def running(
     args, dtype = replace(args, max_seq_len=max_len), dtype or args.dtype
     cache = max_num_seqs * sum(min(w or max_len, max_len) + 2 * page_size for w in args.windows)
     memory = int((_weight_room(args, dtype) + cache * kv_bytes_per_position(args, dtype)) * 1.3) + GIB
-    request = PlanRequest((StageRoom(memory),), dtype, max_len, max_num_seqs, page_size, quantize=quantize)
+    request = PlanRequest((StageBudget(memory),), dtype, max_len, max_num_seqs, page_size, quantize=quantize)
     plan = make_plan(args, request)
     worker = StageWorker.load(plan.stages[0], RandomWeights(), device)
-    runner = Runner(worker, PageLedger(plan.cache))
+    runner = Runner(worker, PageAllocator(plan.cache))
     del worker
     try:
         yield runner

@@ -34,13 +34,13 @@ from journal_pauses import Costs, RealPauses, measure, reach, start_s
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.cli.simulate import assumed_seconds
+from tramontane.cluster.cli.simulate import default_cost_model
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.scheduler import Scheduler
-from tramontane.router.simulation.simulator import Arrival, ModelledPipeline, simulate
+from tramontane.router.simulation.simulator import PipelineModel, SimRequest, simulate
 
 WANTED = 1.3
 BUDGET, PAGE_SIZE, NEW_TOKENS = 1024, 16, 32
@@ -48,7 +48,7 @@ HOP_S = 5e-4  # a micro-batch of 1024 tokens of 8 KiB over 25 GB/s, and 0.2 ms
 GPU_START_S, READ_PER_S = 4.0, 3e9  # a process with torch and CUDA; bytes of weights
 LIVE, LENGTHS = (16, 64), (1024, 4096, 16384)
 
-Seconds = Callable[[Work], list[float]]
+Seconds = Callable[[BatchWork], list[float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def _models(num_stages: int, demo: dict[str, Costs], demo_start_s: float) -> lis
     """The 7B of ``tramontane simulate`` over large GPUs, Mixtral over small ones, and the demo on cores like this machine's."""
     layers = -(-32 // num_stages)
     return [
-        Model("7B, large GPUs", assumed_seconds(num_stages), _gpu_start_s(14.5e9 / num_stages), 4096, reach(layers, 4096), 8192),
+        Model(
+            "7B, large GPUs", default_cost_model(num_stages), _gpu_start_s(14.5e9 / num_stages), 4096, reach(layers, 4096), 8192
+        ),
         Model(
             "Mixtral 8x7B, small GPUs", _mixtral(num_stages), _gpu_start_s(93.4e9 / num_stages), None, reach(layers, None), 8192
         ),
@@ -119,7 +121,7 @@ def _mixtral(num_stages: int) -> Seconds:
     weights, and of each key 4 * 32 * 128 operations a layer, or 4 KiB for a decode.
     """
 
-    def seconds(work: Work) -> list[float]:
+    def seconds(work: BatchWork) -> list[float]:
         per_token, per_key = 2 * 12.6e9 / 60e12 * (work.prefill_tokens + work.decodes), 32 * 4 * 4096 / 60e12 * work.prefill_keys
         reading = (93.4e9 + 32 * 4096 * work.decode_keys) / 600e9
         return [(per_token + per_key + reading) / num_stages] * num_stages
@@ -142,7 +144,7 @@ def _case(model: Model, num_stages: int, live: int, tokens: int) -> Case:
 def _alone(lost: int, seconds: Seconds) -> Seconds:
     """Only this stage computes prompts; for decodes all work."""
 
-    def of_all(work: Work) -> list[float]:
+    def of_all(work: BatchWork) -> list[float]:
         others = seconds(replace(work, prefill_tokens=0, prefill_keys=0))
         others = others if work.decodes else [0.0] * len(others)
         return [whole if stage == lost else own for stage, (whole, own) in enumerate(zip(seconds(work), others, strict=True))]
@@ -156,10 +158,10 @@ def _pauses(seconds: Seconds, num_stages: int, lengths: Sequence[int], window: i
     max_len = max(lengths) + NEW_TOKENS + 1
     ring = ring_pages(window, PAGE_SIZE, max_len)
     cache = CachePlan(PAGE_SIZE, (WindowClass(window, ring, ring * len(lengths)),))
-    arrivals = [Arrival(0.0, n, NEW_TOKENS) for n in lengths]
+    arrivals = [SimRequest(0.0, n, NEW_TOKENS) for n in lengths]
     for run in (arrivals[:16], arrivals):
-        scheduler = Scheduler(cache, Limits(len(lengths), BUDGET, max_len, 1000), policy)
-        trace = simulate(scheduler, ModelledPipeline(seconds, HOP_S), run)
+        scheduler = Scheduler(cache, SchedulerLimits(len(lengths), BUDGET, max_len, 1000), policy)
+        trace = simulate(scheduler, PipelineModel(seconds, HOP_S), run)
     return trace.first_token_s()
 
 

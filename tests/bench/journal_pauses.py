@@ -13,7 +13,7 @@ import torch
 from journal_stages import CHUNK, LIVE, LOST, STAGES, TOKENS, Seconds, Stages, demo_plan
 
 from tramontane.proto.step import MicroBatch
-from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.policy import BatchWork
 from tramontane.workers.stage.activation import Activation
 
 FEW = 16  # tokens
@@ -31,10 +31,10 @@ class Costs:
     token_s: float
     decode_s: float
 
-    def stage_seconds(self, num_stages: int) -> Callable[[Work], list[float]]:
+    def stage_seconds(self, num_stages: int) -> Callable[[BatchWork], list[float]]:
         layers = self.num_layers / num_stages
 
-        def seconds(work: Work) -> list[float]:
+        def seconds(work: BatchWork) -> list[float]:
             one = self.base_s + self.token_s * work.prefill_tokens + self.decode_s * work.decodes
             return [layers * one] * num_stages
 
@@ -127,7 +127,7 @@ def _round(stages: Stages, kept: int) -> tuple[Seconds | float, ...]:
 
 def _ends(batches: Sequence[MicroBatch]) -> list[int]:
     """For each sequence the micro-batch with its last token."""
-    return [batch.step_id for batch in batches for chunk in batch.chunks if chunk.wants_token]
+    return [batch.step_id for batch in batches for chunk in batch.chunks if chunk.needs_sample]
 
 
 def _pipelined(seconds_MS: Seconds) -> Seconds:

@@ -11,10 +11,10 @@ import torch
 from numpy.typing import NDArray
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.stage.activation import Activation
@@ -28,18 +28,18 @@ Carried = Activation | StepResult | None
 Seconds = NDArray[np.float64]
 
 
-def demo_plan(windowed: bool) -> ClusterPlan:
+def demo_plan(windowed: bool) -> PipelinePlan:
     args = read_model_args(DEMO_MODEL)
     args = args if windowed else replace(args, windows=(None,) * args.n_layers)
-    return make_plan(args, PlanRequest((StageRoom(2 * GIB),) * STAGES, args.dtype, args.max_seq_len, LIVE, 16))
+    return make_plan(args, PlanRequest((StageBudget(2 * GIB),) * STAGES, args.dtype, args.max_seq_len, LIVE, 16))
 
 
-def loaded(plan: ClusterPlan, stage: int) -> StageWorker:
+def loaded(plan: PipelinePlan, stage: int) -> StageWorker:
     return StageWorker.load(plan.stages[stage], DEMO_MODEL)
 
 
 class Stages:
-    def __init__(self, plan: ClusterPlan) -> None:
+    def __init__(self, plan: PipelinePlan) -> None:
         self.plan = plan
         self.workers = [loaded(plan, stage) for stage in range(STAGES)]
         self.ring = plan.cache.classes[0].ring_pages

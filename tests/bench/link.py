@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.table import Table
 from tiny_models import tiny_args, tiny_plan
 
-from tramontane.cluster.actors.stage_actor import StageActor, as_stage_actor
+from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.stage_control import fence_stages
-from tramontane.cluster.pipeline.lifecycle import own_ray
-from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.plan import ClusterPlan, Link
+from tramontane.proto.plan import Link, PipelinePlan
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 
 STAGES = 4
@@ -48,7 +48,7 @@ HOP_TARGETS_MS: dict[Link, dict[str, float]] = {
     "object-store": {"8 KiB": 0.9, "128 KiB": 2.4, "2 MiB": 2.9},
 }
 INTERVAL_TARGETS_MS = {"8 KiB": 5.8, "128 KiB": 6.5}
-CHAINS = {"object-store": RayStageChain, "direct": DirectStageChain}
+CHAINS = {"object-store": ObjectStoreStageChain, "direct": DirectStageChain}
 
 
 class SleepingStage(StageActor):
@@ -58,27 +58,27 @@ class SleepingStage(StageActor):
         import torch
 
         from tramontane.workers.stage.activation import Activation
-        from tramontane.workers.stage.pending_outcome import Unread
+        from tramontane.workers.stage.pending_outcome import PendingOutcome
         from tramontane.workers.stage.stage_worker import StageWorker
 
         worker = StageWorker.load(self._plan, self._weights, self._device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
-        def begin(batch: MicroBatch, incoming: Activation | None) -> Unread:
+        def begin(batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
             started_at, started = time.time(), time.perf_counter()
             worker.check_epoch(batch)
-            worker.check_turn(batch)
-            worker.num_begun += 1
+            worker.check_order(batch)
+            worker.next_step_id += 1
             time.sleep(COMPUTE_S)
             timing = StageTiming(worker.plan.stage_id, started_at, time.perf_counter() - started, batch.num_tokens)
             timings = (*(incoming.timings if incoming else ()), timing)
             if worker.plan.is_last:
                 result = StepResult(batch.epoch, batch.step_id, (), timings)
-                return Unread(None, False, lambda: result)
+                return PendingOutcome(None, False, lambda: result)
             activation = Activation(hidden_TD[: batch.num_tokens], timings)
-            return Unread(activation.hidden_TD, False, lambda: activation)
+            return PendingOutcome(activation.hidden_TD, False, lambda: activation)
 
-        worker.begin = begin  # type: ignore[method-assign]
+        worker.launch = begin  # type: ignore[method-assign]
         return worker
 
 
@@ -88,21 +88,21 @@ class Figures:
     interval_ms: float
 
 
-def _plan() -> ClusterPlan:
+def _plan() -> PipelinePlan:
     args = replace(tiny_args(n_layers=STAGES, moe=False), dim=DIM, hidden_dim=8)
     return tiny_plan(args, STAGES)
 
 
 @contextmanager
-def _stages(plan: ClusterPlan) -> Iterator[list["ActorHandle[Any]"]]:
+def _stages(plan: PipelinePlan) -> Iterator[list["ActorHandle[Any]"]]:
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import benchmarks
-    kind = as_stage_actor(SleepingStage).options(num_cpus=1)
+    kind = remote_stage_class(SleepingStage).options(num_cpus=1)
     yield [kind.remote(stage, RandomWeights(), "cpu", 1) for stage in plan.stages]
 
 
 async def _run(
-    chain: RayStageChain, epoch: int, num_tokens: int, num_steps: int, in_flight: int
+    chain: ObjectStoreStageChain, epoch: int, num_tokens: int, num_steps: int, in_flight: int
 ) -> tuple[list[StepResult], float]:
     """All results, and the seconds from the first one's to the last one's."""
     results: list[StepResult] = []
@@ -135,7 +135,7 @@ def measure(stages: list["ActorHandle[Any]"], link: Link, num_tokens: int, num_s
 def run(num_steps: int, num_rounds: int) -> dict[tuple[str, Link], Figures]:
     ways = list(product(SIZES, get_args(Link)))
     seen: dict[tuple[str, Link], list[Figures]] = defaultdict(list)
-    with own_ray(num_cpus=STAGES), _stages(_plan()) as stages:
+    with local_ray_cluster(num_cpus=STAGES), _stages(_plan()) as stages:
         for turn in range((num_rounds + 1) * len(ways)):
             size, link = ways[turn % len(ways)]
             figures = measure(stages, link, SIZES[size], num_steps)

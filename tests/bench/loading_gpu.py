@@ -28,10 +28,10 @@ from torch import Tensor
 
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
-from tramontane.workers.model.rotary import rows_in_halves
+from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.quantize import hold
-from tramontane.workers.weights.tensor_reader import MappedRows, RowsOf, reading_for
+from tramontane.workers.weights.quantize import load_tensor
+from tramontane.workers.weights.tensor_reader import MmapRows, RowsOf, open_reader
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 EXTRA_LIMIT = 512 * 2**20  # pieces as they are stored, sorted, in float32; not more with more layers
@@ -71,16 +71,16 @@ class LibraryRows:
 
     def __iter__(self) -> Iterator[Tensor]:
         heads = self._spec.interleaved_heads
-        for rows in self._spec.pieces:
+        for rows in self._spec.row_chunks:
             with safe_open(self._path, framework="pt", device=self._device) as file:
                 piece = file.get_slice(self._spec.name)[rows.start : rows.stop]
             self.num_read += piece.nbytes
-            yield rows_in_halves(piece, heads) if heads else piece
+            yield deinterleave_rows(piece, heads) if heads else piece
 
 
 @contextmanager
 def _mapped(_device: str) -> Iterator[RowsOf]:
-    yield MappedRows
+    yield MmapRows
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def _by_library(device: str) -> Iterator[RowsOf]:
     yield partial(LibraryRows, device)
 
 
-WAYS: dict[str, Way] = {"mapped": _mapped, "safetensors": _by_library, "staged": reading_for}
+WAYS: dict[str, Way] = {"mapped": _mapped, "safetensors": _by_library, "staged": open_reader}
 
 
 def run(device: str, num_layers: int, rounds: int) -> list[Figures]:
@@ -128,7 +128,7 @@ def _load(folder: Path, layout: Layout, target: str, name: str, way: Way, device
     with way(device) as rows_of:
         for spec in specs:
             rows = rows_of(found.files[spec.name], spec)
-            hold(state, spec, rows, dtype, device, quantize)
+            load_tensor(state, spec, rows, dtype, device, quantize)
             num_read += rows.num_read
     _wait(device)
     seconds = time.perf_counter() - started

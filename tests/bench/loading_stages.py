@@ -19,14 +19,14 @@ from disk import forget, read_from_disk, write_model
 from rich.console import Console
 from rich.table import Table
 
-from tramontane.cluster.actors.stage_actor import StageActor, as_stage_actor
+from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
-from tramontane.cluster.pipeline.lifecycle import own_ray
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.model_folder import Layout, RandomWeights, Weights, read_model_args
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource, read_model_args
+from tramontane.proto.plan import PipelinePlan
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -99,15 +99,15 @@ def _memory() -> tuple[int, int]:
     return size["RssAnon:"], size["RssAnon:"] + size["RssFile:"]
 
 
-def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> ClusterPlan:
+def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantization | None) -> PipelinePlan:
     """With caches for one short sequence only: they are not what is measured."""
-    return make_plan(args, PlanRequest((StageRoom(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
+    return make_plan(args, PlanRequest((StageBudget(64 * GIB),) * num_stages, dtype, 64, 1, 16, quantize=quantize))
 
 
-def measure(plan: ClusterPlan, weights: Weights) -> list[Figures]:
+def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
     if isinstance(weights, Path):
         forget(weights)
-    stages = [as_stage_actor(MeasuredStage).options(num_cpus=1).remote(stage, weights, "cpu", 1) for stage in plan.stages]
+    stages = [remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, weights, "cpu", 1) for stage in plan.stages]
     wait_until_ready(stages)
     figures: list[Figures] = ray.get([stage.figures.remote() for stage in stages])
     for stage in stages:
@@ -121,7 +121,7 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
         console.print("writing a random checkpoint ...")
         write_model(folder, num_layers, Layout.HUGGING_FACE)
         args = read_model_args(folder)
-        ways: dict[str, tuple[str, Quantization | None, Weights]] = {
+        ways: dict[str, tuple[str, Quantization | None, WeightSource]] = {
             "as stored": (args.dtype, None, folder),
             "to float32": ("float32", None, folder),
             "to int8": (args.dtype, Quantization.INT8, folder),
@@ -129,7 +129,7 @@ def run(num_layers: int, num_stages: int) -> dict[str, list[Figures]]:
             "dummy in int8": (args.dtype, Quantization.INT8, RandomWeights()),
         }
         console.print("loading it ...")
-        with own_ray(num_cpus=num_stages):
+        with local_ray_cluster(num_cpus=num_stages):
             return {name: measure(plan_for(args, num_stages, *how), weights) for name, (*how, weights) in ways.items()}
 
 

@@ -27,16 +27,16 @@ from rich.table import Table
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.pipeline.lifecycle import own_ray
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
-from tramontane.cluster.planning.hardware import this_machine
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.cluster.planning.hardware import probe_local
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.model_folder import read_model_args
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import StageTiming, StepResult
 from tramontane.router.engine.stage_usage import UsageMeter, overlap_share
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 BUDGET = 128
@@ -61,7 +61,7 @@ class Figures:
     overlap: float
 
 
-def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, policy: Policy) -> Figures:
+def measure(chain: ObjectStoreStageChain, spec: PipelineSpec, traffic: Traffic, sequences: int, policy: Policy) -> Figures:
     usage, timings = UsageMeter(len(spec.plan.stages)), list[StageTiming]()
 
     def observe(result: StepResult) -> None:
@@ -78,14 +78,14 @@ def measure(chain: RayStageChain, spec: PipelineSpec, traffic: Traffic, sequence
 def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, str], Figures]:
     """Median figures by traffic and M."""
     args = read_model_args(DEMO_MODEL)
-    memory = this_machine().stage_memory(stages)
-    plan = make_plan(args, PlanRequest((StageRoom(memory),) * stages, args.dtype, args.max_seq_len, sequences, 16))
+    memory = probe_local().stage_memory(stages)
+    plan = make_plan(args, PlanRequest((StageBudget(memory),) * stages, args.dtype, args.max_seq_len, sequences, 16))
     spec = PipelineSpec("bench", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False)
-    policies: dict[str, Policy] = {str(m): EvenPolicy(m, BUDGET) for m in sorted({1, stages, stages + 1})}
+    policies: dict[str, Policy] = {str(m): FixedInFlightPolicy(m, BUDGET) for m in sorted({1, stages, stages + 1})}
     policies["measured"] = BalancedPolicy(stages, BUDGET)  # learns on
     ways = [(traffic, m) for traffic in TRAFFIC for m in policies]
     seen: dict[tuple[str, str], list[Figures]] = defaultdict(list)
-    with own_ray(num_cpus=stages), placed(spec, console.print) as chain, Progress(console=console) as progress:
+    with local_ray_cluster(num_cpus=stages), placed(spec, console.print) as chain, Progress(console=console) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
         for turn in range((rounds + 1) * len(ways)):
             traffic, m = ways[turn % len(ways)]

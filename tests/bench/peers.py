@@ -32,7 +32,7 @@ from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS
-from tramontane.workers.kernels.linear import has_products
+from tramontane.workers.kernels.linear import has_native_matmul
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ ENVIRONMENT = {
 }
 TRAMONTANE = [sys.executable, "-c", "from tramontane.cluster.cli.__main__ import main; main()"]
 INPUT_LEN, OUTPUT_LEN, CORES = 128, 64, 2
-DTYPES = ("bfloat16",) if has_products("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers have the first
+DTYPES = ("bfloat16",) if has_native_matmul("cpu", torch.bfloat16) else ("float32", "bfloat16")  # peers have the first
 _SMALL = replace(PRESETS["mistral-7b-v0.1"], max_seq_len=4096)
 MODELS: dict[str, ModelArgs] = {
     "Mistral-300M": replace(

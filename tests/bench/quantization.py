@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout, read_model_args
-from tramontane.proto.plan import ClusterPlan
-from tramontane.proto.presets import PRESETS, preset, scaled_down
+from tramontane.proto.plan import PipelinePlan
+from tramontane.proto.presets import PRESETS, preset, tiny_variant
 from tramontane.proto.request import SamplingParams
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.kernels import quantized_linear
@@ -64,7 +64,7 @@ class Way:
         if not self.fp8_activations:
             yield
             return
-        choose = quantized_linear.GpuProducts(quantized_linear.blockwise, quantized_linear.fp8_product).choose
+        choose = quantized_linear.QuantizedKernels(quantized_linear.dequantized_linear, quantized_linear.fp8_linear).choose
         with patch.object(quantized_linear, "_cpu_product", lambda x_TK, _numbers_NK: choose(len(x_TK))):
             yield
 
@@ -157,11 +157,11 @@ def show_quality(path: Path, num_parts: int, small: Path) -> None:
 # ---- memory
 
 
-def fewest_gpus(args: ModelArgs, way: Way) -> ClusterPlan:
+def fewest_gpus(args: ModelArgs, way: Way) -> PipelinePlan:
     """The plan with the fewest GPUs of 24 GiB that can hold one sequence of full length."""
     for number in range(1, args.n_layers + 1):
         try:
-            rooms = (StageRoom(24 * GIB),) * number
+            rooms = (StageBudget(24 * GIB),) * number
             return make_plan(args, PlanRequest(rooms, way.dtype, args.max_seq_len, 64, 16, quantize=way.quantize))
         except PlanError:
             continue
@@ -187,7 +187,7 @@ class Loaded:
 
     def __init__(self, folder: Path, way: Way) -> None:
         args = read_model_args(folder)
-        self.plan = make_plan(args, PlanRequest((StageRoom(8 * GIB),), way.dtype, CONTEXT, 8, 16, quantize=way.quantize))
+        self.plan = make_plan(args, PlanRequest((StageBudget(8 * GIB),), way.dtype, CONTEXT, 8, 16, quantize=way.quantize))
         self.workers = [StageWorker.load(stage, folder) for stage in self.plan.stages]
 
     def continued(self, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS) -> list[list[int]]:
@@ -226,7 +226,7 @@ def main() -> None:
     torch.set_num_threads(1)  # what a stage has when each has a core
     with tempfile.TemporaryDirectory() as folder:
         small, layer = Path(folder, "small"), Path(folder, "layer")
-        write_random_checkpoint(small, scaled_down(PRESETS["mixtral-8x7b"]), Layout.HUGGING_FACE)
+        write_random_checkpoint(small, tiny_variant(PRESETS["mixtral-8x7b"]), Layout.HUGGING_FACE)
         write_random_checkpoint(layer, LAYER, Layout.HUGGING_FACE)
         show_memory()
         show_quality(options.text, options.parts, small)

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import Quantization
-from tramontane.workers.kernels.quantized_linear import FUSED_TOKENS, Product, blockwise, gpu_products
-from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantized
+from tramontane.workers.kernels.quantized_linear import FUSED_TOKENS, Product, dequantized_linear, probe_kernels
+from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantize_weight
 
 ROUNDS, PRODUCTS = 30, 8  # products in a round
 OUT_OF_CACHE = 2**28  # bytes that the matrices of one way have together
@@ -63,8 +63,8 @@ def _scale_dtype(quantize: Quantization) -> torch.dtype:
 
 
 def ways_of(quantize: Quantization, device: torch.device) -> dict[str, Product]:
-    found = gpu_products(device, NUMBER_DTYPES[quantize], _scale_dtype(quantize), torch.bfloat16)
-    ways = {"fused": found.fused, "in fp8": found.fp8, "blocks": blockwise}
+    found = probe_kernels(device, NUMBER_DTYPES[quantize], _scale_dtype(quantize), torch.bfloat16)
+    ways = {"fused": found.fused, "in fp8": found.fp8, "blocks": dequantized_linear}
     return {name: product for name, product in ways.items() if product is not None}
 
 
@@ -72,13 +72,13 @@ def show(weight_NK: Tensor, lengths: list[int]) -> None:
     device, copies = weight_NK.device, max(OUT_OF_CACHE // weight_NK.numel(), 1)
     table = Table("tokens", "weights", "way", "off by", "ms", "of bfloat16", "GB/s of weights")
     halves = [weight_NK.bfloat16() for _ in range(copies)]
-    held = {q: [quantized(weight_NK, q, _scale_dtype(q), device) for _ in range(copies)] for q in Quantization}
+    held = {q: [quantize_weight(weight_NK, q, _scale_dtype(q), device) for _ in range(copies)] for q in Quantization}
     for num_tokens in lengths:
         x_TK = torch.randn(num_tokens, weight_NK.shape[1], device=device).bfloat16()
         plain = median_ms(lambda i, x_TK=x_TK: F.linear(x_TK, halves[i % copies]))  # type: ignore[misc]
         table.add_row(str(num_tokens), "bfloat16", "", "", f"{plain:.3f}", "", f"{halves[0].nbytes / plain / 1e6:.0f}")
         for quantize, matrices in held.items():
-            chosen = gpu_products(device, matrices[0][0].dtype, matrices[0][1].dtype, torch.bfloat16).choose(num_tokens)
+            chosen = probe_kernels(device, matrices[0][0].dtype, matrices[0][1].dtype, torch.bfloat16).choose(num_tokens)
             exact_TN = x_TK.double() @ (matrices[0][0].double() * matrices[0][1].double()[:, None]).T
             for name, product in ways_of(quantize, device).items():
                 if name == "fused" and num_tokens > FUSED_TOKENS:

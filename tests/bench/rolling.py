@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from serve_cluster import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 
 WANTED = 12  # streams with unfinished tokens, at each deployment
 REQUESTS = 40
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    with own_ray(num_cpus=2 if args.scarce else 8), TemporaryDirectory() as folder:
+    with local_ray_cluster(num_cpus=2 if args.scarce else 8), TemporaryDirectory() as folder:
         start_serve(args.port, args.port + 1)
         settings = SETTINGS | jobs_in(folder)
         deploy(settings)

@@ -19,9 +19,9 @@ from rich.table import Table
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.active_request import LiveRequest
+from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.activity_log import ActivityLog
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
@@ -36,12 +36,12 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
     ring = ring_pages(WINDOW, PAGE_SIZE, CONTEXT)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * num_sequences),))
     policy = BalancedPolicy(num_stages, BUDGET)
-    scheduler = Scheduler(cache, Limits(num_sequences, BUDGET, CONTEXT, 32_000), policy)
+    scheduler = Scheduler(cache, SchedulerLimits(num_sequences, BUDGET, CONTEXT, 32_000), policy)
     sampling = SamplingParams(max_tokens=CONTEXT // 2, temperature=0.0)
     sequences = [Sequence(seq_id, tuple(range(10, 74)), sampling, CONTEXT) for seq_id in range(num_sequences)]
     for sequence in sequences:
         scheduler.add(sequence)
-    requests = {sequence.seq_id: LiveRequest([sequence], lambda _: None, 0.0) for sequence in sequences}
+    requests = {sequence.seq_id: ActiveRequest([sequence], lambda _: None, 0.0) for sequence in sequences}
     log = ActivityLog()
     now, free_at = 0.0, [0.0] * num_stages
     in_flight: deque[tuple[MicroBatch, tuple[StageTiming, ...]]] = deque()
@@ -54,17 +54,17 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
         in_flight.extend((batch, _timings(batch, now, free_at)) for batch in made)
         batch, timings = in_flight.popleft()
         now = max(now, timings[-1].ended_at)
-        result = StepResult(batch.epoch, batch.step_id, (50,) * len(batch.sampled_ids), timings)
+        result = StepResult(batch.epoch, batch.step_id, (50,) * len(batch.sampled_seq_ids), timings)
         started = time.perf_counter()
         events = scheduler.complete(batch, result)
         taken.append(choosing + time.perf_counter() - started)
         hearing = [requests[event.seq_id] for event in events]
         started = time.perf_counter()
-        log.note(batch, result)
+        log.record(batch, result)
         log.note_tokens(hearing, now)
         noting.append(time.perf_counter() - started)
         for request in hearing:
-            request.told_at = now
+            request.last_token_at = now
     return statistics.median(taken[WARM_UP:]), statistics.median(noting[WARM_UP:]), len(batch.decodes.seq_ids)
 
 

@@ -37,7 +37,7 @@ from serve_cluster import served
 from soak_load import MAX_BODY, Crowd, requests
 from soak_watch import Sample, is_quiet, not_back, quietest, slope_per_hour, take
 
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 
 EVERY_S = 30.0
 SHARES = (0.1, 0.45, 0.45)  # of the time, before each quiet look
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8790)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with own_ray(num_cpus=8), served(port=args.port, grpc_port=args.port + 1, **SETTINGS):
+    with local_ray_cluster(num_cpus=8), served(port=args.port, grpc_port=args.port + 1, **SETTINGS):
         ledger = asyncio.run(_soak(args))
     _show(ledger)
     if args.json:

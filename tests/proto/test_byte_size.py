@@ -1,6 +1,6 @@
 import pytest
 
-from tramontane.proto.byte_size import readable_size, size_for_flag
+from tramontane.proto.byte_size import format_bytes, format_bytes_flag
 
 
 @pytest.mark.parametrize(
@@ -17,11 +17,11 @@ from tramontane.proto.byte_size import readable_size, size_for_flag
     ],
 )
 def test_sizes_for_people_have_three_digits_or_all_of_them(num_bytes: float, text: str) -> None:
-    assert readable_size(num_bytes) == text
+    assert format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"), [(0, "0B"), (100, "100B"), (20481, "21KiB"), (10 * 2**20, "10MiB"), (10 * 2**30 + 1, "11GiB")]
 )
 def test_sizes_for_flags_are_never_less(num_bytes: int, text: str) -> None:
-    assert size_for_flag(num_bytes) == text
+    assert format_bytes_flag(num_bytes) == text

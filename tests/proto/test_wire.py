@@ -7,19 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto import wire
-from tramontane.proto.errors import PipelineError, PoisonError, TramontaneError
+from tramontane.proto.errors import PipelineError, PoisonRequestError, TramontaneError
 from tramontane.proto.plan import ExpertActorPlan, ExpertId
 from tramontane.proto.request import (
     ExpertChoices,
     FinishReason,
     Logprobs,
-    RequestTimes,
+    RequestOutput,
+    RequestTimings,
     SamplingParams,
-    SequenceSpec,
-    TokenBatch,
+    SequenceRequest,
     TokenEvent,
 )
-from tramontane.proto.step import Chunk, Decodes, ExpertTiming, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import Chunk, DecodeColumns, ExpertTiming, MicroBatch, StageTiming, StepResult
 
 ids = st.integers(0, 2**40)
 numbers_of_top = st.none() | st.integers(0, 20)
@@ -57,7 +57,7 @@ chunks = st.builds(
 )
 columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(zip(*rows, strict=True)) or ((), (), ()))
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
-decodes = st.builds(lambda columns, gained: Decodes(*columns, gained), columns, gained)
+decodes = st.builds(lambda columns, gained: DecodeColumns(*columns, gained), columns, gained)
 some_chunks = st.lists(chunks, max_size=5).map(tuple)
 batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, released=pages, decodes=decodes)
 times = st.floats(0, 2e9)
@@ -74,7 +74,7 @@ logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, sta
 ended = st.lists(st.tuples(ids, st.sampled_from(FinishReason)), max_size=2).map(tuple)
 results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices, logprobs=logprobs, ended=ended)
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
-tokens = st.builds(TokenBatch, events, st.builds(RequestTimes, times, times, times), choices, logprobs)
+tokens = st.builds(RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs)
 
 
 @settings(derandomize=True, deadline=None)
@@ -97,23 +97,25 @@ def test_headers(timings: tuple[StageTiming, ...], choices: tuple[ExpertChoices,
 
 
 @settings(derandomize=True, deadline=None)
-@given(st.lists(st.tuples(ids, tokens | st.builds(PipelineError, st.text()) | st.builds(PoisonError, st.text())), max_size=3))
-def test_deliveries(deliveries: list[tuple[int, TokenBatch | TramontaneError]]) -> None:
-    decoded = wire.decode_deliveries(wire.encode_deliveries(deliveries))
+@given(
+    st.lists(st.tuples(ids, tokens | st.builds(PipelineError, st.text()) | st.builds(PoisonRequestError, st.text())), max_size=3)
+)
+def test_deliveries(deliveries: list[tuple[int, RequestOutput | TramontaneError]]) -> None:
+    decoded = wire.decode_outputs(wire.encode_outputs(deliveries))
     assert list(map(_comparable, decoded)) == list(map(_comparable, deliveries))
 
 
-def _comparable(delivery: tuple[int, TokenBatch | TramontaneError]) -> tuple[int, Any]:
+def _comparable(delivery: tuple[int, RequestOutput | TramontaneError]) -> tuple[int, Any]:
     number, what = delivery
-    return number, what if isinstance(what, TokenBatch) else (type(what), str(what))
+    return number, what if isinstance(what, RequestOutput) else (type(what), str(what))
 
 
 @settings(derandomize=True, deadline=None)
 @given(pages, sampling, st.integers(0, 9))
 def test_requests(prompt_ids: tuple[int, ...], sampling: SamplingParams, priority: int) -> None:
     specs = (
-        SequenceSpec(prompt_ids, sampling, priority),
-        SequenceSpec(prompt_ids, sampling, owner=7, was_accepted=True, request_id="mine"),
+        SequenceRequest(prompt_ids, sampling, priority),
+        SequenceRequest(prompt_ids, sampling, owner=7, already_admitted=True, request_id="mine"),
     )
     assert wire.decode_specs(wire.encode_specs(specs)) == specs
 
@@ -127,7 +129,7 @@ def test_expert_actors() -> None:
 
 def test_a_decode_token_is_small() -> None:
     """Deltas, not state: 64 running decodes that gain no page take nine bytes each."""
-    decodes = Decodes(tuple(range(1000, 1064)), tuple(range(3000, 3064)), (31_999,) * 64)
+    decodes = DecodeColumns(tuple(range(1000, 1064)), tuple(range(3000, 3064)), (31_999,) * 64)
     data = wire.encode_batch(MicroBatch(0, 1, (), (), decodes))
     assert len(data) < 64 * 9 + 24
     assert isinstance(msgpack.unpackb(data), list)

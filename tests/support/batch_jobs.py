@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tramontane.router.batch.claims import JobClaims
+from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import JobLimits
 from tramontane.router.batch.jobs import ResultLine
@@ -61,16 +61,16 @@ class Place:
         self.opened.append(service.close)
         return service
 
-    def claims(self, queue: str = "tiny") -> JobClaims:
+    def claims(self, queue: str = "tiny") -> JobClaimStore:
         database = Database(self.database)
         self.opened.append(database.close)
-        return JobClaims(database, queue, self.clock)
+        return JobClaimStore(database, queue, self.clock)
 
     def close(self) -> None:
         for close in self.opened:
             close()
 
-    def runner(self, answer: Answer = echo, concurrency: int = 8, claims: JobClaims | None = None) -> BatchRunner:
+    def runner(self, answer: Answer = echo, concurrency: int = 8, claims: JobClaimStore | None = None) -> BatchRunner:
         async def turn(_seconds: float) -> None:
             await asyncio.sleep(POLL_S)
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
-from tramontane.workers.sampling.sampler import uniform
+from tramontane.workers.sampling.sampler import hashed_uniform
 
 CLOSE_LOGITS = 1e-4  # two of them may change places
 CLOSE_DRAW = 1e-6  # of the probability, between a random number and the next token's share
@@ -33,7 +33,7 @@ def close_call(body: dict[str, Any], choice: int, place: int, got: list[int], wa
     if apart < CLOSE_LOGITS:
         return f"their logits are {apart:.1e} apart"
     temperature = body.get("temperature", 1.0)
-    draw = uniform(body["seed"], choice, len(known))
+    draw = hashed_uniform(body["seed"], choice, len(known))
     return _close_draw(logits_V / temperature, draw, {got[place], wanted[place]}) if temperature else ""
 
 

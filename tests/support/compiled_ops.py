@@ -9,40 +9,40 @@ from harness import PROMPTS, run_in_process
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from torch._dynamo.utils import counters
 
-from tramontane.workers.attention.sdpa_backend import sdpa_kernels
-from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
-from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
+from tramontane.workers.stage.device_backend import DeviceBackend
 
 ARGS = tiny_args(moe=False)
 
 
 def main() -> None:
-    fused = compiled(ARGS, torch.device("cpu"), torch.float32)
-    if fused is not PLAIN:
+    fused = compile_ops(ARGS, torch.device("cpu"), torch.float32)
+    if fused is not EAGER:
         _serve(fused)
         with torch.inference_mode():
             _compare_all(fused)
 
 
-def _serve(fused: Pointwise) -> None:
+def _serve(fused: FusedOps) -> None:
     """Raises AssertionError if steps of any size compile anything again."""
     model, plan, compiled_before = random_model(ARGS), tiny_plan(ARGS, 2), dict(counters["stats"])
     assert compiled_before["unique_graphs"]
     answers = [
-        run_in_process(plan, split_model(model, plan, means=Means(sdpa_kernels(), pointwise)), PROMPTS)
-        for pointwise in (PLAIN, fused)
+        run_in_process(plan, split_model(model, plan, means=DeviceBackend(cpu_kernels(), pointwise)), PROMPTS)
+        for pointwise in (EAGER, fused)
     ]
     assert answers[0] == answers[1]
     assert counters["stats"] == compiled_before, "something was compiled again"
 
 
-def _compare_all(fused: Pointwise) -> None:
+def _compare_all(fused: FusedOps) -> None:
     for num_tokens in (1, 7):
         heads_THd, angles_Td = _random(num_tokens, 8, 8)[:, :6], _random(num_tokens, 8)  # heads as they lie beside values
-        _compare(fused.turned(heads_THd, angles_Td, -angles_Td), PLAIN.turned(heads_THd, angles_Td, -angles_Td))
-        _compare(fused.gated(_random(num_tokens, 96)), PLAIN.gated(_random(num_tokens, 96)))
+        _compare(fused.apply_rotary(heads_THd, angles_Td, -angles_Td), EAGER.apply_rotary(heads_THd, angles_Td, -angles_Td))
+        _compare(fused.silu_and_mul(_random(num_tokens, 96)), EAGER.silu_and_mul(_random(num_tokens, 96)))
         given = (_random(num_tokens, 32), _random(num_tokens, 1, 32)[:, 0], _random(32), 1e-5)
-        for ours, theirs in zip(fused.added_and_normed(*given), PLAIN.added_and_normed(*given), strict=True):
+        for ours, theirs in zip(fused.fused_add_rms_norm(*given), EAGER.fused_add_rms_norm(*given), strict=True):
             _compare(ours, theirs)
 
 

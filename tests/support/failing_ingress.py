@@ -10,10 +10,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.cluster.http.failover_response import ANSWER, NODE
-from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.cluster.http.failover_response import MESSAGE_NODE, SCOPE_RESUME
+from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
 
-TIMES = RequestTimes(0.0, 0.0, 0.0)
+TIMES = RequestTimings(0.0, 0.0, 0.0)
 
 
 class MortalDoors:
@@ -35,13 +35,13 @@ class MortalDoors:
 
         async def send_alive(message: Message) -> None:
             nonlocal num_said
-            if num_said == life and message["type"] != NODE:
+            if num_said == life and message["type"] != MESSAGE_NODE:
                 dead.set()
                 await asyncio.Event().wait()
-            num_said += message["type"] != NODE
+            num_said += message["type"] != MESSAGE_NODE
             await send(pickle.loads(pickle.dumps(message)))
 
-        scope = {**scope, ANSWER: pickle.loads(pickle.dumps(scope[ANSWER]))} if ANSWER in scope else scope
+        scope = {**scope, SCOPE_RESUME: pickle.loads(pickle.dumps(scope[SCOPE_RESUME]))} if SCOPE_RESUME in scope else scope
         ways = [asyncio.ensure_future(self._door(scope, receive, send_alive)), asyncio.ensure_future(dead.wait())]
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in ways:
@@ -114,10 +114,10 @@ class GoingOn:
         self._token_ids = tuple(token_ids)
         self.seeds: list[int] = []
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """There always is."""
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self.seeds += [spec.sampling.seed for spec in specs]
         said = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
         for spec, all_ids in zip(specs, said, strict=True):
@@ -128,13 +128,13 @@ class GoingOn:
             going = [i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(said[i])]
             if going:
                 events = tuple(self._event(i, specs[i], said[i], step) for i in going)
-                yield TokenBatch(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in going))
+                yield RequestOutput(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in going))
 
-    def _event(self, index: int, spec: SequenceSpec, said: tuple[int, ...], step: int) -> TokenEvent:
+    def _event(self, index: int, spec: SequenceRequest, said: tuple[int, ...], step: int) -> TokenEvent:
         finish = FinishReason.LENGTH if len(said) == spec.sampling.max_tokens else FinishReason.STOP
         return TokenEvent(index, said[step], finish if step == len(said) - 1 else None)
 
-    def _logprobs(self, index: int, spec: SequenceSpec, step: int) -> Logprobs:
+    def _logprobs(self, index: int, spec: SequenceRequest, step: int) -> Logprobs:
         """Of each token another; and of the prompt, where that is new."""
         start = len(spec.prompt_ids) + step if spec.output_ids or step else 1
         positions = range(start, len(spec.prompt_ids) + step + 1)

@@ -19,7 +19,7 @@ class ImaginedActivity:
         self.begins_at = time.time() - SHOWN_S
 
     async def ask(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
-        """As ``ActivityDoor`` wants it."""
+        """As ``ActivityEndpoint`` wants it."""
         self.asked += 1
         now = time.time()
         return [self._told(name, after.get(name, -1), now) for name in self.pipelines]

@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 
 from tramontane.proto.errors import RequestError, UnknownJobError
-from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.served_model import ServedModel
@@ -80,17 +80,17 @@ class ListedJobs:
 
 
 class OneKey:
-    def owner_of(self, authorization: str | None) -> int | None:
+    def authenticate(self, authorization: str | None) -> int | None:
         return 0 if authorization == "Bearer right" else None
 
 
 class NoTokens:
     """A TokenSource that is never asked."""
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         pass
 
-    def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         raise AssertionError(specs)
 
 

@@ -9,8 +9,8 @@ from scripted_chain import all_chunks
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams, TokenEvent
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -50,8 +50,8 @@ class ImaginedPipeline:
 
     def answer(self, token_id: int | None = None) -> None:
         batch = self.in_flight.popleft()
-        ends = [(c.seq_id, c.start + c.num_tokens) for c in all_chunks(batch) if c.wants_token]
-        assert [seq_id for seq_id, _ in ends] == list(batch.sampled_ids)
+        ends = [(c.seq_id, c.start + c.num_tokens) for c in all_chunks(batch) if c.needs_sample]
+        assert [seq_id for seq_id, _ in ends] == list(batch.sampled_seq_ids)
         token_ids = tuple(self.token_at(seq_id, end) if token_id is None else token_id for seq_id, end in ends)
         self.events += self.scheduler.complete(batch, StepResult(batch.epoch, batch.step_id, token_ids, self._timings(batch)))
         self.scheduler.check_integrity()
@@ -79,7 +79,7 @@ class ImaginedPipeline:
         assert len({c.seq_id for c in chunks}) == len(chunks)
         sizes = [c.num_tokens > 1 for c in chunks]
         assert sizes == sorted(sizes, reverse=True)
-        for seq_id in batch.released:
+        for seq_id in batch.freed_seq_ids:
             del self.pages[seq_id], self.positions[seq_id]
         for chunk in chunks:
             self._check_chunk(chunk)
@@ -88,7 +88,7 @@ class ImaginedPipeline:
             assert len(held) == len(set(held)), "a page has two owners"
 
     def _check_chunk(self, chunk: Chunk) -> None:
-        cache = self.scheduler.ledger.cache
+        cache = self.scheduler.allocator.cache
         assert (chunk.sampling is not None) == (chunk.start == 0) == (chunk.seq_id not in self.pages)
         rings = self.pages.setdefault(chunk.seq_id, [[] for _ in cache.classes])
         assert chunk.start == self.positions[chunk.seq_id], "a stage sees positions in order, each once"
@@ -101,5 +101,5 @@ class ImaginedPipeline:
 def new_pipeline(
     cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
 ) -> ImaginedPipeline:
-    policy = policy or EvenPolicy(in_flight, budget)
-    return ImaginedPipeline(Scheduler(cache, Limits(seqs, budget, 256, 1000, (EOS,)), policy))
+    policy = policy or FixedInFlightPolicy(in_flight, budget)
+    return ImaginedPipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))

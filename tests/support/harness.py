@@ -10,15 +10,15 @@ from typing import Any, TypeVar
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
-from tramontane.proto.plan import ClusterPlan
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.ports import StageChain
-from tramontane.proto.request import SamplingParams, SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SamplingParams, SequenceRequest
 from tramontane.proto.step import StepResult
 from tramontane.router.engine.router import STEP_TIMEOUT_S, Router
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -42,8 +42,8 @@ def _prompts() -> list[list[int]]:
 PROMPTS = _prompts()
 
 
-def scheduler_for(plan: ClusterPlan, budget: int = 512, policy: Policy | None = None) -> Scheduler:
-    limits = Limits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size)
+def scheduler_for(plan: PipelinePlan, budget: int = 512, policy: Policy | None = None) -> Scheduler:
+    limits = SchedulerLimits(plan.max_num_seqs, budget, plan.max_model_len, plan.args.vocab_size)
     return Scheduler(plan.cache, limits, policy or BalancedPolicy(len(plan.stages), budget))
 
 
@@ -73,14 +73,14 @@ async def run_answers(
     together: bool = True,
     observe: Callable[[StepResult], None] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
-) -> list[TokenBatch]:
+) -> list[RequestOutput]:
     """As ``run_prompts``, with all that was told of every prompt in one piece."""
     router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
     running = asyncio.create_task(router.run())
 
-    async def one(prompt: list[int]) -> TokenBatch:
-        specs = [SequenceSpec(tuple(prompt), sampling)]
-        return TokenBatch.merged([batch async for batch in router.generate(specs)])
+    async def one(prompt: list[int]) -> RequestOutput:
+        specs = [SequenceRequest(tuple(prompt), sampling)]
+        return RequestOutput.merged([batch async for batch in router.generate(specs)])
 
     outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
     scheduler.check_integrity()
@@ -92,7 +92,7 @@ async def run_answers(
 
 
 @contextmanager
-def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[RayStageChain]:
+def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
     """``running_pipeline`` for code that is not asynchronous; a thread renews the lease meanwhile."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
@@ -115,7 +115,7 @@ def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -
 
 
 def run_in_process(
-    plan: ClusterPlan,
+    plan: PipelinePlan,
     workers: list[StageWorker],
     prompts: Sequence[list[int]],
     sampling: SamplingParams = GREEDY,
@@ -126,7 +126,7 @@ def run_in_process(
 ) -> list[list[int]]:
     chain = LocalStageChain(workers)
     try:
-        scheduler = scheduler_for(plan, budget, EvenPolicy(max_in_flight, budget) if max_in_flight else None)
+        scheduler = scheduler_for(plan, budget, FixedInFlightPolicy(max_in_flight, budget) if max_in_flight else None)
         return asyncio.run(run_prompts(chain, scheduler, prompts, sampling, together=together))
     finally:
         chain.close()

@@ -1,7 +1,7 @@
 """xformers' split-K kernel as it is, run by Triton's interpreter on the CPU: a program of its own, for the interpreter is chosen
 before Triton is imported.
 
-What it is given, the masks of ``PagesInPlace`` over a pool of pages, is what a GPU is given. Prints the largest difference
+What it is given, the masks of ``PagedDecode`` over a pool of pages, is what a GPU is given. Prints the largest difference
 from the plain reference for every case.
 """
 
@@ -9,7 +9,7 @@ import torch
 from test_attention import _decode_index, _expected, _filled, _random
 from xformers.ops.fmha import triton_splitk
 
-from tramontane.workers.attention.xformers_backend import PagesInPlace
+from tramontane.workers.attention.xformers_backend import PagedDecode
 
 HEADS, HEAD_DIM = 4, 32
 POSITIONS = [3, 0, 15, 16, 2, 50, 133]
@@ -24,7 +24,7 @@ def main() -> None:
 
 def _difference(page_size: int, num_keys: int, window: int | None, kv_heads: int, splits: int) -> float:
     attributes = {"BLOCK_N": num_keys, "SPLIT_K": splits, "SUPPORTED_DEVICES": {"cpu"}, "SUPPORTED_DTYPES": {torch.float32}}
-    kernel = PagesInPlace(type("OnCpu", (triton_splitk.FwOp,), attributes))
+    kernel = PagedDecode(type("OnCpu", (triton_splitk.FwOp,), attributes))
     index = _decode_index(POSITIONS, window, page_size)
     cached, q_BHd = _filled(index, kv_heads, torch.float32, HEAD_DIM), _random(len(POSITIONS), HEADS, HEAD_DIM, seed=1)
     out_BHd = kernel.attend(q_BHd, cached, kernel.bias(index))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tramontane.workers.links.ipc_memory import Event, Memory
+from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class LazyEvent:
 
         return done
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         while not self.gpu.is_done(self):
             self.gpu.work_a_little()
 
@@ -74,7 +74,7 @@ class OpenedEvent:
     def record(self) -> None:
         raise AssertionError("the other end records")
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         raise AssertionError("the other end knows")
 
     def wait(self) -> None:
@@ -132,29 +132,29 @@ class LazyGpu:
 
 @dataclass(frozen=True)
 class LazySharing:
-    """One process's ``Sharing``."""
+    """One process's ``IpcBackend``."""
 
     gpu: LazyGpu
     stream: Stream
     memories: list[LazyMemory]
     events: list[LazyEvent]
 
-    def memory(self, num_bytes: int) -> Memory:
+    def memory(self, num_bytes: int) -> SharedMemory:
         self.memories.append(LazyMemory(torch.zeros(num_bytes, dtype=torch.uint8), bytes([len(self.memories)]), self.stream))
         return self.memories[-1]
 
-    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+    def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:
         made = self.memories[handle[0]]
         assert not made.is_closed
         assert len(made.bytes_N) == num_bytes
         made.num_open += 1
         return LazyMemory(made.bytes_N, handle, self.stream, opened_of=made)
 
-    def event(self) -> Event:
+    def event(self) -> SharedEvent:
         self.events.append(LazyEvent(bytes([len(self.events)]), self.gpu, self.stream))
         return self.events[-1]
 
-    def open_event(self, handle: bytes) -> Event:
+    def open_event(self, handle: bytes) -> SharedEvent:
         return OpenedEvent(self.events[handle[0]], self.stream)
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:

@@ -10,19 +10,19 @@ from dataclasses import replace
 import torch
 
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
-from tramontane.cluster.planning.planner import StageRoom
-from tramontane.proto.errors import ExpertLostError, PipelineError
+from tramontane.cluster.planning.planner import StageBudget
+from tramontane.proto.errors import ExpertUnavailableError, PipelineError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import Weights
-from tramontane.proto.plan import ClusterPlan, ExpertId, ExpertPlan
+from tramontane.proto.model_folder import WeightSource
+from tramontane.proto.plan import ExpertId, ExpertPlan, PipelinePlan
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.workers.experts.expert_link import DirectExpert, ExpertDoor, RowFormat
+from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMessageLayout, ExpertServer
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
-from tramontane.workers.links.channel import Address, Edge, Edges, Listener
+from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.tcp_channel import SocketEdges
 from tramontane.workers.stage.activation import Activation
-from tramontane.workers.stage.ping_pong_executor import PingPong
+from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
@@ -33,21 +33,21 @@ CPU = torch.device("cpu")
 def expert_plan(
     args: ModelArgs, num_actors: int, replicas: int | None = 1, loads: dict[ExpertId, float] | None = None, dtype: str = "float32"
 ) -> ExpertPlan:
-    return plan_experts(args, ExpertRequest((StageRoom(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
+    return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
 
 
 class WatchedEdges(SocketEdges):
     """Remembers every end that it made, so that all can be cut at once, as when a process dies."""
 
     def __init__(self) -> None:
-        self.ends: list[Edge | Listener] = []
+        self.ends: list[Channel | Listener] = []
 
     def listen(self, host: str) -> Listener:  # type: ignore[override]
         listener = super().listen(host)
         self.ends.append(listener)
         return listener
 
-    def connect(self, address: Address, host: str, /) -> Edge:  # type: ignore[override]
+    def connect(self, address: Address, host: str, /) -> Channel:  # type: ignore[override]
         edge = super().connect(address, host)
         self.ends.append(edge)
         return edge
@@ -56,7 +56,7 @@ class WatchedEdges(SocketEdges):
 class ExpertActors:
     """One worker and one door each. ``kill`` cuts all of an actor's links, and it is not to be found until ``revive``."""
 
-    def __init__(self, plan: ExpertPlan, weights: Weights, edges: Edges | None = None) -> None:
+    def __init__(self, plan: ExpertPlan, weights: WeightSource, edges: ChannelFactory | None = None) -> None:
         self.plan, self._fixed_edges = plan, edges  # of another kind; such actors cannot be killed
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
         self._edges = [WatchedEdges() for _ in plan.actors]
@@ -65,16 +65,16 @@ class ExpertActors:
         self.failure = ""  # why nobody who is dead will ever be revived
         self.before_call: dict[int, Callable[[ExpertCall], None]] = {}  # by actor
 
-    def connect(self, actor_id: int, notify: Callable[[], None]) -> DirectExpert:
+    def connect(self, actor_id: int, notify: Callable[[], None]) -> DirectExpertClient:
         """See ``remote_experts.Connect``."""
 
         def introduce(calls: Address) -> Address:
             if actor_id in self._dead:
-                raise PipelineError(self.failure) if self.failure else ExpertLostError("dead")
+                raise PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
             return self._doors[actor_id].open(calls)
 
         edges = self._fixed_edges or SocketEdges()
-        return DirectExpert(introduce, notify, RowFormat.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
+        return DirectExpertClient(introduce, notify, ExpertMessageLayout.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
 
     def kill(self, actor_id: int) -> None:
         self._dead.add(actor_id)
@@ -86,7 +86,7 @@ class ExpertActors:
     def revive(self, actor_id: int) -> None:
         self._dead.remove(actor_id)
 
-    def _door(self, actor_id: int) -> ExpertDoor:
+    def _door(self, actor_id: int) -> ExpertServer:
         worker, run = self.workers[actor_id], ExpertWorker.run
 
         def watched(call: ExpertCall, rows_CD: torch.Tensor) -> ExpertReply:
@@ -94,13 +94,13 @@ class ExpertActors:
             return run(worker, call, rows_CD)
 
         worker.run = watched  # type: ignore[method-assign]
-        return ExpertDoor(worker, self.plan, HOST, self._fixed_edges or self._edges[actor_id], num_threads=1)
+        return ExpertServer(worker, self.plan, HOST, self._fixed_edges or self._edges[actor_id], num_threads=1)
 
 
 class OpenChain:
     """A ``StageChain`` of stages that play ping-pong."""
 
-    def __init__(self, stages: Sequence[PingPong], experts: Sequence[RemoteExperts] = ()) -> None:
+    def __init__(self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()) -> None:
         self.stages, self.experts = stages, experts
         self._threads = ThreadPoolExecutor(64)  # each waits for one micro-batch
 
@@ -128,11 +128,11 @@ class OpenChain:
 
 
 @contextmanager
-def open_chain(plan: ClusterPlan, weights: Weights, actors: ExpertActors, max_open: int = 2) -> Iterator[OpenChain]:
+def open_chain(plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, max_open: int = 2) -> Iterator[OpenChain]:
     """The plan's stages, without their experts."""
     experts = [RemoteExperts(actors.plan, actors.connect) for _ in plan.stages]
     workers = [StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages]
-    stages = [PingPong(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
+    stages = [PingPongExecutor(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
     try:
         yield OpenChain(stages, experts)
     finally:
@@ -147,7 +147,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         bell.wait(0.005)
 
 
-def without_experts(plan: ClusterPlan, experts: ExpertPlan) -> ClusterPlan:
+def without_experts(plan: PipelinePlan, experts: ExpertPlan) -> PipelinePlan:
     """The same stages, whose experts are elsewhere."""
     args, first = plan.args, plan.stages[0]
     own = [range(stage.first_layer, stage.last_layer) for stage in plan.stages]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.activity_log import ActivityLog
 
 BEGAN_AT, ENDED_AT = 1000.0, 1004.0
@@ -16,10 +16,10 @@ def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
     for step, (prefill, decodes) in enumerate(steps):
         began = BEGAN_AT + step
         now[0] = began + 1
-        chunks = (Chunk(9, 0, (1,) * prefill, ((),), None, wants_token=True),) if prefill else ()
-        batch = MicroBatch(5, step, chunks, (), Decodes(*([tuple(range(decodes))] * 3)))
+        chunks = (Chunk(9, 0, (1,) * prefill, ((),), None, needs_sample=True),) if prefill else ()
+        batch = MicroBatch(5, step, chunks, (), DecodeColumns(*([tuple(range(decodes))] * 3)))
         timings = (StageTiming(0, began, 0.5, prefill + decodes), StageTiming(1, began + 0.5, 0.25, prefill + decodes, 0.5))
-        log.note(batch, StepResult(5, step, (5,) * len(batch.sampled_ids), timings))
+        log.record(batch, StepResult(5, step, (5,) * len(batch.sampled_seq_ids), timings))
     now[0] = ENDED_AT
     return log
 

@@ -34,7 +34,7 @@ class ScriptedChain:
         self.epochs.append(len(self.epochs))
         return self.epochs[-1]
 
-    async def replace_stuck(self, limit_s: float) -> str:
+    async def replace_hung_workers(self, limit_s: float) -> str:
         return ""
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
@@ -45,7 +45,7 @@ class ScriptedChain:
     async def _run(self, batch: MicroBatch) -> StepResult:
         await self.gate(batch)
         self._in_flight -= 1
-        return StepResult(batch.epoch, batch.step_id, (7,) * len(batch.sampled_ids), ())
+        return StepResult(batch.epoch, batch.step_id, (7,) * len(batch.sampled_seq_ids), ())
 
 
 async def no_gate(_batch: MicroBatch) -> None:
@@ -77,7 +77,7 @@ class RememberingChain(ScriptedChain):
         return await super().fence()
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        for seq_id in batch.released:
+        for seq_id in batch.freed_seq_ids:
             del self.known[seq_id]
         sampled = []
         for chunk in all_chunks(batch):
@@ -85,7 +85,7 @@ class RememberingChain(ScriptedChain):
             assert chunk.start == len(known), "positions are missing, or come twice"
             assert (chunk.sampling is not None) == (chunk.start == 0)
             known += chunk.token_ids
-            if chunk.wants_token:
+            if chunk.needs_sample:
                 sampled.append(following(known))
         return self._through(batch, tuple(sampled))
 

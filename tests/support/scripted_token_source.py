@@ -8,20 +8,20 @@ from starlette.applications import Starlette
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.config.expert_load import MeasuredLoad
-from tramontane.cluster.http.app import HttpDoor
+from tramontane.cluster.http.app import HttpApp
 from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.proto.ports import TokenSource
-from tramontane.proto.request import FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
 from tramontane.router.openai.served_model import ServedModel
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
-from tramontane.router.tokenization.chat import ChatPrompt
-from tramontane.router.tokenization.mistral_chat import MistralChat
+from tramontane.router.tokenization.chat import ChatTemplate
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
-CHAT: ChatPrompt = MistralChat.of_sentencepiece(DEMO_MODEL / "tokenizer.model")
+CHAT: ChatTemplate = MistralChatTemplate.of_sentencepiece(DEMO_MODEL / "tokenizer.model")
 CONTEXT, MAX_BODY, VOCAB_SIZE = 128, 2**16, TOKENIZER.vocab_size
 MODEL = ServedModel("tiny", TOKENIZER, CONTEXT, 16, VOCAB_SIZE)
-TIMES = RequestTimes(0.0, 0.0, 0.0)
+TIMES = RequestTimings(0.0, 0.0, 0.0)
 SAID = "Good morrow, my lord."
 OTHER_ID = 300  # what is told as the next likely token
 
@@ -29,7 +29,7 @@ OTHER_ID = 300  # what is told as the next likely token
 class ScriptedSource:
     """Every sequence gets these tokens, one at a time, as many as it wants; then it has finished.
 
-    ``fails_at``: raises ``failure`` instead of this token of each, 0 being the first. All may be changed between requests.
+    ``fails_at``: raises ``try_or_reason`` instead of this token of each, 0 being the first. All may be changed between requests.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class ScriptedSource:
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
         self.is_known_full = False  # then a failure for overload is known before anything is asked
-        self.asked: list[Sequence[SequenceSpec]] = []
+        self.asked: list[Sequence[SequenceRequest]] = []
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         if isinstance(self.failure, OverloadedError) and self.is_known_full:
             raise self.failure
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self.asked.append(specs)
         ends = [min(spec.sampling.max_tokens, len(self.token_ids)) for spec in specs]
         for step in range(max(ends)):
@@ -53,13 +53,13 @@ class ScriptedSource:
             running = [index for index, end in enumerate(ends) if step < end]
             events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
             told = [self._logprobs(specs[index], index, step) for index in running]
-            yield TokenBatch(events, TIMES, logprobs=tuple(each for each in told if each is not None))
+            yield RequestOutput(events, TIMES, logprobs=tuple(each for each in told if each is not None))
 
-    def _event(self, spec: SequenceSpec, index: int, step: int, end: int) -> TokenEvent:
+    def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
         finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP
         return TokenEvent(index, self.token_ids[step], finish if step == end - 1 else None)
 
-    def _logprobs(self, spec: SequenceSpec, index: int, step: int) -> Logprobs | None:
+    def _logprobs(self, spec: SequenceRequest, index: int, step: int) -> Logprobs | None:
         """Every token has -0.5, another one -1.5."""
         if spec.sampling.logprobs is None:
             return None
@@ -75,9 +75,9 @@ async def _load() -> MeasuredLoad:
     return MeasuredLoad(((1, 2), (3, 0)), 2)
 
 
-def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpDoor:
-    """``settings`` are those that ``HttpDoor`` takes by name."""
-    make: Callable[..., HttpDoor] = HttpDoor
+def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
+    """``settings`` are those that ``HttpApp`` takes by name."""
+    make: Callable[..., HttpApp] = HttpApp
     return make(model, source, _ready, _load, MAX_BODY, 10**9, **{"chat": CHAT} | settings)
 
 

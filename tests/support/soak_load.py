@@ -15,7 +15,7 @@ from chaos_load import Tokens, bodies, note_difference, tokens_of
 from grpc_fuzz import METHODS, REFUSALS, end_of, hostile_messages
 from rude_clients import Rude, Unexpected
 
-from tramontane.proto.errors import DeadlineError, TramontaneError
+from tramontane.proto.errors import DeadlineExceededError, TramontaneError
 from tramontane.router.client.client import AsyncClient
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -197,7 +197,7 @@ class _Member:
             seconds = self.rng.choice((0.01, 0.3, 1.0))
             async for _ in self.client.generate("O", max_tokens=400, ignore_eos=True, timeout_s=seconds):
                 pass
-        except DeadlineError:
+        except DeadlineExceededError:
             return "deadline"
         return "whole"
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args
-from tramontane.proto.plan import ClusterPlan
+from tramontane.proto.plan import PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.model.transformer import StageModel, Waiting
+from tramontane.workers.model.transformer import StageModel, StepCoroutine
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -24,14 +24,14 @@ SAMPLING = SamplingParams(temperature=0.0)
 def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantization | None = None) -> Tensor:
     """Logits [T, V] after every token of a text, by a checkpoint in one stage and one step."""
     args = read_model_args(folder)
-    plan = make_plan(args, PlanRequest((StageRoom(2**30),), dtype, args.max_seq_len, 1, 16, quantize=quantize))
+    plan = make_plan(args, PlanRequest((StageBudget(2**30),), dtype, args.max_seq_len, 1, 16, quantize=quantize))
     return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([list(ids)], [[len(ids)]])[0]
 
 
 def keep_hidden(model: StageModel, into: list[Tensor]) -> None:
     """Every step's hidden states of all rows, as they leave the last layer."""
 
-    def kept(waiting: Waiting[Tensor]) -> Waiting[Tensor]:
+    def kept(waiting: StepCoroutine[Tensor]) -> StepCoroutine[Tensor]:
         hidden = yield from waiting
         into.append(hidden)
         return hidden
@@ -42,7 +42,7 @@ def keep_hidden(model: StageModel, into: list[Tensor]) -> None:
 class Driver:
     """Prompts through real stages, step after step; keeps the hidden states of all rows, not only the sampled ones."""
 
-    def __init__(self, plan: ClusterPlan, workers: list[StageWorker]) -> None:
+    def __init__(self, plan: PipelinePlan, workers: list[StageWorker]) -> None:
         self.plan, self.workers = plan, workers
         self.last_hidden: list[Tensor] = []
         keep_hidden(workers[-1].model, self.last_hidden)
@@ -51,9 +51,9 @@ class Driver:
 
     def run(self, prompts: Seq[list[int]], cuts: Seq[list[int]]) -> list[Tensor]:
         """Logits [T, V] of every prompt; step i packs the i-th chunk of each."""
-        ledger = PageLedger(self.plan.cache)
+        ledger = PageAllocator(self.plan.cache)
         sequences = [Sequence(i, tuple(p), SAMPLING, max_len=len(p) + 1) for i, p in enumerate(prompts)]
-        assert all(map(ledger.promise, sequences))
+        assert all(map(ledger.reserve_for_admission, sequences))
         logits: list[list[Tensor]] = [[] for _ in prompts]
         for step in range(max(map(len, cuts))):
             going = [(s, cut[step]) for s, cut in zip(sequences, cuts, strict=True) if step < len(cut)]
@@ -64,11 +64,11 @@ class Driver:
                 logits[chunk.seq_id].append(chunk_logits)
         return [torch.cat(parts) for parts in logits]
 
-    def _chunk(self, ledger: PageLedger, sequence: Sequence, num_tokens: int) -> Chunk:
+    def _chunk(self, ledger: PageAllocator, sequence: Sequence, num_tokens: int) -> Chunk:
         start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
         sequence.num_dispatched = end
         sampling = SAMPLING if start == 0 else None
-        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), ledger.grow(sequence, end), sampling, False)
+        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), ledger.allocate(sequence, end), sampling, False)
 
     def _step(self, batch: MicroBatch) -> Tensor:
         activation: Activation | None = None

@@ -10,16 +10,16 @@ import sentencepiece
 import torch
 from safetensors.torch import save_file
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, make_plan
-from tramontane.proto.hf_config import hf_config_of
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
+from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_args import ModelArgs, MoeArgs
-from tramontane.proto.plan import ClusterPlan
-from tramontane.workers.model.moe import ByExpert
+from tramontane.proto.plan import PipelinePlan
+from tramontane.workers.model.moe import ExpertPermutation
 from tramontane.workers.model.transformer import StageModel
-from tramontane.workers.sampling.structured_output import ReadPieces
-from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.sampling.structured_output import LoadVocabulary
+from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import places_together
+from tramontane.workers.weights.expert_placement import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 GIB = 2**30
@@ -72,7 +72,7 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
 
 
 def split_model(
-    whole: StageModel, plan: ClusterPlan, read_pieces: ReadPieces = tuple, means: Means | None = None
+    whole: StageModel, plan: PipelinePlan, read_pieces: LoadVocabulary = tuple, means: DeviceBackend | None = None
 ) -> list[StageWorker]:
     """Stages that share the whole model's weights."""
     workers = []
@@ -88,21 +88,21 @@ def split_model(
 def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> StageModel:
     """The same model, whose experts lie together."""
     args = model.args
-    places = places_together(stage_tensors(args, model.global_layers), dtype, "cpu")
+    places = allocate_contiguous(stage_tensors(args, model.global_layers), dtype, "cpu")
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name, place in places.items():
         state[name] = place.copy_(state[name])
     with torch.device("meta"):
         made = StageModel(args, model.global_layers)
     made.load_state_dict(state, assign=True)
-    made.settle(torch.device("cpu"))
+    made.finalize_weights(torch.device("cpu"))
     return made.eval()
 
 
-def groups_of(sizes: Sequence[int]) -> ByExpert:
+def groups_of(sizes: Sequence[int]) -> ExpertPermutation:
     """As many rows for each expert."""
     expert_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    return ByExpert.of(expert_ids[:, None], len(sizes))
+    return ExpertPermutation.of(expert_ids[:, None], len(sizes))
 
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
@@ -115,9 +115,9 @@ def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
 
 
-def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> ClusterPlan:  # noqa: ANN401
+def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> PipelinePlan:  # noqa: ANN401
     request = PlanRequest(
-        rooms=(StageRoom(4 * GIB),) * num_stages,
+        rooms=(StageBudget(4 * GIB),) * num_stages,
         dtype="float32",
         max_model_len=args.max_seq_len,
         max_num_seqs=max_num_seqs,
@@ -132,7 +132,7 @@ def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = N
     tensors = {s.name: state[s.parameter][s.rows].clone() for s in stage_tensors(args, range(args.n_layers))}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(hf_config_of(args)))
+    (folder / "config.json").write_text(json.dumps(to_hf_config(args)))
     return folder
 
 

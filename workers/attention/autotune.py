@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
-from tramontane.workers.attention.backend import DecodeKernel, Kernels, PrefillKernel
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, decode_index, num_cached_keys
-from tramontane.workers.attention.page_table import table_width
+from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, decode_index, num_cached_keys
+from tramontane.workers.attention.page_table import padded_width
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
-from tramontane.workers.attention.sdpa_backend import BySize, PagedDecode, SdpaPrefill, sdpa_kernels
-from tramontane.workers.device.events import CudaMark
-from tramontane.workers.device.self_test import check, in_a_line
+from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
+from tramontane.workers.device.events import CudaDeviceEvent
+from tramontane.workers.device.self_test import assert_close_norm, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,16 @@ CYCLES = 50_000_000  # for which the GPU is kept waiting, some 25 ms, while the 
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class KernelCase:
     """The problems of one window class that kernels are tried on: of a stage's own geometry, with random numbers."""
 
     q_THd: Tensor
     k_SGd: Tensor
     v_SGd: Tensor
-    prefill_index: PrefillIndex
+    prefill_index: PrefillMetadata
     q_BHd: Tensor
     cached: LayerCache
-    decode_index: DecodeIndex
+    decode_index: DecodeMetadata
 
     def prefill(self, kernel: PrefillKernel) -> Compute:
         bias = kernel.bias(self.prefill_index)
@@ -69,18 +69,18 @@ class Trial:
         return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.bias(self.decode_index))
 
 
-def trials_of(plan: StagePlan, device: torch.device, num_tokens: int) -> list[Trial]:
+def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
     """One for each window class, with so many single tokens: to see what is right."""
     windows = [window_class.window for window_class in plan.cache.classes]
     return [_trial(plan, device, num_tokens, window and min(window, WIDEST), KEYS) for window in windows]
 
 
-def timed_trials_of(plan: StagePlan, device: torch.device, num_tokens: int) -> list[Trial]:
+def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
     """The same to see what is fast."""
     return [_trial(plan, device, num_tokens, window_class.window, TIMED_KEYS) for window_class in plan.cache.classes]
 
 
-def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> Trial:
+def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
     args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
     num_keys = CHUNK_TOKENS + num_cached_keys(keys, window)
     generator = torch.Generator(device).manual_seed(0)
@@ -89,19 +89,19 @@ def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int |
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
     none = torch.empty(0, dtype=torch.int64, device=device)
-    prefill_index = PrefillIndex(window, (CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, none, none, none, none)
+    prefill_index = PrefillMetadata(window, (CHUNK_TOKENS,) * CHUNKS, (num_keys,) * CHUNKS, none, none, none, none)
     ring = _filled_ring(window, page_size, num_tokens, device)
     rows = (ring.num_pages + 1) * page_size, args.n_kv_heads, args.head_dim
     starts = [keys - 1 - 8 * (i % 100) for i in range(num_tokens)]
     slots_B, positions_B = torch.arange(num_tokens, device=device), torch.tensor(starts, device=device)
-    return Trial(
+    return KernelCase(
         random(CHUNKS * CHUNK_TOKENS, args.n_heads, args.head_dim),
         random(CHUNKS * num_keys, args.n_kv_heads, args.head_dim),
         random(CHUNKS * num_keys, args.n_kv_heads, args.head_dim),
         prefill_index,
         random(num_tokens, args.n_heads, args.head_dim),
         LayerCache(random(*rows), random(*rows)),
-        decode_index(ring, slots_B, positions_B, table_width(starts, ring), starts),
+        decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts),
     )
 
 
@@ -111,12 +111,12 @@ def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: to
     ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
     pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
     for slot in range(num_tokens):
-        ring.append(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
-    ring.write_down()
+        ring.append_pages(slot, tuple(pages[slot * entries : (slot + 1) * entries]))
+    ring.flush()
     return ring
 
 
-def fastest(
+def select_fastest(
     job: str,
     kernels: Mapping[str, K],
     prepare: Callable[[K], Compute],
@@ -129,20 +129,20 @@ def fastest(
     reports = []
     for name, kernel in kernels.items():
         try:
-            check(prepare(kernel)(), expected, MAX_DIFFERENCE)
+            assert_close_norm(prepare(kernel)(), expected, MAX_DIFFERENCE)
             seconds[name] = clock(prepare_timed(kernel))
             reports.append(f"{name} {seconds[name] * 1e6:.0f} us")
         except Exception as error:  # whatever a library's kernels raise where they do not fit
-            reports.append(f"{name} {in_a_line(error)}")
+            reports.append(f"{name} {one_line(error)}")
     best = min(seconds, key=seconds.__getitem__) if seconds else None
     level = logging.INFO if best else logging.WARNING
     logger.log(level, "%s by %s (%s)", job, best or "PyTorch's attention", "; ".join(reports))
     return (best, kernels[best]) if best else None
 
 
-def kernels_for(plan: StagePlan, device: torch.device) -> Kernels:
+def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
     if device.type == "cpu":
-        return sdpa_kernels()
+        return cpu_kernels()
     try:
         from tramontane.workers.attention.xformers_backend import (  # not installed on every platform
             decode_kernels,
@@ -150,47 +150,53 @@ def kernels_for(plan: StagePlan, device: torch.device) -> Kernels:
         )
     except (ImportError, OSError) as error:
         logger.warning("attention by PyTorch's: xformers cannot be used (%s)", error)
-        return Kernels(SdpaPrefill(), PagedDecode())
+        return AttentionKernels(SdpaPrefill(), PagedDecode())
     with torch.inference_mode():
-        prefill = _chosen_prefill(trials_of(plan, device, 1), timed_trials_of(plan, device, 1), prefill_kernels(), cuda_seconds)
+        prefill = _chosen_prefill(
+            correctness_cases(plan, device, 1), timing_cases(plan, device, 1), prefill_kernels(), cuda_seconds
+        )
         few, many = (
             _chosen_decode(
-                trials_of(plan, device, num_tokens),
-                timed_trials_of(plan, device, num_tokens),
+                correctness_cases(plan, device, num_tokens),
+                timing_cases(plan, device, num_tokens),
                 decode_kernels(plan.cache.page_size, num_tokens),
                 cuda_seconds,
             )
             for num_tokens in (FEW_TOKENS, MANY_TOKENS)
         )
-    return Kernels(prefill, BySize(few, many, FEW_TOKENS))
+    return AttentionKernels(prefill, BatchSizeDispatch(few, many, FEW_TOKENS))
 
 
-def _chosen_prefill(trials: list[Trial], timed: list[Trial], kernels: Mapping[str, PrefillKernel], clock: Clock) -> PrefillKernel:
+def _chosen_prefill(
+    trials: list[KernelCase], timed: list[KernelCase], kernels: Mapping[str, PrefillKernel], clock: Clock
+) -> PrefillKernel:
     """The fastest over all window classes, or PyTorch's where none can be used."""
 
-    def prepare(kernel: PrefillKernel, among: list[Trial] = trials) -> Compute:
-        return _together([trial.prefill(kernel) for trial in among])
+    def prepare(kernel: PrefillKernel, among: list[KernelCase] = trials) -> Compute:
+        return _run_all([trial.prefill(kernel) for trial in among])
 
-    expected = _flat([trial.expected[0] for trial in trials])
-    best = fastest("prefill", kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
+    expected = _concat([trial.expected[0] for trial in trials])
+    best = select_fastest("prefill", kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
     return best[1] if best else SdpaPrefill()
 
 
-def _chosen_decode(trials: list[Trial], timed: list[Trial], kernels: Mapping[str, DecodeKernel], clock: Clock) -> DecodeKernel:
-    def prepare(kernel: DecodeKernel, among: list[Trial] = trials) -> Compute:
-        return _together([trial.decode(kernel) for trial in among])
+def _chosen_decode(
+    trials: list[KernelCase], timed: list[KernelCase], kernels: Mapping[str, DecodeKernel], clock: Clock
+) -> DecodeKernel:
+    def prepare(kernel: DecodeKernel, among: list[KernelCase] = trials) -> Compute:
+        return _run_all([trial.decode(kernel) for trial in among])
 
     job = f"decode of {len(trials[0].q_BHd)}"
-    expected = _flat([trial.expected[1] for trial in trials])
-    best = fastest(job, kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
+    expected = _concat([trial.expected[1] for trial in trials])
+    best = select_fastest(job, kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
     return best[1] if best else PagedDecode()
 
 
-def _together(computes: list[Compute]) -> Compute:
-    return lambda: _flat([compute() for compute in computes])
+def _run_all(computes: list[Compute]) -> Compute:
+    return lambda: _concat([compute() for compute in computes])
 
 
-def _flat(outs: list[Tensor]) -> Tensor:
+def _concat(outs: list[Tensor]) -> Tensor:
     return torch.cat([out.flatten() for out in outs])
 
 
@@ -201,9 +207,9 @@ def cuda_seconds(compute: Compute, rounds: int = 10) -> float:
     for _ in range(3):
         compute()
     torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-    marks = [CudaMark()]
+    marks = [CudaDeviceEvent()]
     for _ in range(rounds):
         compute()
-        marks.append(CudaMark())
+        marks.append(CudaDeviceEvent())
     marks[-1].wait()
     return sorted(second.seconds_since(first) for first, second in pairwise(marks))[rounds // 2]

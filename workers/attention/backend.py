@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, StepIndex
+from tramontane.workers.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tramontane.workers.attention.rolling_cache import LayerCache, RollingCache
 
 
-def visible_keys(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
+def causal_window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
     """Boolean [queries, keys]: causal from the bottom-right corner, within the window.
 
     2 queries, 4 keys, W = 3: the queries stand at keys 2 and 3, so the first sees keys
@@ -31,7 +31,7 @@ def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int
     groups = q_THd.shape[1] // k_SGd.shape[1]
     k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
     scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
-    mask = visible_keys(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
+    mask = causal_window_mask(q_THd.shape[0], k_SGd.shape[0], window, q_THd.device)
     weights_HTS = scores_HTS.masked_fill(~mask, -torch.inf).softmax(-1)
     return torch.einsum("hts,shd->thd", weights_HTS, v_SHd.float()).to(q_THd.dtype)
 
@@ -39,19 +39,19 @@ def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int
 class PrefillKernel(Protocol):
     """Packed queries against the keys of their chunks: ``bias`` once per step and window class, ``attend`` per layer."""
 
-    def bias(self, index: PrefillIndex) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
+    def bias(self, index: PrefillMetadata) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
     def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
 
 
 class DecodeKernel(Protocol):
     """Likewise, for single tokens: each against the keys of its sequence in the cache."""
 
-    def bias(self, index: DecodeIndex) -> Any: ...  # noqa: ANN401
+    def bias(self, index: DecodeMetadata) -> Any: ...  # noqa: ANN401
     def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor: ...  # noqa: ANN401
 
 
 @dataclass(frozen=True, slots=True)
-class Kernels:
+class AttentionKernels:
     """How a stage attends."""
 
     prefill: PrefillKernel
@@ -61,7 +61,7 @@ class Kernels:
 class CachedAttention:
     """The ``Attend`` of one micro-batch: reads and writes the rolling cache around the kernels."""
 
-    def __init__(self, cache: RollingCache, index: StepIndex, kernels: Kernels) -> None:
+    def __init__(self, cache: RollingCache, index: AttentionMetadata, kernels: AttentionKernels) -> None:
         self.cache, self.index, self.kernels = cache, index, kernels
         self.prefill_bias = [p and kernels.prefill.bias(p) for p in index.prefill]
         self.decode_bias = [d and kernels.decode.bias(d) for d in index.decode]
@@ -75,7 +75,7 @@ class CachedAttention:
             outs.append(self._decode(layer, decode, q_THd[split:], k_TGd[split:], v_TGd[split:]))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _prefill(self, layer: int, index: PrefillIndex, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+    def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         """Unrotate, attend, then write: the chunk may be longer than what the cache keeps."""
         cached = self.cache.layers[layer]
         k_SGd, v_SGd = k_TGd, v_TGd
@@ -86,7 +86,7 @@ class CachedAttention:
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd
 
-    def _decode(self, layer: int, index: DecodeIndex, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
+    def _decode(self, layer: int, index: DecodeMetadata, q_BHd: Tensor, k_BGd: Tensor, v_BGd: Tensor) -> Tensor:
         """Write, then attend: the token's own key is in the cache like any other."""
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)

@@ -7,7 +7,7 @@ keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position +
 
 Chunks of several tokens come first in the row and read their cached keys in position
 order ("unrotated"), then write. Single tokens come last; they write first, then read:
-gathered (``decode_groups``) or by the page (``page_table``), as the kernels like it.
+gathered (``bucket_decodes``) or by the page (``page_table``), as the kernels like it.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.page_table import table_width
+from tramontane.workers.attention.page_table import padded_width
 from tramontane.workers.attention.rolling_cache import PageRings, SequenceTable
-from tramontane.workers.device.pinned_memory import on_device, to_device
+from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillIndex:
+class PrefillMetadata:
     """Chunks of several tokens, for one window class.
 
     ``cached_rows`` [C]: cache rows of all keys from earlier chunks. ``key_order``: for the
@@ -41,7 +41,7 @@ class PrefillIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeIndex:
+class DecodeMetadata:
     """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B], on the device.
 
     ``starts`` are the positions as the host knows them; ``num_pages`` is wide enough for a table of what any of them sees.
@@ -56,15 +56,15 @@ class DecodeIndex:
 
 
 @dataclass(frozen=True, slots=True)
-class StepIndex:
+class AttentionMetadata:
     """``prefill`` and ``decode`` have one entry per window class, None where there are no such chunks."""
 
     token_ids: Tensor
     positions: Tensor
     num_prefill_tokens: int
     sampled_rows: Tensor
-    prefill: tuple[PrefillIndex | None, ...]
-    decode: tuple[DecodeIndex | None, ...]
+    prefill: tuple[PrefillMetadata | None, ...]
+    decode: tuple[DecodeMetadata | None, ...]
 
 
 def num_cached_keys(start: int, window: int | None) -> int:
@@ -72,7 +72,7 @@ def num_cached_keys(start: int, window: int | None) -> int:
     return start if window is None else min(start, window - 1)
 
 
-def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.device) -> StepIndex:
+def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: torch.device) -> AttentionMetadata:
     runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
     ones = batch.chunks[len(runs) :]
     assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
@@ -80,16 +80,16 @@ def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.devi
     slots = [table.slots[seq_id] for seq_id in (*(chunk.seq_id for chunk in ones), *batch.decodes.seq_ids)]
     positions = _ranges([*((chunk.start, chunk.num_tokens) for chunk in runs), *((start, 1) for start in starts)])
     num_prefill, positions_T = sum(chunk.num_tokens for chunk in runs), to_device(positions, device)
-    slots_B, positions_B = on_device(slots, torch.int64, device), positions_T[num_prefill:]
+    slots_B, positions_B = tensor_on(slots, torch.int64, device), positions_T[num_prefill:]
     token_ids = [*(t for chunk in batch.chunks for t in chunk.token_ids), *batch.decodes.token_ids]
-    return StepIndex(
-        token_ids=on_device(token_ids, torch.int64, device),
+    return AttentionMetadata(
+        token_ids=tensor_on(token_ids, torch.int64, device),
         positions=positions_T,
         num_prefill_tokens=num_prefill,
-        sampled_rows=on_device(_sampled_rows(batch), torch.int64, device),
+        sampled_rows=tensor_on(_sampled_rows(batch), torch.int64, device),
         prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
         decode=tuple(
-            decode_index(ring, slots_B, positions_B, table_width(starts, ring), starts) if starts else None
+            decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
             for ring in table.rings
         ),
     )
@@ -98,12 +98,12 @@ def build_step_index(batch: MicroBatch, table: SequenceTable, device: torch.devi
 def _sampled_rows(batch: MicroBatch) -> list[int]:
     """Chunks of 3 and 2 tokens, of which the second wants one, and two decodes: rows 4, 5 and 6."""
     ends = _ends([chunk.num_tokens for chunk in batch.chunks])
-    wanting = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.wants_token]
+    wanting = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.needs_sample]
     first = ends[-1] if ends else 0
     return [*wanting, *range(first, first + len(batch.decodes.seq_ids))]
 
 
-def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillIndex:
+def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillMetadata:
     window = ring.window
     cached = [num_cached_keys(chunk.start, window) for chunk in runs]
     kept = [chunk.num_tokens if window is None else min(chunk.num_tokens, window) for chunk in runs]
@@ -111,7 +111,7 @@ def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, dev
     slots = torch.tensor([table.slots[chunk.seq_id] for chunk in runs])
     cached_positions = _ranges([(c.start - n, n) for c, n in zip(runs, cached, strict=True)])
     written_positions = _ranges([(c.start + c.num_tokens - n, n) for c, n in zip(runs, kept, strict=True)])
-    return PrefillIndex(
+    return PrefillMetadata(
         window=window,
         query_lens=tuple(lens),
         key_lens=tuple(n + m for n, m in zip(cached, lens, strict=True)),
@@ -131,8 +131,8 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
     return _ranges(ranges)
 
 
-def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeIndex:
-    return DecodeIndex(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
+def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeMetadata:
+    return DecodeMetadata(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> Tensor:

@@ -38,7 +38,7 @@ def page_table(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages:
     )
 
 
-def table_width(starts: list[int], ring: PageRings) -> int:
+def padded_width(starts: list[int], ring: PageRings) -> int:
     """Pages for tokens at these positions: a power of two, the middle between two, or the whole ring, so that there are few
     widths, and little of a table lies behind its keys: split-K gives each part as much of the table, and some of them could
     have none.
@@ -46,20 +46,20 @@ def table_width(starts: list[int], ring: PageRings) -> int:
     P = 16, no window, positions 100 and 2000: 126 pages are needed, 128 given. Position 1024: 65, 96, of which three parts in
     four have keys (in 128 it were two of four, and one key). Position 70000 of 81920: 4376, 5120.
     """
-    needed = max(start // ring.page_size - ring.oldest(start) // ring.page_size + 1 for start in starts)
-    return min(ring.ring_pages, max(_step(needed), -(-MIN_KEYS // ring.page_size)))
+    needed = max(start // ring.page_size - ring.first_visible(start) // ring.page_size + 1 for start in starts)
+    return min(ring.ring_pages, max(_next_bucket(needed), -(-MIN_KEYS // ring.page_size)))
 
 
-def _step(number: int) -> int:
+def _next_bucket(number: int) -> int:
     """The first that is not smaller of the powers of two and the middles between them, two for each doubling.
 
     64, 96, 128, 192, 256: 64 -> 64, 65 -> 96, 97 -> 128; 2, 3, 4: 3 -> 3.
     """
-    power = power_of_two(number)
+    power = next_power_of_two(number)
     middle = 3 * power // 4
     return middle if number <= middle else power
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_two(number: int) -> int:
     """The first that is not smaller: 1, 5 -> 8, 8."""
     return 1 << (number - 1).bit_length()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from tramontane.proto.plan import CachePlan, StagePlan, WindowClass
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch
-from tramontane.workers.device.pinned_memory import on_device
+from tramontane.workers.device.pinned_memory import tensor_on
 
 
 class PageRings:
@@ -38,24 +38,24 @@ class PageRings:
         self.held = [0] * max_num_seqs
         self._appended: list[tuple[int, int, int]] = []  # slot, entry and page that are not written down yet
 
-    def append(self, slot: int, pages: tuple[int, ...]) -> None:
+    def append_pages(self, slot: int, pages: tuple[int, ...]) -> None:
         first = self.held[slot]
         assert first + len(pages) <= self.ring_pages
         assert all(0 <= page < self.num_pages for page in pages)
         self._appended += [(slot, first + i, page) for i, page in enumerate(pages)]
         self.held[slot] = first + len(pages)
 
-    def write_down(self) -> None:
+    def flush(self) -> None:
         """What has been appended, in one copy."""
         if self._appended:
-            slots, entries, pages = on_device(list(zip(*self._appended, strict=True)), torch.int64, self.pages_SR.device)
+            slots, entries, pages = tensor_on(list(zip(*self._appended, strict=True)), torch.int64, self.pages_SR.device)
             self.pages_SR[slots, entries] = pages
             self._appended.clear()
 
     def clear(self, slot: int) -> None:
         self.held[slot] = 0
 
-    def oldest(self, position: int) -> int:
+    def first_visible(self, position: int) -> int:
         """The first position that the token at this one sees."""
         return 0 if self.window is None else max(position - self.window + 1, 0)
 
@@ -72,13 +72,13 @@ class SequenceTable:
         self.rings = [PageRings(c, cache.page_size, max_num_seqs, device) for c in cache.classes]
         self.slots: dict[int, int] = {}
         self.sampling: dict[int, SamplingParams] = {}
-        self.watched: dict[int, tuple[int, ...]] = {}  # layers whose experts a sequence asks for; few do, so only theirs
+        self.expert_layers: dict[int, tuple[int, ...]] = {}  # layers whose experts a sequence asks for; few do, so only theirs
         self.request_ids: dict[int, str] = {}  # for logs, of those that have one
         self._free_slots = list(range(max_num_seqs))
 
     def update(self, batch: MicroBatch) -> None:
         """Forget released sequences, meet new ones, append new pages."""
-        for seq_id in batch.released:
+        for seq_id in batch.freed_seq_ids:
             self._forget(seq_id)
         for chunk in batch.chunks:
             if chunk.start == 0:
@@ -87,14 +87,14 @@ class SequenceTable:
                 self.slots[chunk.seq_id] = self._free_slots.pop()
                 self.sampling[chunk.seq_id] = chunk.sampling
                 if chunk.sampling.return_experts:
-                    self.watched[chunk.seq_id] = chunk.sampling.return_experts
+                    self.expert_layers[chunk.seq_id] = chunk.sampling.return_experts
                 if chunk.request_id:
                     self.request_ids[chunk.seq_id] = chunk.request_id
             self._append(chunk.seq_id, chunk.new_pages)
         for place, new_pages in batch.decodes.new_pages:
             self._append(batch.decodes.seq_ids[place], new_pages)
         for ring in self.rings:
-            ring.write_down()
+            ring.flush()
 
     def clear(self) -> None:
         for seq_id in list(self.slots):
@@ -104,12 +104,12 @@ class SequenceTable:
         slot = self.slots[seq_id]
         for ring, pages in zip(self.rings, new_pages, strict=True):
             if pages:
-                ring.append(slot, pages)
+                ring.append_pages(slot, pages)
 
     def _forget(self, seq_id: int) -> None:
         slot = self.slots.pop(seq_id)
         del self.sampling[seq_id]
-        self.watched.pop(seq_id, None)
+        self.expert_layers.pop(seq_id, None)
         self.request_ids.pop(seq_id, None)
         for ring in self.rings:
             ring.clear(slot)

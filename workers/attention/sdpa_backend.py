@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.workers.attention.backend import DecodeKernel, Kernels, visible_keys
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, num_cached_keys
+from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, causal_window_mask
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, num_cached_keys
 from tramontane.workers.attention.page_table import page_table
 from tramontane.workers.attention.rolling_cache import LayerCache
-from tramontane.workers.device.pinned_memory import on_device
+from tramontane.workers.device.pinned_memory import tensor_on
 
 SHORT = 256
 MAX_GROUP_KEYS = 2**15
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
+class LengthBucket:
     """B of the single tokens, with up to L keys each.
 
     ``tokens`` [B] counts among the single tokens. ``key_rows`` [B, L] in position order;
@@ -36,18 +36,18 @@ class DecodeGroup:
     key_lens: Tensor
 
 
-def decode_groups(index: DecodeIndex) -> list[DecodeGroup]:
+def bucket_decodes(index: DecodeMetadata) -> list[LengthBucket]:
     """All tokens of a micro-batch, each in one group; in their order if there is one group."""
     ring, device = index.ring, index.positions.device
     key_lens = [1 + num_cached_keys(start, ring.window) for start in index.starts]
     groups = []
     for members in group_by_length(key_lens):
-        tokens = on_device(members, torch.int64, device)
-        own_B, lens_B = index.positions[tokens], on_device([key_lens[i] for i in members], torch.int64, device)
+        tokens = tensor_on(members, torch.int64, device)
+        own_B, lens_B = index.positions[tokens], tensor_on([key_lens[i] for i in members], torch.int64, device)
         offsets_L = torch.arange(max(key_lens[i] for i in members), device=device)
         oldest_B = own_B - lens_B + 1
         key_positions_BL = torch.minimum(oldest_B[:, None] + offsets_L, own_B[:, None])
-        groups.append(DecodeGroup(tokens, ring.rows(index.slots[tokens][:, None], key_positions_BL), lens_B))
+        groups.append(LengthBucket(tokens, ring.rows(index.slots[tokens][:, None], key_positions_BL), lens_B))
     return groups
 
 
@@ -66,7 +66,7 @@ def group_by_length(lens: list[int]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class MaskBlock:
     """One sequence's queries and keys inside packed rows; no mask where plain causal will do."""
 
     queries: slice
@@ -85,16 +85,16 @@ class GatheredKeys:
 class SdpaPrefill:
     """Block by block."""
 
-    def bias(self, index: PrefillIndex) -> list[Block]:
+    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
         blocks, query, key = [], 0, 0
         for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
             plain = num_queries == num_keys and (index.window is None or num_keys <= index.window)
-            mask = None if plain else visible_keys(num_queries, num_keys, index.window, index.cached_rows.device)
-            blocks.append(Block(slice(query, query + num_queries), slice(key, key + num_keys), mask))
+            mask = None if plain else causal_window_mask(num_queries, num_keys, index.window, index.cached_rows.device)
+            blocks.append(MaskBlock(slice(query, query + num_queries), slice(key, key + num_keys), mask))
             query, key = query + num_queries, key + num_keys
         return blocks
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: list[Block]) -> Tensor:
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: list[MaskBlock]) -> Tensor:
         outs = []
         for block in bias:
             q, k, v = (x.transpose(0, 1)[None] for x in (q_THd[block.queries], k_SGd[block.keys], v_SGd[block.keys]))
@@ -106,10 +106,10 @@ class SdpaPrefill:
 class GatheredDecode:
     """Single tokens in groups of similar lengths, so that little is gathered for nothing: for CPUs."""
 
-    def bias(self, index: DecodeIndex) -> list[tuple[DecodeGroup, GatheredKeys]]:
-        return [(group, GatheredKeys(group.key_rows, _first_keys(group))) for group in decode_groups(index)]
+    def bias(self, index: DecodeMetadata) -> list[tuple[LengthBucket, GatheredKeys]]:
+        return [(group, GatheredKeys(group.key_rows, _first_keys(group))) for group in bucket_decodes(index)]
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: list[tuple[DecodeGroup, GatheredKeys]]) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: list[tuple[LengthBucket, GatheredKeys]]) -> Tensor:
         if len(bias) == 1:  # all of them, in their order
             return attend_gathered(q_BHd, cached, bias[0][1])
         out_BHd = torch.empty_like(q_BHd)
@@ -123,7 +123,7 @@ class PagedDecode:
     lie. Shapes are all it depends on.
     """
 
-    def bias(self, index: DecodeIndex) -> GatheredKeys:
+    def bias(self, index: DecodeMetadata) -> GatheredKeys:
         table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
         rows_P = torch.arange(page_size, device=index.positions.device)
         rows_BL = (table.pages_BN.long()[:, :, None] * page_size + rows_P).flatten(1)
@@ -136,14 +136,14 @@ class PagedDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class BySize:
+class BatchSizeDispatch:
     """One kernel for up to ``max_few`` single tokens, and one for more."""
 
     few: DecodeKernel
     many: DecodeKernel
     max_few: int
 
-    def bias(self, index: DecodeIndex) -> Any:  # noqa: ANN401
+    def bias(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         return self._for(len(index.slots)).bias(index)
 
     def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor:  # noqa: ANN401
@@ -153,9 +153,9 @@ class BySize:
         return self.few if num_tokens <= self.max_few else self.many
 
 
-def sdpa_kernels() -> Kernels:
+def cpu_kernels() -> AttentionKernels:
     """What CPUs use."""
-    return Kernels(SdpaPrefill(), GatheredDecode())
+    return AttentionKernels(SdpaPrefill(), GatheredDecode())
 
 
 def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Tensor:
@@ -167,6 +167,6 @@ def attend_gathered(q_BHd: Tensor, cached: LayerCache, keys: GatheredKeys) -> Te
     return out.reshape(batch, heads, head_dim)
 
 
-def _first_keys(group: DecodeGroup) -> Tensor:
+def _first_keys(group: LengthBucket) -> Tensor:
     keys_L = torch.arange(group.key_rows.shape[1], device=group.key_lens.device)
     return (keys_L[None, :] < group.key_lens[:, None])[:, None, None, :]

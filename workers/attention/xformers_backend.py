@@ -23,8 +23,8 @@ from xformers.ops.fmha.attn_bias import (
     _SeqLenInfo,
 )
 
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex
-from tramontane.workers.attention.page_table import PageTable, page_table, power_of_two
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
+from tramontane.workers.attention.page_table import PageTable, next_power_of_two, page_table
 from tramontane.workers.attention.rolling_cache import LayerCache
 
 # BlockDiagonalCausal[LocalAttention]FromBottomRightMask, as the layer has a window or not
@@ -32,7 +32,7 @@ PrefillMask = Any
 Operator = Any  # one of xformers' classes that compute attention
 
 
-def allow_cuda_without_extension() -> None:
+def patch_built_with_cuda() -> None:
     """The extension of xformers 0.0.35's wheel is for CUDA 12: beside a torch for CUDA 13 it does not load, and xformers then
     refuses every operator on a GPU. Of those below none needs it: split-K is a program of Triton, flash 2 and cutlass are torch's
     own. What else xformers asks of an operator (dtypes, masks, the GPU's capability, whether torch has it) it goes on asking.
@@ -41,7 +41,7 @@ def allow_cuda_without_extension() -> None:
         common._built_with_cuda = True
 
 
-allow_cuda_without_extension()
+patch_built_with_cuda()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PackedPrefill:
 
     operator: Operator
 
-    def bias(self, index: PrefillIndex) -> PrefillMask:
+    def bias(self, index: PrefillMetadata) -> PrefillMask:
         device = index.cached_rows.device
         queries, keys = (_SeqLenInfo.from_seqlens(lens, device=device) for lens in (index.query_lens, index.key_lens))
         if index.window is None:
@@ -62,14 +62,14 @@ class PackedPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class PagesInPlace:
+class PagedDecode:
     """Single tokens against pages where they lie: nothing is gathered."""
 
     operator: Operator
 
-    def bias(self, index: DecodeIndex) -> PagedBlockDiagonalGappyKeysMask:
+    def bias(self, index: DecodeMetadata) -> PagedBlockDiagonalGappyKeysMask:
         """For a power of two of tokens: the kernels are compiled for each number of them. Padding sees the scratch page."""
-        missing = power_of_two(len(index.slots)) - len(index.slots)
+        missing = next_power_of_two(len(index.slots)) - len(index.slots)
         slots_B = F.pad(index.slots, (0, missing), value=index.ring.scratch_slot)
         table = page_table(index.ring, slots_B, F.pad(index.positions, (0, missing)), index.num_pages)
         return paged_mask(table, index.ring.page_size)
@@ -118,7 +118,7 @@ def prefill_kernels() -> dict[str, PackedPrefill]:
     return {"flash 3": PackedPrefill(flash3.FwOp), "flash 2": PackedPrefill(flash.FwOp), "cutlass": PackedPrefill(cutlass.FwOp)}
 
 
-def decode_kernels(page_size: int, num_tokens: int) -> dict[str, PagesInPlace]:
+def decode_kernels(page_size: int, num_tokens: int) -> dict[str, PagedDecode]:
     """What it has for pages. Split-K reads so many keys at a time as divide a page, and cuts each token's keys in so many parts.
 
     It keeps a result of each part in float32, padded to 32 queries: with 64 tokens, 8 key heads of 128 and 4 parts 32 MiB. Its
@@ -127,15 +127,15 @@ def decode_kernels(page_size: int, num_tokens: int) -> dict[str, PagesInPlace]:
     block = max(keys for keys in (1, 16, 32, 64) if page_size % keys == 0)
     parts = (None, 8, 16) if num_tokens <= 4 else (1, 2, 4)
     split_k = {
-        f"split-K of {block}, {count or 'its own'} parts, {stages} stages": PagesInPlace(split_k_of(block, count, stages))
+        f"split-K of {block}, {count or 'its own'} parts, {stages} stages": PagedDecode(choose_split_k(block, count, stages))
         for count in parts
         for stages in (1, 3)
         if block > 1
     }
-    return {"flash 3": PagesInPlace(flash3.FwOp), "flash 2": PagesInPlace(flash.FwOp), **split_k}
+    return {"flash 3": PagedDecode(flash3.FwOp), "flash 2": PagedDecode(flash.FwOp), **split_k}
 
 
-def split_k_of(num_keys: int, num_parts: int | None, num_stages: int) -> Operator:
+def choose_split_k(num_keys: int, num_parts: int | None, num_stages: int) -> Operator:
     """Triton's kernel with other numbers than xformers'."""
     numbers = {"BLOCK_N": num_keys, "SPLIT_K": num_parts, "NUM_STAGES": num_stages}
     return type("SplitK", (triton_splitk.FwOp,), numbers)

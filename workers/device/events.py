@@ -6,17 +6,17 @@ from typing import Protocol
 import torch
 
 
-class Mark(Protocol):
+class DeviceEvent(Protocol):
     """A point in what a device does."""
 
     def wait(self) -> None:
         """Until the device has come to it. Raises what has failed there before it."""
 
-    def seconds_since(self, earlier: "Mark") -> float:
+    def seconds_since(self, earlier: "DeviceEvent") -> float:
         """Of the device's time; both have been waited for."""
 
 
-class CudaMark:
+class CudaDeviceEvent:
     """An event in the current stream. Whoever waits sleeps: other threads prepare the next step meanwhile."""
 
     def __init__(self) -> None:
@@ -26,9 +26,9 @@ class CudaMark:
     def wait(self) -> None:
         self.event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
-        assert isinstance(earlier, CudaMark)
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, CudaDeviceEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
-MakeMark = Callable[[], Mark]
+MakeMark = Callable[[], DeviceEvent]

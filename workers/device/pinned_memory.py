@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 
-class Pinning(Protocol):
+class PinnedTransfer(Protocol):
     """What a GPU's driver does for us."""
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_pinned(self, tensor: Tensor) -> Tensor:
         """Pinned memory of this size, with anything in it."""
         ...
 
@@ -27,7 +27,7 @@ class Pinning(Protocol):
         """What blocks until all that has been begun there by now is done."""
         ...
 
-    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
         """A tensor there into which it is on its way: what the GPU does from now on comes after that."""
         ...
 
@@ -35,7 +35,7 @@ class Pinning(Protocol):
 class CudaPinning:
     """On the current stream."""
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_pinned(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -46,46 +46,46 @@ class CudaPinning:
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
 
-    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
         return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class HostCopy:
     """A contiguous copy on the host, complete once ``wait`` has returned. Of what is there already, itself."""
 
     tensor: Tensor
     wait: Callable[[], None]
 
 
-def leaving(tensor: Tensor, pinning: Pinning | None = None) -> Leaving:
+def copy_to_host_async(tensor: Tensor, pinning: PinnedTransfer | None = None) -> HostCopy:
     """What the GPU does later does not delay it."""
     if tensor.device.type == "cpu" and pinning is None:
-        return Leaving(tensor.contiguous(), lambda: None)
+        return HostCopy(tensor.contiguous(), lambda: None)
     pinning = pinning or CudaPinning()
-    pinned = pinning.like(tensor)
+    pinned = pinning.empty_pinned(tensor)
     pinning.copy(pinned, tensor)
-    return Leaving(pinned, pinning.mark(tensor.device))
+    return HostCopy(pinned, pinning.mark(tensor.device))
 
 
-def to_host(tensor: Tensor, pinning: Pinning | None = None) -> Tensor:
+def to_host(tensor: Tensor, pinning: PinnedTransfer | None = None) -> Tensor:
     """Contiguous, and complete: of a GPU's tensor a copy; of one that is on the host itself, if it is contiguous."""
-    left = leaving(tensor, pinning)
+    left = copy_to_host_async(tensor, pinning)
     left.wait()
     return left.tensor
 
 
-def to_device(tensor: Tensor, device: torch.device, pinning: Pinning | None = None) -> Tensor:
+def to_device(tensor: Tensor, device: torch.device, pinning: PinnedTransfer | None = None) -> Tensor:
     """A host's tensor, which may be read-only and may be gone when this returns; itself where it is there already."""
     if pinning is None and (device.type == "cpu" or tensor.device.type != "cpu"):
         return tensor.to(device)
     pinning = pinning or CudaPinning()
-    pinned = pinning.like(tensor)
+    pinned = pinning.empty_pinned(tensor)
     pinned.copy_(tensor)
-    return pinning.sent(pinned, device)
+    return pinning.upload(pinned, device)
 
 
-def on_device(
+def tensor_on(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """A tensor of these numbers."""

@@ -14,7 +14,9 @@ def visible_gpus() -> list[tuple[str, int]]:
     return [(gpu.name, gpu.total_memory) for gpu in properties]
 
 
-def copy_speed(device: str, num_bytes: int = COPY_BYTES, rounds: int = 5, clock: Callable[[], float] = time.perf_counter) -> int:
+def memory_bandwidth(
+    device: str, num_bytes: int = COPY_BYTES, rounds: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> int:
     """Bytes per second that a copy inside the device's memory reads and writes: decoding waits for memory.
 
     The quickest of some rounds, after one that counts for nothing; whoever shares the device slows the others.

@@ -10,23 +10,23 @@ from torch import Tensor
 LONGEST = 200  # characters of a reason
 
 
-def check(out: Tensor, expected: Tensor, most: float) -> None:
+def assert_close_norm(out: Tensor, expected: Tensor, most: float) -> None:
     """Raises ArithmeticError if they differ by more than ``most``, relative, by norms. What is no number differs always."""
     relative = float((out.float() - expected.float()).norm() / expected.float().norm())
     if not relative <= most:
         raise ArithmeticError(f"differs by {relative:.2g}")
 
 
-def failure(attempt: Callable[[], object]) -> str:
+def try_or_reason(attempt: Callable[[], object]) -> str:
     """Why it fails; empty if it does not."""
     try:
         attempt()
     except Exception as error:  # of a compiler, a driver, a library or an import, each of its own kind
-        return in_a_line(error)
+        return one_line(error)
     return ""
 
 
-def in_a_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """What an error says, without what stands between its first line and its last: compilers quote sources there.
 
     "at 7:4:", the code, "unsupported type" become "at 7:4: ... unsupported type".

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import ExpertLostError, ExpertMovedError, LinkError, PipelineError
+from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, LinkError, PipelineError
 from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
-from tramontane.workers.links.channel import Address, Edge, Edges
+from tramontane.workers.links.channel import Address, Channel, ChannelFactory
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ FAILED, MOVED = -1, -2  # instead of the time that the experts worked
 
 
 @dataclass(frozen=True, slots=True)
-class RowFormat:
+class ExpertMessageLayout:
     """What the rows of all calls look like."""
 
     num_experts: int  # of a layer
@@ -38,24 +38,24 @@ class RowFormat:
     device: torch.device
 
     @classmethod
-    def of(cls, plan: ExpertPlan, device: torch.device) -> "RowFormat":
+    def of(cls, plan: ExpertPlan, device: torch.device) -> "ExpertMessageLayout":
         assert plan.args.moe is not None
         return cls(plan.args.moe.num_experts, plan.args.dim, getattr(torch, plan.dtype), device)
 
     def rows(self, num_rows: int) -> Tensor:
         return torch.empty(num_rows, self.dim, dtype=self.dtype, device=self.device)
 
-    def head(self) -> Tensor:
+    def header(self) -> Tensor:
         return torch.empty(1 + self.num_experts, dtype=torch.int64, device=self.device)
 
-    def head_of(self, call: ExpertCall) -> Tensor:
+    def encode_header(self, call: ExpertCall) -> Tensor:
         """The layer, and how many rows each of its experts gets: layer 3, experts 1 and 2, sizes 5 and 4: [3, 0, 5, 4, 0]."""
         sizes = [0] * self.num_experts
         for expert, size in zip(call.experts, call.sizes, strict=True):
             sizes[expert] = size
         return torch.tensor([call.layer, *sizes], device=self.device)
 
-    def call_of(self, head: Tensor) -> ExpertCall:
+    def decode_header(self, head: Tensor) -> ExpertCall:
         layer, *sizes = head.tolist()
         called = {expert: size for expert, size in enumerate(sizes) if size}
         return ExpertCall(layer, tuple(called), tuple(called.values()))
@@ -64,7 +64,7 @@ class RowFormat:
         return torch.tensor([busy_ns], device=self.device)
 
 
-class ExpertDoor:
+class ExpertServer:
     """An expert actor's ends of its links. Each stage has a thread of its own; one computes at a time, within ``around``."""
 
     def __init__(
@@ -72,13 +72,13 @@ class ExpertDoor:
         worker: ExpertWorker,
         plan: ExpertPlan,
         host: str,
-        edges: Edges,
+        edges: ChannelFactory,
         num_threads: int,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        error_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._worker, self._edges, self._host, self._num_threads = worker, edges, host, num_threads
-        self._around = around
-        self._format = RowFormat.of(plan, worker.device)
+        self._around = error_guard
+        self._format = ExpertMessageLayout.of(plan, worker.device)
         self._turn = threading.Lock()
 
     def open(self, calls: Address) -> Address:
@@ -101,24 +101,24 @@ class ExpertDoor:
         threading.Thread(target=serve, name="stage", daemon=True).start()
         return listener.address
 
-    def _serve(self, inlet: Edge, outlet: Edge) -> None:
+    def _serve(self, inlet: Channel, outlet: Channel) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread
         try:
             while True:
-                head = self._format.head()
+                head = self._format.header()
                 inlet.receive(head)
-                call = self._format.call_of(head)
+                call = self._format.decode_header(head)
                 rows_CD = self._format.rows(call.num_rows)
                 inlet.receive(rows_CD)
                 self._answer(call, rows_CD, outlet)
         finally:
             outlet.close()
 
-    def _answer(self, call: ExpertCall, rows_CD: Tensor, outlet: Edge) -> None:
+    def _answer(self, call: ExpertCall, rows_CD: Tensor, outlet: Channel) -> None:
         try:
             with self._turn, self._around():
                 reply = self._worker.run(call, rows_CD)
-        except ExpertMovedError:
+        except ExpertRelocatedError:
             outlet.send(self._format.reply_head(MOVED))
         except Exception:
             logger.exception("experts %s of layer %s failed", call.experts, call.layer)
@@ -128,10 +128,10 @@ class ExpertDoor:
             outlet.send(reply.rows_CD)
 
 
-class DirectExpert:
+class DirectExpertClient:
     """A stage's end: the ``ExpertConnection`` to one expert actor. One thread of its own connects, listens, and connects again.
 
-    ``introduce`` tells the actor where calls come from, and returns where its replies come from. It raises ExpertLostError
+    ``introduce`` tells the actor where calls come from, and returns where its replies come from. It raises ExpertUnavailableError
     where the actor cannot be reached now, PipelineError where it never will be.
     """
 
@@ -139,20 +139,20 @@ class DirectExpert:
         self,
         introduce: Callable[[Address], Address],
         notify: Callable[[], None],
-        row_format: RowFormat,
+        row_format: ExpertMessageLayout,
         host: str,
-        edges: Edges,
+        edges: ChannelFactory,
         label: str,
     ) -> None:
         self._introduce, self._notify, self._format = introduce, notify, row_format
         self._host, self._edges, self._label = host, edges, label
         self._lock = threading.Lock()
-        self._outlet: Edge | None = None  # None: the actor is not up
-        self._inlet: Edge | None = None
+        self._outlet: Channel | None = None  # None: the actor is not up
+        self._inlet: Channel | None = None
         self._unanswered: deque[tuple[int, Future[ExpertReply]]] = deque()  # and the number of rows of each
         self._is_closed = False
         self.failure: PipelineError | None = None
-        threading.Thread(target=self._keep_up, name=label, daemon=True).start()
+        threading.Thread(target=self._maintain, name=label, daemon=True).start()
 
     @property
     def is_up(self) -> bool:
@@ -165,39 +165,39 @@ class DirectExpert:
             if outlet is not None:
                 self._unanswered.append((call.num_rows, future))
         if outlet is None:
-            future.set_exception(ExpertLostError(f"{self._label} is not there"))
+            future.set_exception(ExpertUnavailableError(f"{self._label} is not there"))
             return future
         try:
-            outlet.send(self._format.head_of(call))
+            outlet.send(self._format.encode_header(call))
             outlet.send(rows_CD)
         except LinkError:
-            self._hang_up()  # the thread that listens tells everybody
+            self._disconnect()  # the thread that listens tells everybody
         return future
 
     def close(self) -> None:
         self._is_closed = True
-        self._hang_up()
+        self._disconnect()
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         for edge in (self._inlet, self._outlet):
             if edge is not None:
                 edge.close()
 
-    def _keep_up(self) -> None:
+    def _maintain(self) -> None:
         while not self._is_closed:
             try:
                 inlet = self._connect()
                 self._notify()
                 self._listen(inlet)
-            except (ExpertLostError, LinkError, OSError, RuntimeError) as error:
-                self._lose(error)
+            except (ExpertUnavailableError, LinkError, OSError, RuntimeError) as error:
+                self._on_disconnect(error)
                 time.sleep(RETRY_S)
             except Exception as error:  # whatever it is, who waits for the actor must hear of it
                 self.failure = error if isinstance(error, PipelineError) else PipelineError(f"{self._label} failed: {error!r}")
-                self._lose(error)
+                self._on_disconnect(error)
                 return
 
-    def _connect(self) -> Edge:
+    def _connect(self) -> Channel:
         listener = self._edges.listen(self._host)
         try:
             replies = self._introduce(listener.address)
@@ -212,10 +212,10 @@ class DirectExpert:
         with self._lock:
             self._inlet, self._outlet = inlet, outlet
         if self._is_closed:
-            self._hang_up()
+            self._disconnect()
         return inlet
 
-    def _listen(self, inlet: Edge) -> None:
+    def _listen(self, inlet: Channel) -> None:
         """Until the link is broken, which raises LinkError."""
         head = torch.empty(1, dtype=torch.int64, device=self._format.device)
         while True:
@@ -233,10 +233,10 @@ class DirectExpert:
 
     def _refusal(self, code: int) -> PipelineError:
         if code == MOVED:
-            return ExpertMovedError(f"{self._label} does not hold them any more")
+            return ExpertRelocatedError(f"{self._label} does not hold them any more")
         return PipelineError(f"{self._label} failed; its log says why")
 
-    def _lose(self, error: Exception) -> None:
+    def _on_disconnect(self, error: Exception) -> None:
         with self._lock:
             if self._outlet is not None and not self._is_closed:
                 logger.warning("%s is gone: %s", self._label, error)
@@ -247,5 +247,5 @@ class DirectExpert:
             if edge is not None:
                 edge.close()
         for _, future in unanswered:
-            future.set_exception(ExpertLostError(f"{self._label} is gone: {error}"))
+            future.set_exception(ExpertUnavailableError(f"{self._label} is gone: {error}"))
         self._notify()

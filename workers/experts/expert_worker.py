@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tramontane.proto.errors import ExpertMovedError
+from tramontane.proto.errors import ExpertRelocatedError
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.model_folder import Weights
+from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import ExpertId, ExpertPlan
-from tramontane.workers.model.moe import ExpertSet, run_each
-from tramontane.workers.weights.loader import with_weights
-from tramontane.workers.weights.tensor_specs import OnTensor, tensors_of_experts
+from tramontane.workers.model.moe import ExpertSet, run_experts
+from tramontane.workers.weights.loader import load_module
+from tramontane.workers.weights.tensor_specs import ProgressCallback, tensors_of_experts
 
 
 class ExpertCall(NamedTuple):
@@ -35,7 +35,7 @@ class ExpertReply(NamedTuple):
     busy_s: float
 
 
-class ExpertModel(nn.Module):
+class ExpertModule(nn.Module):
     """Named as a stage's experts are, so that the same tensors become the same parameters."""
 
     def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
@@ -50,7 +50,11 @@ class ExpertWorker:
     """
 
     def __init__(
-        self, plan: ExpertPlan, weights: Weights, device: str = "cpu", on_tensor: OnTensor = lambda _read, _loaded: None
+        self,
+        plan: ExpertPlan,
+        weights: WeightSource,
+        device: str = "cpu",
+        on_tensor: ProgressCallback = lambda _read, _loaded: None,
     ) -> None:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
@@ -62,17 +66,17 @@ class ExpertWorker:
         cls,
         plan: ExpertPlan,
         actor_id: int,
-        weights: Weights,
+        weights: WeightSource,
         device: str = "cpu",
-        on_tensor: OnTensor = lambda _read, _loaded: None,
+        on_tensor: ProgressCallback = lambda _read, _loaded: None,
     ) -> "ExpertWorker":
         """With this actor's experts, and only those."""
         worker = cls(plan, weights, device, on_tensor)
-        worker.hold(plan.actors[actor_id].experts)
+        worker.load_experts(plan.actors[actor_id].experts)
         return worker
 
     @property
-    def held(self) -> frozenset[ExpertId]:
+    def loaded_experts(self) -> frozenset[ExpertId]:
         return frozenset(self._held)
 
     @property
@@ -80,11 +84,11 @@ class ExpertWorker:
         """Of all tensors that are held."""
         return sum(tensor.nbytes for expert in self._held.values() for tensor in expert.state_dict().values())
 
-    def hold(self, experts: Collection[ExpertId]) -> None:
+    def load_experts(self, experts: Collection[ExpertId]) -> None:
         """Read or make the tensors of those of these experts that are not here."""
         missing = [each for each in experts if each not in self._held]
-        model = with_weights(
-            lambda: ExpertModel(self._plan.args, missing),
+        model = load_module(
+            lambda: ExpertModule(self._plan.args, missing),
             self._plan.args,
             lambda layout: tensors_of_experts(self._plan.args, missing, layout),
             self._weights,
@@ -95,19 +99,19 @@ class ExpertWorker:
         )
         self._held = self._held | {each: model.experts.expert(each) for each in missing}
 
-    def release(self, kept: Collection[ExpertId]) -> None:
+    def unload_experts(self, kept: Collection[ExpertId]) -> None:
         """Forget all experts but these."""
         self._held = {each: module for each, module in self._held.items() if each in kept}
 
     def run(self, call: ExpertCall, rows_CD: Tensor) -> ExpertReply:
-        """``rows_CD`` are on this worker's device, and so is the reply. Raises ExpertMovedError if it lacks an expert."""
+        """``rows_CD`` are on this worker's device, and so is the reply. Raises ExpertRelocatedError if it lacks an expert."""
         held = self._held  # as it is now: another thread may replace it
         wanted = [ExpertId(call.layer, expert) for expert in call.experts]
         if not held.keys() >= set(wanted):
-            raise ExpertMovedError(f"not all of experts {call.experts} of layer {call.layer} are here")
+            raise ExpertRelocatedError(f"not all of experts {call.experts} of layer {call.layer} are here")
         started = time.perf_counter()
         with torch.inference_mode():
-            done_CD = run_each([held[each] for each in wanted], call.sizes, rows_CD)
+            done_CD = run_experts([held[each] for each in wanted], call.sizes, rows_CD)
         reply = ExpertReply(done_CD, time.perf_counter() - started)
         self.busy_s += reply.busy_s
         self.num_rows += call.num_rows

@@ -12,13 +12,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tramontane.proto.errors import ExpertLostError, ExpertMovedError, PipelineError
+from tramontane.proto.errors import ExpertRelocatedError, ExpertUnavailableError, PipelineError
 from tramontane.proto.plan import ExpertId, ExpertPlan
-from tramontane.proto.ports import Groups
+from tramontane.proto.ports import ExpertGroups
 from tramontane.proto.step import ExpertTiming, ExpertUsage
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply
 
-MOVING_S = 0.02
+MOVE_RETRY_S = 0.02
 
 
 class ExpertConnection(Protocol):
@@ -33,7 +33,8 @@ class ExpertConnection(Protocol):
         ...
 
     def call(self, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
-        """Fails with ExpertLostError if the actor dies before it has answered, or is not up; other errors are the call's own."""
+        """Fails with ExpertUnavailableError if the actor dies before it has answered, or is not up; other errors are the
+        call's own."""
         ...
 
     def close(self) -> None:
@@ -54,23 +55,23 @@ class RemoteExperts:
     """
 
     def __init__(self, plan: ExpertPlan, connect: Connect, current_plan: Callable[[], ExpertPlan] | None = None) -> None:
-        self.news = threading.Condition()
+        self.condition = threading.Condition()
         self._current_plan = current_plan or (lambda: plan)  # asked when an actor does not hold what the plan says
-        self._holders = plan.holders
+        self._holders = plan.placement
         self._queued = [0] * len(plan.actors)  # rows that each was sent and has not answered
         self._sent = [0] * len(plan.actors)  # rows in all
         self._connections = [connect(actor.actor_id, self._notify) for actor in plan.actors]
 
-    def adopt(self, plan: ExpertPlan) -> None:
+    def set_plan(self, plan: ExpertPlan) -> None:
         """From the next call on, ask whoever this plan says; answers that are due may still come."""
-        self._holders = plan.holders
+        self._holders = plan.placement
 
-    def look_again(self) -> None:
+    def refresh_plan(self) -> None:
         """Experts have moved, or are about to: then the plan is still the old one, and it is not asked for at full speed."""
         before = self._holders
-        self.adopt(self._current_plan())
+        self.set_plan(self._current_plan())
         if self._holders == before:
-            time.sleep(MOVING_S)
+            time.sleep(MOVE_RETRY_S)
 
     def close(self) -> None:
         """Calls that have not been answered fail."""
@@ -78,15 +79,15 @@ class RemoteExperts:
             connection.close()
 
     @property
-    def is_static(self) -> bool:
+    def is_graph_safe(self) -> bool:
         """See ``ExpertBackend``: who is sent how much is decided on the host."""
         return False
 
-    def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> "Asked":
+    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> "PendingExpertCall":
         """See ``ExpertBackend``; rows are [C, D]."""
-        return Asked(self, layer, rows_CD, groups.sizes)
+        return PendingExpertCall(self, layer, rows_CD, groups.sizes)
 
-    def assign(self, layer: int, sizes: dict[int, int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
+    def select_replicas(self, layer: int, sizes: dict[int, int]) -> tuple[dict[int, tuple[int, ...]], tuple[int, ...]]:
         """Which living actor is to run which of these experts, and the experts that no living actor holds.
 
         The largest group first. Sizes {0: 5, 1: 4, 2: 3}, both actors hold all and are idle: 0 to the first, 1 to the second
@@ -126,21 +127,21 @@ class RemoteExperts:
 
     def call(self, actor: int, call: ExpertCall, rows_CD: Tensor) -> "Future[ExpertReply]":
         """Send it, and count its rows as queued until it is answered."""
-        with self.news:
+        with self.condition:
             self._queued[actor] += call.num_rows
         future = self._connections[actor].call(call, rows_CD)
         future.add_done_callback(lambda _: self._answered(actor, call.num_rows))
         return future
 
     def _answered(self, actor: int, num_rows: int) -> None:
-        with self.news:
+        with self.condition:
             self._queued[actor] -= num_rows
 
     def _notify(self) -> None:
         """An actor has come or gone. What each was sent counts from now on: who was away has nothing to make up for."""
-        with self.news:
+        with self.condition:
             self._sent = [0] * len(self._sent)
-            self.news.notify_all()
+            self.condition.notify_all()
 
 
 class _Part(NamedTuple):
@@ -151,8 +152,8 @@ class _Part(NamedTuple):
     future: "Future[ExpertReply]"
 
 
-class Asked:
-    """``AskedExperts`` of one layer of one micro-batch. Rows go to their place whenever they come: timing decides nothing."""
+class PendingExpertCall:
+    """``PendingExperts`` of one layer of one micro-batch. Rows go to their place whenever they come: timing decides nothing."""
 
     def __init__(self, experts: RemoteExperts, layer: int, rows_CD: Tensor, sizes: Sequence[int]) -> None:
         self.layer = layer
@@ -168,7 +169,7 @@ class Asked:
         self._ask(self._sizes)
 
     @property
-    def has_news(self) -> bool:
+    def is_ready(self) -> bool:
         """Of answers the last one is news, of what is lost the first, and that somebody is back."""
         futures = [part.future for part in self._parts]
         is_over = [future.done() for future in futures]
@@ -179,10 +180,10 @@ class Asked:
         return all(is_over)
 
     def wait(self) -> None:
-        with self._experts.news:
-            self._experts.news.wait_for(lambda: self.has_news)
+        with self._experts.condition:
+            self._experts.condition.wait_for(lambda: self.is_ready)
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         again = {}
         if (failure := self._failure()) is not None:
             raise PipelineError(str(failure))  # its own: every raise grows an exception's traceback
@@ -193,9 +194,9 @@ class Asked:
             self._parts.remove(part)
             try:
                 self._take(part, part.future.result())
-            except ExpertLostError as error:
-                if isinstance(error, ExpertMovedError):
-                    self._experts.look_again()
+            except ExpertUnavailableError as error:
+                if isinstance(error, ExpertRelocatedError):
+                    self._experts.refresh_plan()
                 again |= dict.fromkeys(part.experts)
         if again:
             self._ask({expert: self._sizes[expert] for expert in again})
@@ -209,13 +210,13 @@ class Asked:
         return self._done_CD
 
     def _ask(self, sizes: dict[int, int]) -> None:
-        given, nobody = self._experts.assign(self.layer, sizes)
+        given, nobody = self._experts.select_replicas(self.layer, sizes)
         self._nobody += nobody
         for actor, experts in given.items():
             call = ExpertCall(self.layer, experts, tuple(sizes[expert] for expert in experts))
             future = self._experts.call(actor, call, self._rows_of(experts))
             self._parts.append(_Part(actor, experts, future))
-            future.add_done_callback(self._heard)
+            future.add_done_callback(self._on_reply)
 
     def _rows_of(self, experts: Sequence[int]) -> Tensor:
         groups = [self._rows_CD[self._place[expert]] for expert in experts]
@@ -234,9 +235,9 @@ class Asked:
         failures = (self._experts.failure(self._experts.holders(self.layer, expert)) for expert in self._nobody)
         return next((failure for failure in failures if failure is not None), None)
 
-    def _heard(self, _: "Future[ExpertReply]") -> None:
+    def _on_reply(self, _: "Future[ExpertReply]") -> None:
         """On another thread; also where the answer was there at once."""
         self._answered_at = time.perf_counter()
-        with self._experts.news:
-            if self.has_news:
-                self._experts.news.notify_all()
+        with self._experts.condition:
+            if self.is_ready:
+                self._experts.condition.notify_all()

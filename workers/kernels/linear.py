@@ -30,14 +30,14 @@ class Linear(nn.Linear):
 
     def forward(self, x_TK: Tensor) -> Tensor:
         if self.weight.is_mkldnn:
-            return packed_product(x_TK, self.weight)
-        if len(x_TK) <= FEW_TOKENS or has_products(x_TK.device.type, x_TK.dtype):
+            return prepacked_linear(x_TK, self.weight)
+        if len(x_TK) <= FEW_TOKENS or has_native_matmul(x_TK.device.type, x_TK.dtype):
             return F.linear(x_TK, self.weight)
-        return product_in_blocks(x_TK, self.weight, torch.float32)
+        return blockwise_linear(x_TK, self.weight, torch.float32)
 
 
 @cache
-def has_products(device: str, dtype: torch.dtype) -> bool:
+def has_native_matmul(device: str, dtype: torch.dtype) -> bool:
     """Whether torch multiplies this dtype about as fast as the device can."""
     if device != "cpu" or dtype not in (torch.bfloat16, torch.float16):
         return True
@@ -46,7 +46,7 @@ def has_products(device: str, dtype: torch.dtype) -> bool:
     return bool(supported())
 
 
-def packed(weight_NK: Tensor) -> Tensor:
+def prepack_weight(weight_NK: Tensor) -> Tensor:
     """The weight in the order in which oneDNN reads it, put there once instead of at every product; or as it is.
 
     Only float32 on CPUs: there it was measured. The memory is the same.
@@ -61,7 +61,7 @@ def _has_onednn() -> bool:
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def packed_product(x_TK: Tensor, packed_NK: Tensor) -> Tensor:
+def prepacked_linear(x_TK: Tensor, packed_NK: Tensor) -> Tensor:
     """x W^T. oneDNN keeps code and buffers for every number of tokens that it meets, half a MiB each: it meets few."""
     num_tokens = len(x_TK)
     missing = padded_len(num_tokens) - num_tokens
@@ -76,7 +76,7 @@ def padded_len(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
-def product_in_blocks(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None) -> Tensor:
+def blockwise_linear(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale_N: Tensor | None = None) -> Tensor:
     """x (W scale)^T computed in ``dtype``, which so many rows of W as fit a cache are given at a time."""
     num_tokens, num_rows = len(x_TK), len(weight_NK)
     weights_first = num_tokens in WEIGHTS_FIRST and x_TK.device.type == "cpu" and torch.get_num_threads() > 1
@@ -87,7 +87,7 @@ def product_in_blocks(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale
     floats_BK = torch.empty(weight_NK[blocks[0]].shape, dtype=dtype, device=x_TK.device)
     like_TK = x_TK.to(dtype)
     for rows in blocks:
-        block_BK = copied(weight_NK[rows], floats_BK[: len(weight_NK[rows])])
+        block_BK = convert_into(weight_NK[rows], floats_BK[: len(weight_NK[rows])])
         if scales_weights and scale_N is not None:
             block_BK.mul_(scale_N[rows, None])
         if out_NT is None:
@@ -99,7 +99,7 @@ def product_in_blocks(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype, scale
     return out_TN.to(x_TK.dtype) if out_NT is None else x_TK.new_empty(num_tokens, num_rows).copy_(out_TN)
 
 
-def copied(numbers_BK: Tensor, floats_BK: Tensor) -> Tensor:
+def convert_into(numbers_BK: Tensor, floats_BK: Tensor) -> Tensor:
     """``floats_BK`` with these numbers. torch takes 50 times as long for fp8 as for int8 on a CPU: there its bits are moved.
 
     4 exponent bits (less 7) and 3 mantissa bits become the lower ones of float16's 5 (less 15) and the upper of its 10, and the

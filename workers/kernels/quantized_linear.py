@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from tramontane.workers.device.self_test import check, failure
-from tramontane.workers.kernels.linear import has_products, product_in_blocks
+from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.kernels.linear import blockwise_linear, has_native_matmul
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +49,14 @@ class QuantizedLinear(nn.Module):
 
     def _gpu_product(self, x_TK: Tensor) -> Product:
         if any(size % GPU_STEP for size in self.weight.shape):
-            return blockwise
-        return gpu_products(x_TK.device, self.weight.dtype, self.scale.dtype, x_TK.dtype).choose(len(x_TK))
+            return dequantized_linear
+        return probe_kernels(x_TK.device, self.weight.dtype, self.scale.dtype, x_TK.dtype).choose(len(x_TK))
 
 
 def _cpu_product(x_TK: Tensor, numbers_NK: Tensor) -> Product:
-    is_fast = len(x_TK) <= KERNEL_TOKENS or has_products("cpu", x_TK.dtype)
+    is_fast = len(x_TK) <= KERNEL_TOKENS or has_native_matmul("cpu", x_TK.dtype)
     fits = (x_TK.dtype, numbers_NK.dtype) == (torch.bfloat16, torch.int8) and x_TK.shape[1] % KERNEL_STEP == 0
-    return _cpu_kernel if is_fast and fits else blockwise
+    return _cpu_kernel if is_fast and fits else dequantized_linear
 
 
 def _cpu_kernel(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
@@ -66,18 +66,18 @@ def _cpu_kernel(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     return out_TN
 
 
-def blockwise(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+def dequantized_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     """The weights made float in memory, a block of rows at a time."""
-    dtype = x_TK.dtype if has_products(x_TK.device.type, x_TK.dtype) else torch.float32
-    return product_in_blocks(x_TK, numbers_NK, dtype, scale_N)
+    dtype = x_TK.dtype if has_native_matmul(x_TK.device.type, x_TK.dtype) else torch.float32
+    return blockwise_linear(x_TK, numbers_NK, dtype, scale_N)
 
 
-def fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+def fp8_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     """By arithmetic for fp8, with activations as fp8, too, of a scale per token that is computed here."""
-    return _scaled(*fp8_rows(x_TK), numbers_NK, scale_N, x_TK.dtype)
+    return _scaled(*quantize_rows_fp8(x_TK), numbers_NK, scale_N, x_TK.dtype)
 
 
-def fp8_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_rows_fp8(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers, and a scale per token, [T, 1], with which the largest of them is 448."""
     largest_T1 = torch.linalg.vector_norm(x_TK, math.inf, dim=1, keepdim=True, dtype=torch.float32)
     scale_T1 = (largest_T1 / LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)  # nothing has a scale, too
@@ -89,20 +89,20 @@ def _scaled(numbers_TK: Tensor, scale_T1: Tensor, numbers_NK: Tensor, scale_N: T
 
 
 def _fused_fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """``fp8_product`` with one kernel instead of five for activations."""
-    from tramontane.workers.kernels.triton_quant import fused_fp8_rows  # Triton comes with torch for CUDA only
+    """``fp8_linear`` with one kernel instead of five for activations."""
+    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8  # Triton comes with torch for CUDA only
 
-    return _scaled(*fused_fp8_rows(x_TK, LARGEST_FP8), numbers_NK, scale_N, x_TK.dtype)
+    return _scaled(*quantize_rows_fp8(x_TK, LARGEST_FP8), numbers_NK, scale_N, x_TK.dtype)
 
 
 def _fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    from tramontane.workers.kernels.triton_quant import fused_product  # likewise
+    from tramontane.workers.kernels.triton_quant import quantized_gemv  # likewise
 
-    return fused_product(x_TK, numbers_NK, scale_N)
+    return quantized_gemv(x_TK, numbers_NK, scale_N)
 
 
 @dataclass(frozen=True, slots=True)
-class GpuProducts:
+class QuantizedKernels:
     """What a GPU has for quantised matrices: for up to ``FUSED_TOKENS`` tokens, and for any number of them."""
 
     fused: Product | None
@@ -112,32 +112,34 @@ class GpuProducts:
         """By sizes alone, which a captured graph keeps. 16 tokens: fused; 17: in fp8; 17 of int8: fused; 65 of int8: blocks."""
         if self.fused and num_tokens <= (FEW_TOKENS if self.fp8 else FUSED_TOKENS):
             return self.fused
-        return self.fp8 or blockwise
+        return self.fp8 or dequantized_linear
 
 
 @cache
-def gpu_products(device: torch.device, number_dtype: torch.dtype, scale_dtype: torch.dtype, dtype: torch.dtype) -> GpuProducts:
+def probe_kernels(
+    device: torch.device, number_dtype: torch.dtype, scale_dtype: torch.dtype, dtype: torch.dtype
+) -> QuantizedKernels:
     """What works on this device, tried once: that compiles, for these very dtypes, and waits for the device, so never first in a
     captured graph.
 
     Not for float32, which asks for its precision.
     """
     if dtype == torch.float32:
-        return GpuProducts(None, None)
+        return QuantizedKernels(None, None)
     kind = (device, number_dtype, scale_dtype, dtype)
     few, several, many = (1,), (FEW_TOKENS + 1, FUSED_TOKENS), (FUSED_TOKENS + 1,)
-    has_fused = _works(_fused_product, "kernel that makes them float as it reads them", *kind, (*few, *several))
+    has_fused = _self_test(_fused_product, "kernel that makes them float as it reads them", *kind, (*few, *several))
     fused = _fused_product if has_fused else None
     if number_dtype != torch.float8_e4m3fn:
-        return GpuProducts(fused, None)
+        return QuantizedKernels(fused, None)
     lengths = (*several, *many) if fused else (*few, *several, *many)
-    if not _works(fp8_product, "arithmetic for fp8", *kind, lengths):
-        return GpuProducts(fused, None)
-    is_fused = _works(_fused_fp8_product, "kernel that makes activations fp8", *kind, lengths)
-    return GpuProducts(fused, _fused_fp8_product if is_fused else fp8_product)
+    if not _self_test(fp8_linear, "arithmetic for fp8", *kind, lengths):
+        return QuantizedKernels(fused, None)
+    is_fused = _self_test(_fused_fp8_product, "kernel that makes activations fp8", *kind, lengths)
+    return QuantizedKernels(fused, _fused_fp8_product if is_fused else fp8_linear)
 
 
-def _works(
+def _self_test(
     product: Product,
     name: str,
     device: torch.device,
@@ -157,15 +159,15 @@ def _works(
         for num_tokens in lengths:
             x_TK = torch.randn(num_tokens, TRIED_SIZE, device=device, generator=generator).to(dtype)
             expected_TN = x_TK.float() @ (numbers_NK.float() * scale_N[:, None]).T
-            check(product(x_TK, numbers_NK, scale_N), expected_TN, MAX_DIFFERENCE)
+            assert_close_norm(product(x_TK, numbers_NK, scale_N), expected_TN, MAX_DIFFERENCE)
 
-    if why := failure(attempt):
+    if why := try_or_reason(attempt):
         logger.warning("weights in %s on %s: no %s (%s)", number_dtype, device, name, why)
     return not why
 
 
-def try_products(model: nn.Module, dtype: torch.dtype) -> None:
+def warm_up_kernels(model: nn.Module, dtype: torch.dtype) -> None:
     """Find out, before the first step, what the device has for the quantised matrices of a model, if it has any."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.weight.device.type != "cpu":
-            gpu_products(module.weight.device, module.weight.dtype, module.scale.dtype, dtype)
+            probe_kernels(module.weight.device, module.weight.dtype, module.scale.dtype, dtype)

@@ -17,12 +17,12 @@ OUTPUTS = 8  # per program: 14336 are 1792 programs for every row
 INPUTS = 512  # at a time
 
 
-def gated(rows_CD: Tensor, w13_E2FD: Tensor, ends_E: Tensor) -> Tensor:
+def gate_up_gemv(rows_CD: Tensor, w13_E2FD: Tensor, ends_E: Tensor) -> Tensor:
     """silu(w1 x) * w3 x of each row's expert, [C, F]. Rows after the last group are left as they were in memory."""
     return _launch(rows_CD, w13_E2FD, ends_E, w13_E2FD.shape[1] // 2, is_gated=True)
 
 
-def product(rows_CF: Tensor, w2_EDF: Tensor, ends_E: Tensor) -> Tensor:
+def down_gemv(rows_CF: Tensor, w2_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """w2 x of each row's expert, [C, D], as ``gated``."""
     return _launch(rows_CF, w2_EDF, ends_E, w2_EDF.shape[1], is_gated=False)
 

@@ -17,7 +17,7 @@ K_BLOCK = 4096  # the same for every width, so that the kernel that is tried is 
 WARPS = 8  # 256 threads share a token: 16 elements of a block are each one's
 
 
-def fused_fp8_rows(x_TK: Tensor, largest: float) -> tuple[Tensor, Tensor]:
+def quantize_rows_fp8(x_TK: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     """Numbers of fp8, of each token the largest ``largest``, and scales [T, 1] in float32. A token of zeros has a scale, too."""
     num_tokens, width = x_TK.shape
     numbers_TK = torch.empty(x_TK.shape, dtype=torch.float8_e4m3fn, device=x_TK.device)
@@ -53,7 +53,7 @@ STAGES = 4  # blocks that are on their way at once
 X_BLOCK = 4096  # elements of x at a time: 16 tokens by 256 inputs, or 64 by 64
 
 
-def fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
+def quantized_gemv(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     """x (numbers scale)^T in the dtype of x, summed in float32. Up to 64 tokens of 16-bit floats; K is a multiple of 16."""
     (num_tokens, width), num_rows = x_TK.shape, len(numbers_NK)
     block = next(size for size in TOKEN_BLOCKS if num_tokens <= size)

@@ -8,10 +8,10 @@ from torch import Tensor
 Address = tuple[str, int, str]  # host, port, and a word that only who was told it knows
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
-MAX_UNSENT = 2  # micro-batches that wait to be sent; then computing waits
+MAX_PENDING_SENDS = 2  # micro-batches that wait to be sent; then computing waits
 
 
-class Edge(Protocol):
+class Channel(Protocol):
     """One thread sends or receives. Both raise LinkError where the neighbour is gone, or the edge is closed."""
 
     def send(self, hidden_TD: Tensor) -> None:
@@ -30,17 +30,17 @@ class Listener(Protocol):
     @property
     def address(self) -> Address: ...
 
-    def accept(self) -> Edge: ...
+    def accept(self) -> Channel: ...
 
     def close(self) -> None:
         """From any thread."""
 
 
-class Edges(Protocol):
+class ChannelFactory(Protocol):
     """One way of making edges."""
 
     def listen(self, host: str) -> Listener:
         """``host`` is the only address at which anything listens."""
 
-    def connect(self, address: Address, host: str, /) -> Edge:
+    def connect(self, address: Address, host: str, /) -> Channel:
         """To who listens there, from ``host``. Raises as a listener does."""

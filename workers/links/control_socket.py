@@ -9,23 +9,23 @@ from typing import Any
 import msgpack
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.links.tcp_channel import set_up
+from tramontane.workers.links.tcp_channel import configure_socket
 
 LENGTH_BYTES = 4
-BYE = bytes(LENGTH_BYTES)  # a message of no bytes
+CLOSE_FRAME = bytes(LENGTH_BYTES)  # a message of no bytes
 MAX_BYTES = 2**16
-GONE = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
+HUP_EVENTS = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
 
 
-class Line:
+class ControlSocket:
     """One thread sends or receives; ``close`` and what comes after it may come from any other.
 
     A line ends in three steps: ``close`` tells the neighbour, ``let_go`` that nothing of its is used here any more, and
-    ``wait_for_end`` returns when it has let go as well, or is dead.
+    ``wait_peer_closed`` returns when it has let go as well, or is dead.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        set_up(connection)
+        configure_socket(connection)
         self.connection = connection
         self._woken, self._waker = socket.socketpair()
         self._reading, self._writing = threading.Lock(), threading.Lock()
@@ -58,27 +58,27 @@ class Line:
                 return
             self._is_closed = True
             with contextlib.suppress(OSError):
-                self.connection.send(BYE, socket.MSG_DONTWAIT)
+                self.connection.send(CLOSE_FRAME, socket.MSG_DONTWAIT)
             self._waker.send(b".")
 
-    def may_end(self) -> bool:
+    def claim_teardown(self) -> bool:
         """True once, for whoever asks first after ``close``: that one sees to the rest."""
         with self._writing:
             may, self._is_ending = not self._is_ending, True
             return may
 
-    def let_go(self) -> None:
+    def shutdown_write(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
 
-    def wait_for_end(self) -> None:
+    def wait_peer_closed(self) -> None:
         """May take as long as the neighbour takes to close its end."""
         with contextlib.suppress(OSError):
             while self.connection.recv(MAX_BYTES):
                 pass
-        self.dispose()
+        self.close_fds()
 
-    def dispose(self) -> None:
+    def close_fds(self) -> None:
         """Of a closed line, whatever the neighbour does."""
         with self._reading, self._writing:  # whoever waited has been woken
             for end in (self.connection, self._woken, self._waker):
@@ -107,14 +107,14 @@ class Line:
         if self._is_closed:
             raise LinkError("the link to a neighbour is closed")
         waiting = select.poll()
-        waiting.register(self.connection, select.POLLIN | GONE)
+        waiting.register(self.connection, select.POLLIN | HUP_EVENTS)
         waiting.register(self._woken, select.POLLIN)
         ready = dict(waiting.poll(None if timeout_s is None else timeout_s * 1000))
         if self._woken.fileno() in ready:
             raise LinkError("the link to a neighbour is closed")
         if not ready:
             raise _broken(f"it said nothing for {timeout_s:.0f} s")
-        if ready[self.connection.fileno()] & GONE:
+        if ready[self.connection.fileno()] & HUP_EVENTS:
             raise _broken("it was closed")
 
 

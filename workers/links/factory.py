@@ -2,11 +2,11 @@
 
 import torch
 
-from tramontane.workers.links.channel import Edges
-from tramontane.workers.links.gpu_channel import GpuEdges, Ways
+from tramontane.workers.links.channel import ChannelFactory
+from tramontane.workers.links.gpu_channel import ChannelOptions, GpuChannelFactory
 from tramontane.workers.links.tcp_channel import SocketEdges
 
 
-def edges_for(device: torch.device) -> Edges:
+def channel_factory_for(device: torch.device) -> ChannelFactory:
     """The fastest that there are between stages on such devices."""
-    return GpuEdges(Ways.of(device)) if device.type == "cuda" else SocketEdges()
+    return GpuChannelFactory(ChannelOptions.of(device)) if device.type == "cuda" else SocketEdges()

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from tramontane.proto.errors import LinkError
 from tramontane.workers.device.pinned_memory import to_device, to_host
-from tramontane.workers.links.channel import MAX_UNSENT, Address, Edge, Edges, Listener
-from tramontane.workers.links.control_socket import Line
-from tramontane.workers.links.ipc_channel import TIMEOUT_S, RefusedError, offer, take_offer
-from tramontane.workers.links.ipc_cuda import CudaSharing
-from tramontane.workers.links.ipc_memory import Sharing
+from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
+from tramontane.workers.links.control_socket import ControlSocket
+from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcUnavailableError, accept_ipc, offer_ipc
+from tramontane.workers.links.ipc_cuda import CudaIpc
+from tramontane.workers.links.ipc_memory import IpcBackend
 from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketEdge, SocketListener, connection_to
+from tramontane.workers.links.tcp_channel import SocketListener, TcpChannel, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -29,43 +29,43 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLocation:
     """Where an end is. Containers of one machine have the same boot id."""
 
     boot_id: str
     gpu: str  # its uuid
 
     @classmethod
-    def of(cls, device: torch.device) -> "Place":
+    def of(cls, device: torch.device) -> "DeviceLocation":
         return cls(BOOT_ID.read_text().strip(), str(torch.cuda.get_device_properties(device).uuid))
 
 
 @dataclass(frozen=True, slots=True)
-class Ways:
+class ChannelOptions:
     """What the edges of one device are made of."""
 
-    place: Place
+    place: DeviceLocation
     device: torch.device
-    sharing: Sharing  # to an end at the same place
-    groups: Edges  # to any other
+    sharing: IpcBackend  # to an end at the same place
+    groups: ChannelFactory  # to any other
 
     @classmethod
-    def of(cls, device: torch.device) -> "Ways":
-        return cls(Place.of(device), device, CudaSharing(device), GroupEdges("nccl"))
+    def of(cls, device: torch.device) -> "ChannelOptions":
+        return cls(DeviceLocation.of(device), device, CudaIpc(device), GroupEdges("nccl"))
 
 
-class AnnouncedEdge:
+class HandshakeChannel:
     """An edge whose ends tell each other by a line what they begin: one sends where there is room, the other takes what was sent.
 
     Of what a neighbour has begun and died of, an end hears by its next call; ``close`` ends what waits for it on the GPU.
     """
 
-    def __init__(self, line: Line, edge: Edge) -> None:
+    def __init__(self, line: ControlSocket, edge: Channel) -> None:
         self._line, self._edge = line, edge
         self._num_unanswered = 0
 
     def send(self, hidden_TD: Tensor) -> None:
-        if self._num_unanswered == MAX_UNSENT:
+        if self._num_unanswered == MAX_PENDING_SENDS:
             self._line.receive()
             self._num_unanswered -= 1
         self._edge.send(hidden_TD)
@@ -79,15 +79,15 @@ class AnnouncedEdge:
 
     def close(self) -> None:
         self._line.close()
-        if self._line.may_end():
+        if self._line.claim_teardown():
             self._edge.close()
-            self._line.dispose()
+            self._line.close_fds()
 
 
-class StagedEdge:
+class HostStagedChannel:
     """Where two processes may not open each other's memory on a GPU: through the host, over a connection."""
 
-    def __init__(self, edge: SocketEdge) -> None:
+    def __init__(self, edge: TcpChannel) -> None:
         self._edge = edge
 
     def send(self, hidden_TD: Tensor) -> None:
@@ -103,17 +103,17 @@ class StagedEdge:
 
 
 class GpuListener:
-    def __init__(self, ways: Ways, host: str) -> None:
+    def __init__(self, ways: ChannelOptions, host: str) -> None:
         self._ways, self._host = ways, host
         self._listener = SocketListener(host)
-        self._line: Line | None = None  # while the two find out how
+        self._line: ControlSocket | None = None  # while the two find out how
         self._store: Listener | None = None
         self.address: Address = self._listener.address
 
-    def accept(self) -> Edge:
+    def accept(self) -> Channel:
         """Raises OSError."""
-        self._line = line = Line(self._listener.accept_connection())
-        edge = _settled(line, self._made)
+        self._line = line = ControlSocket(self._listener.accept_connection())
+        edge = _negotiated(line, self._made)
         self._line = None
         return edge
 
@@ -123,42 +123,42 @@ class GpuListener:
             if end is not None:
                 end.close()
 
-    def _made(self, line: Line) -> Edge:
-        if _is_here(line, self._ways.place):
-            return _shared_or_staged(line, lambda: offer(line, self._ways.sharing))
+    def _made(self, line: ControlSocket) -> Channel:
+        if _is_same_device(line, self._ways.place):
+            return _ipc_or_host_staged(line, lambda: offer_ipc(line, self._ways.sharing))
         self._store = self._ways.groups.listen(self._host)
         line.send(self._store.address)
-        edge = AnnouncedEdge(line, self._store.accept())
-        return _used(edge, edge.send, torch.zeros(1, device=self._ways.device))
+        edge = HandshakeChannel(line, self._store.accept())
+        return _warm_up(edge, edge.send, torch.zeros(1, device=self._ways.device))
 
 
-class GpuEdges:
-    """``Edges`` between GPUs. Whoever listens sends, whoever connects receives."""
+class GpuChannelFactory:
+    """``ChannelFactory`` between GPUs. Whoever listens sends, whoever connects receives."""
 
-    def __init__(self, ways: Ways) -> None:
+    def __init__(self, ways: ChannelOptions) -> None:
         self._ways = ways
 
     def listen(self, host: str) -> GpuListener:
         return GpuListener(self._ways, host)
 
-    def connect(self, address: Address, host: str, /) -> Edge:
-        return _settled(Line(connection_to(address)), lambda line: self._made(line, host))
+    def connect(self, address: Address, host: str, /) -> Channel:
+        return _negotiated(ControlSocket(connect(address)), lambda line: self._made(line, host))
 
-    def _made(self, line: Line, host: str) -> Edge:
-        if _is_here(line, self._ways.place):
-            return _shared_or_staged(line, lambda: take_offer(line, self._ways.sharing))
+    def _made(self, line: ControlSocket, host: str) -> Channel:
+        if _is_same_device(line, self._ways.place):
+            return _ipc_or_host_staged(line, lambda: accept_ipc(line, self._ways.sharing))
         store_host, port, word = line.receive(TIMEOUT_S)
-        edge = AnnouncedEdge(line, self._ways.groups.connect((store_host, port, word), host))
-        return _used(edge, edge.receive, torch.empty(1, device=self._ways.device))
+        edge = HandshakeChannel(line, self._ways.groups.connect((store_host, port, word), host))
+        return _warm_up(edge, edge.receive, torch.empty(1, device=self._ways.device))
 
 
-def _is_here(line: Line, ours: Place) -> bool:
+def _is_same_device(line: ControlSocket, ours: DeviceLocation) -> bool:
     """Whether the neighbour is at the same place."""
     line.send((ours.boot_id, ours.gpu))
-    return Place(*line.receive(TIMEOUT_S)) == ours
+    return DeviceLocation(*line.receive(TIMEOUT_S)) == ours
 
 
-def _used(edge: AnnouncedEdge, operation: Callable[[Tensor], None], number: Tensor) -> AnnouncedEdge:
+def _warm_up(edge: HandshakeChannel, operation: Callable[[Tensor], None], number: Tensor) -> HandshakeChannel:
     """NCCL connects when it is first used; what fails then is to fail now."""
     try:
         operation(number)
@@ -168,22 +168,22 @@ def _used(edge: AnnouncedEdge, operation: Callable[[Tensor], None], number: Tens
     return edge
 
 
-def _shared_or_staged(line: Line, share: Callable[[], Edge]) -> Edge:
+def _ipc_or_host_staged(line: ControlSocket, share: Callable[[], Channel]) -> Channel:
     try:
         return share()
-    except RefusedError as error:
+    except IpcUnavailableError as error:
         logger.warning("hidden states go to a neighbour on the same GPU by way of the host: %s", error)
-        return StagedEdge(SocketEdge(line.detach()))
+        return HostStagedChannel(TcpChannel(line.detach()))
 
 
-def _settled(line: Line, make: Callable[[Line], Edge]) -> Edge:
+def _negotiated(line: ControlSocket, make: Callable[[ControlSocket], Channel]) -> Channel:
     """Errors as edges in the making have them: OSError and RuntimeError."""
     try:
         return make(line)
     except BaseException as error:
         line.close()
-        if line.may_end():
-            line.dispose()
+        if line.claim_teardown():
+            line.close_fds()
         if isinstance(error, LinkError):
             raise ConnectionError(str(error)) from error
         raise

@@ -13,33 +13,33 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_UNSENT
-from tramontane.workers.links.control_socket import Line
-from tramontane.workers.links.ipc_memory import Event, Memory, Sharing
+from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS
+from tramontane.workers.links.control_socket import ControlSocket
+from tramontane.workers.links.ipc_memory import IpcBackend, SharedEvent, SharedMemory
 
-NUM_SLOTS = MAX_UNSENT
+NUM_SLOTS = MAX_PENDING_SENDS
 MIN_BYTES = 2**21  # of what is smaller CUDA puts some into one piece, and would share all of that
 
 
 TIMEOUT_S = CONNECT_TIMEOUT.total_seconds()
 
 
-class RefusedError(RuntimeError):
+class IpcUnavailableError(RuntimeError):
     """One of the ends cannot open what the other has."""
 
 
 class _End:
     """What both ends have: events of their own, those of the neighbour, and what has to be closed, in its order, at the end."""
 
-    def __init__(self, line: Line, sharing: Sharing) -> None:
+    def __init__(self, line: ControlSocket, sharing: IpcBackend) -> None:
         self._line, self._sharing = line, sharing
-        self._slots: list[Memory | None] = [None] * NUM_SLOTS
+        self._slots: list[SharedMemory | None] = [None] * NUM_SLOTS
         self._num_done = 0  # tensors that were sent, or received
         self._turn = threading.Lock()
-        self._own: list[Event | Memory] = []
-        self._opened: list[Event | Memory] = []
-        self._events: list[Event] = []
-        self._their_events: list[Event] = []
+        self._own: list[SharedEvent | SharedMemory] = []
+        self._opened: list[SharedEvent | SharedMemory] = []
+        self._events: list[SharedEvent] = []
+        self._their_events: list[SharedEvent] = []
 
     def make_events(self) -> list[bytes]:
         """Handles of our own events, one for each slot."""
@@ -55,29 +55,29 @@ class _End:
 
     def close(self) -> None:
         self._line.close()
-        if self._line.may_end():
-            threading.Thread(target=self._take_leave, name="edge-leave", daemon=True).start()
+        if self._line.claim_teardown():
+            threading.Thread(target=self._wait_for_peer_release, name="edge-leave", daemon=True).start()
 
     def free(self) -> None:
         """Of an end that was never used, and whose neighbour has opened nothing, or has closed it."""
         _close((*self._opened, *self._own))
 
-    def _take_leave(self) -> None:
+    def _wait_for_peer_release(self) -> None:
         """What the neighbour shares is closed before it hears of that; what it has opened of ours, once it has let go or died."""
         try:
             with self._turn:
                 for event in self._events:
-                    event.finish()
+                    event.synchronize()
                 self._slots = [None] * NUM_SLOTS
                 _close(self._opened)
         finally:
-            self._line.let_go()
-            self._line.wait_for_end()
+            self._line.shutdown_write()
+            self._line.wait_peer_closed()
             _close(self._own)
 
 
-class IpcOutlet(_End):
-    """The ``Edge`` of whoever sends. The memory is its own."""
+class IpcSender(_End):
+    """The ``Channel`` of whoever sends. The memory is its own."""
 
     def send(self, hidden_TD: Tensor) -> None:
         source_N = _bytes_of(hidden_TD.contiguous())
@@ -112,8 +112,8 @@ class IpcOutlet(_End):
         return memory.handle, len(memory.bytes_N)
 
 
-class IpcInlet(_End):
-    """The ``Edge`` of whoever receives."""
+class IpcReceiver(_End):
+    """The ``Channel`` of whoever receives."""
 
     def send(self, hidden_TD: Tensor) -> None:
         raise AssertionError("this end receives")
@@ -141,19 +141,19 @@ class IpcInlet(_End):
         self._slots[slot] = memory
 
 
-def offer(line: Line, sharing: Sharing) -> IpcOutlet:
+def offer_ipc(line: ControlSocket, sharing: IpcBackend) -> IpcSender:
     """The sending end. It shows its events and the first slot, and is shown the other end's.
 
-    Raises RefusedError at both ends where one cannot make or open them: the line can then be used for something else.
+    Raises IpcUnavailableError at both ends where one cannot make or open them: the line can then be used for something else.
     Raises LinkError where the neighbour is gone.
     """
-    outlet = IpcOutlet(line, sharing)
+    outlet = IpcSender(line, sharing)
     try:
         shown = {"events": outlet.make_events(), "slot": outlet.make_room(0, MIN_BYTES)}
     except (OSError, RuntimeError) as error:
         outlet.free()
         line.send({"why": str(error)})
-        raise RefusedError(str(error)) from error
+        raise IpcUnavailableError(str(error)) from error
     try:
         line.send(shown)
         answer = line.receive(TIMEOUT_S)
@@ -164,15 +164,15 @@ def offer(line: Line, sharing: Sharing) -> IpcOutlet:
         outlet.close()
         raise LinkError(str(error)) from error
     outlet.free()
-    raise RefusedError(answer["why"])
+    raise IpcUnavailableError(answer["why"])
 
 
-def take_offer(line: Line, sharing: Sharing) -> IpcInlet:
-    """The receiving end; raises as ``offer`` does."""
+def accept_ipc(line: ControlSocket, sharing: IpcBackend) -> IpcReceiver:
+    """The receiving end; raises as ``offer_ipc`` does."""
     shown = line.receive(TIMEOUT_S)
     if "why" in shown:
-        raise RefusedError(shown["why"])
-    inlet = IpcInlet(line, sharing)
+        raise IpcUnavailableError(shown["why"])
+    inlet = IpcReceiver(line, sharing)
     try:
         inlet.open_events(shown["events"])
         inlet.open_slot(0, *shown["slot"])
@@ -180,7 +180,7 @@ def take_offer(line: Line, sharing: Sharing) -> IpcInlet:
     except (OSError, RuntimeError) as error:
         inlet.free()
         line.send({"why": str(error)})
-        raise RefusedError(str(error)) from error
+        raise IpcUnavailableError(str(error)) from error
     try:
         line.send(answer)
     except LinkError:
@@ -189,7 +189,7 @@ def take_offer(line: Line, sharing: Sharing) -> IpcInlet:
     return inlet
 
 
-def _close(things: Iterable[Event | Memory]) -> None:
+def _close(things: Iterable[SharedEvent | SharedMemory]) -> None:
     for thing in things:
         thing.close()
 

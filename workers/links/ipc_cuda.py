@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.self_test import in_a_line
-from tramontane.workers.links.ipc_memory import Event, Memory
+from tramontane.workers.device.self_test import one_line
+from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
 
 HANDLE_BYTES = 64  # of cudaIpcMemHandle_t, by CUDA's headers (CUDA_IPC_HANDLE_SIZE); the bindings have no name for what is in it
 
@@ -54,34 +54,34 @@ class CudaEvent:
     def wait(self) -> None:
         self._event.wait(torch.cuda.current_stream(self._device))
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self._event.synchronize()
 
     def close(self) -> None:
         self._event = None
 
 
-class CudaSharing:
-    """``Sharing`` on one GPU; copies go to the current stream of whoever calls, and nothing waits on the host."""
+class CudaIpc:
+    """``IpcBackend`` on one GPU; copies go to the current stream of whoever calls, and nothing waits on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
-    def memory(self, num_bytes: int) -> Memory:
-        with _refusing():
+    def memory(self, num_bytes: int) -> SharedMemory:
+        with _check():
             runtime = _runtime(self._device)
             pointer = int(_call(runtime.cudaMalloc(num_bytes)))
             try:
-                handle = bytes_of_handle(_call(runtime.cudaIpcGetMemHandle(pointer)))
+                handle = handle_to_bytes(_call(runtime.cudaIpcGetMemHandle(pointer)))
                 return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=True)
             except BaseException:
                 runtime.cudaFree(pointer)
                 raise
 
-    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
-        with _refusing():
+    def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:
+        with _check():
             runtime = _runtime(self._device)
-            theirs = handle_of_bytes(runtime, handle)
+            theirs = handle_from_bytes(runtime, handle)
             pointer = int(_call(runtime.cudaIpcOpenMemHandle(theirs, runtime.cudaIpcMemLazyEnablePeerAccess)))
             try:
                 return CudaMemory(self._device, pointer, num_bytes, handle, is_ours=False)
@@ -89,10 +89,10 @@ class CudaSharing:
                 runtime.cudaIpcCloseMemHandle(pointer)
                 raise
 
-    def event(self) -> Event:
+    def event(self) -> SharedEvent:
         return CudaEvent(self._device)
 
-    def open_event(self, handle: bytes) -> Event:
+    def open_event(self, handle: bytes) -> SharedEvent:
         return CudaEvent(self._device, handle)
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
@@ -113,11 +113,11 @@ class _Bytes:
         }
 
 
-def bytes_of_handle(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types
+def handle_to_bytes(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
-def handle_of_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
+def handle_from_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
     if len(handle) != HANDLE_BYTES:
         raise RuntimeError(f"a handle of {len(handle)} bytes, not of {HANDLE_BYTES}")
     made = runtime.cudaIpcMemHandle_t()
@@ -126,14 +126,14 @@ def handle_of_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
+def _check() -> Iterator[None]:
     """Other versions of the bindings may have other names. Whatever they raise is RuntimeError: then tensors go by the host."""
     try:
         yield
     except RuntimeError:
         raise
     except Exception as error:
-        raise RuntimeError(f"CUDA's bindings: {type(error).__name__}: {in_a_line(error)}") from error
+        raise RuntimeError(f"CUDA's bindings: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without types

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 
-class Memory(Protocol):
+class SharedMemory(Protocol):
     """Of whoever made it, and opened by another process."""
 
     @property
@@ -27,7 +27,7 @@ class Memory(Protocol):
         """Whoever has opened it closes it first; nothing here may use it then, or be about to."""
 
 
-class Event(Protocol):
+class SharedEvent(Protocol):
     """A point in the order of what an end has begun. Whoever made it records it, the other end waits for it.
 
     Between a wait and the record that it means the ends have spoken over their line: it is for the record before.
@@ -42,23 +42,23 @@ class Event(Protocol):
     def wait(self) -> None:
         """All that this end begins from now on comes after what was recorded. Does not block."""
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         """Block until all is done that came before the last record."""
 
     def close(self) -> None:
         """As of memory."""
 
 
-class Sharing(Protocol):
+class IpcBackend(Protocol):
     """One way of doing so. All raise RuntimeError or OSError where it cannot be done."""
 
-    def memory(self, num_bytes: int) -> Memory: ...
+    def memory(self, num_bytes: int) -> SharedMemory: ...
 
-    def open_memory(self, handle: bytes, num_bytes: int) -> Memory: ...
+    def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory: ...
 
-    def event(self) -> Event: ...
+    def event(self) -> SharedEvent: ...
 
-    def open_event(self, handle: bytes) -> Event: ...
+    def open_event(self, handle: bytes) -> SharedEvent: ...
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
         """Begin to; it comes after what was begun, or waited for, before."""
@@ -88,27 +88,27 @@ class HostEvent:
 
     def wait(self) -> None: ...
 
-    def finish(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-class HostSharing:
+class HostIpc:
     """Without a GPU. It needs Linux, and processes that see each other's numbers."""
 
-    def memory(self, num_bytes: int) -> Memory:
+    def memory(self, num_bytes: int) -> SharedMemory:
         descriptor = os.memfd_create("edge")
         os.truncate(descriptor, num_bytes)
         return HostMemory(descriptor, num_bytes)
 
-    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+    def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:
         process, descriptor = msgpack.unpackb(handle)
         return HostMemory(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR), num_bytes)
 
-    def event(self) -> Event:
+    def event(self) -> SharedEvent:
         return HostEvent()
 
-    def open_event(self, handle: bytes) -> Event:
+    def open_event(self, handle: bytes) -> SharedEvent:
         return HostEvent()
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:

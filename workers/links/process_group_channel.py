@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[attr-defined]
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_UNSENT, Address
+from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS, Address
 
 Group = Any  # one of torch's backends, of whose methods its type stubs know few
 
@@ -22,7 +22,7 @@ SENDER, RECEIVER = 0, 1  # ranks
 TAG = 0  # of all messages: they are taken in the order in which they were sent
 
 
-class GroupEdge:
+class ProcessGroupChannel:
     """A process group apart from torch's default group.
 
     A group has no way to be closed but to be forgotten, by its object and by all that was
@@ -49,7 +49,7 @@ class GroupEdge:
             group.abort()  # NCCL needs it, gloo does nothing
 
     def _wait_for_room(self) -> None:
-        while len(self._unsent) >= MAX_UNSENT:
+        while len(self._unsent) >= MAX_PENDING_SENDS:
             try:
                 work, _ = self._unsent.popleft()
             except IndexError:  # closed meanwhile
@@ -63,7 +63,7 @@ class GroupEdge:
         try:
             return operation(group)
         except RuntimeError as error:
-            raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
+            raise LinkError(f"the link to a neighbour is broken: {first_line(error)}") from error.with_traceback(None)
         finally:
             del group  # an exception's traceback would keep it open
 
@@ -73,7 +73,7 @@ class GroupEdge:
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             del work  # an exception's traceback would keep the group open
-            raise LinkError(f"the link to a neighbour is broken: {why(error)}") from error.with_traceback(None)
+            raise LinkError(f"the link to a neighbour is broken: {first_line(error)}") from error.with_traceback(None)
 
 
 class GroupListener:
@@ -89,16 +89,16 @@ class GroupListener:
             host, port, is_master=True, wait_for_workers=False, timeout=CONNECT_TIMEOUT, master_listen_fd=descriptor
         )
 
-    def accept(self) -> GroupEdge:
+    def accept(self) -> ProcessGroupChannel:
         assert self._store is not None
-        return _edge(self._backend, self._store, SENDER, self._host)
+        return _make_channel(self._backend, self._store, SENDER, self._host)
 
     def close(self) -> None:
         self._store = None
 
 
 class GroupEdges:
-    """``Edges`` of process groups; ``backend`` is nccl or gloo."""
+    """``ChannelFactory`` of process groups; ``backend`` is nccl or gloo."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
@@ -106,13 +106,13 @@ class GroupEdges:
     def listen(self, host: str) -> GroupListener:
         return GroupListener(host, self._backend)
 
-    def connect(self, address: Address, host: str, /) -> GroupEdge:
+    def connect(self, address: Address, host: str, /) -> ProcessGroupChannel:
         store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
-        return _edge(self._backend, store, RECEIVER, host)
+        return _make_channel(self._backend, store, RECEIVER, host)
 
 
-def _edge(backend: str, store: TCPStore, rank: int, host: str) -> GroupEdge:
-    return GroupEdge(BACKENDS[backend](store, rank, host), TIMEOUTS[backend])
+def _make_channel(backend: str, store: TCPStore, rank: int, host: str) -> ProcessGroupChannel:
+    return ProcessGroupChannel(BACKENDS[backend](store, rank, host), TIMEOUTS[backend])
 
 
 def _gloo(store: TCPStore, rank: int, host: str) -> Group:
@@ -128,7 +128,7 @@ def _nccl(store: TCPStore, rank: int, host: str) -> Group:
     from torch.distributed import ProcessGroupNCCL  # not in every build of torch
 
     # NCCL, and what watches it, have no other way to be told. Left alone, it ends the whole process where a neighbour is lost.
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(host)}")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_for_address(host)}")
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # end the group only
     return ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
 
@@ -137,7 +137,7 @@ BACKENDS: dict[str, Callable[[TCPStore, int, str], Group]] = {"gloo": _gloo, "nc
 TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
 
 
-def interface_of(host: str) -> str:
+def interface_for_address(host: str) -> str:
     """The name of the interface that has this address: ``lo`` for 127.0.0.1."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == host for a in addresses):
@@ -145,6 +145,6 @@ def interface_of(host: str) -> str:
     raise OSError(f"no network interface has the address {host}")
 
 
-def why(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """gloo's messages begin with a line of its source and go on with advice."""
     return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_UNSENT, Address
+from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS, Address
 
-WORD_BYTES = 16
-WORD_TIMEOUT_S = 2.0  # a neighbour says it at once; whoever else has connected must not keep it out
+AUTH_TOKEN_BYTES = 16
+AUTH_TOKEN_TIMEOUT_S = 2.0  # a neighbour says it at once; whoever else has connected must not keep it out
 # A process that dies is missed at once; a machine that vanishes, after the last of these probes. A limit for unanswered
 # data (TCP_USER_TIMEOUT) would also end the link to a neighbour who only takes long to compute.
 PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 2}
 
 
-class SocketEdge:
+class TcpChannel:
     """What does not fit into the kernel's buffers is sent by a thread, so that the next micro-batch can be computed."""
 
     def __init__(self, connection: socket.socket) -> None:
-        set_up(connection)
+        configure_socket(connection)
         self._connection = connection
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="edge")
         self._unsent: deque[Future[None]] = deque()
@@ -38,7 +38,7 @@ class SocketEdge:
     def send(self, hidden_TD: Tensor) -> None:
         data = _bytes_of(hidden_TD.contiguous())
         try:
-            while self._unsent and (self._unsent[0].done() or len(self._unsent) >= MAX_UNSENT):
+            while self._unsent and (self._unsent[0].done() or len(self._unsent) >= MAX_PENDING_SENDS):
                 self._unsent.popleft().result()
             num_sent = 0 if self._unsent else self._send_now(data)
             if num_sent < len(data):
@@ -57,7 +57,7 @@ class SocketEdge:
             raise LinkError(f"the link to a neighbour is broken: {error}") from error
 
     def close(self) -> None:
-        _shut(self._connection)
+        _close_socket(self._connection)
         self._sender.shutdown(wait=False)
 
     def _send_now(self, data: memoryview) -> int:
@@ -72,11 +72,11 @@ class SocketListener:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
-        self.address: Address = (host, self._listener.getsockname()[1], secrets.token_hex(WORD_BYTES // 2))
+        self.address: Address = (host, self._listener.getsockname()[1], secrets.token_hex(AUTH_TOKEN_BYTES // 2))
 
-    def accept(self) -> SocketEdge:
+    def accept(self) -> TcpChannel:
         """Raises TimeoutError, or another OSError."""
-        return SocketEdge(self.accept_connection())
+        return TcpChannel(self.accept_connection())
 
     def accept_connection(self) -> socket.socket:
         """Of the first who knows the word; raises as ``accept`` does."""
@@ -85,34 +85,34 @@ class SocketListener:
             while (left := deadline - time.monotonic()) > 0:
                 self._listener.settimeout(left)
                 connection, _ = self._listener.accept()
-                if self._knows_the_word(connection):
+                if self._authenticate(connection):
                     return connection
                 connection.close()
         raise TimeoutError("nobody came but strangers")
 
-    def _knows_the_word(self, connection: socket.socket) -> bool:
-        connection.settimeout(WORD_TIMEOUT_S)
+    def _authenticate(self, connection: socket.socket) -> bool:
+        connection.settimeout(AUTH_TOKEN_TIMEOUT_S)
         said = b""
         with contextlib.suppress(OSError):
-            while len(said) < WORD_BYTES and (more := connection.recv(WORD_BYTES - len(said))):
+            while len(said) < AUTH_TOKEN_BYTES and (more := connection.recv(AUTH_TOKEN_BYTES - len(said))):
                 said += more
         return hmac.compare_digest(said, self.address[2].encode())
 
     def close(self) -> None:
-        _shut(self._listener)
+        _close_socket(self._listener)
 
 
 class SocketEdges:
-    """``Edges`` of TCP connections."""
+    """``ChannelFactory`` of TCP connections."""
 
     def listen(self, host: str) -> SocketListener:
         return SocketListener(host)
 
-    def connect(self, address: Address, _host: str, /) -> SocketEdge:
-        return SocketEdge(connection_to(address))
+    def connect(self, address: Address, _host: str, /) -> TcpChannel:
+        return TcpChannel(connect(address))
 
 
-def connection_to(address: Address) -> socket.socket:
+def connect(address: Address) -> socket.socket:
     """To a ``SocketListener``. Raises OSError."""
     host, port, word = address
     connection = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
@@ -124,7 +124,7 @@ def connection_to(address: Address) -> socket.socket:
         raise
 
 
-def set_up(connection: socket.socket) -> None:
+def configure_socket(connection: socket.socket) -> None:
     """Nothing waits to be joined by more, and a neighbour whose machine has vanished is missed."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,7 +139,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _shut(opened: socket.socket) -> None:
+def _close_socket(opened: socket.socket) -> None:
     """Wakes whoever waits for it."""
     with contextlib.suppress(OSError):  # it was never connected, or is not any more
         opened.shutdown(socket.SHUT_RDWR)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tramontane.workers.device.self_test import check, failure
-from tramontane.workers.kernels.fused_ops import PLAIN
+from tramontane.workers.device.self_test import assert_close_norm, try_or_reason
+from tramontane.workers.kernels.fused_ops import EAGER
 
 logger = logging.getLogger(__name__)
 
@@ -24,16 +24,16 @@ FEW_ROWS = 8  # up to which each row reads its expert's weights by itself; not m
 CLOSE = 2e-2  # of bfloat16 products added in another order, by relative norm
 
 
-class Stack(NamedTuple):
+class StackedExperts(NamedTuple):
     """The weights of all experts of one layer. ``for_few``: the kernels of ``few_rows`` do up to ``FEW_ROWS`` rows."""
 
     w13_E2FD: Tensor
     w2_EDF: Tensor
     for_few: bool = False
 
-    def run(self, rows_CD: Tensor, ends_E: Tensor, gated: Callable[[Tensor], Tensor] = PLAIN.gated) -> Tensor:
+    def run(self, rows_CD: Tensor, ends_E: Tensor, gated: Callable[[Tensor], Tensor] = EAGER.silu_and_mul) -> Tensor:
         """Each expert on its group of rows, [C, D]; those with none are not read. ``ends_E`` (int32) stays on the device.
-        ``gated``: as of ``Pointwise``.
+        ``gated``: as of ``FusedOps``.
 
         Rows after the last group are nobody's: what comes out there is whatever was in memory.
         """
@@ -44,28 +44,28 @@ class Stack(NamedTuple):
 
     def row_by_row(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
         """The same, by kernels that read an expert's weights for each of its rows."""
-        from tramontane.workers.kernels.triton_moe import gated, product  # Triton comes with torch for CUDA only
+        from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv  # Triton comes with torch for CUDA only
 
-        return product(gated(rows_CD, self.w13_E2FD, ends_E), self.w2_EDF, ends_E)
+        return down_gemv(gate_up_gemv(rows_CD, self.w13_E2FD, ends_E), self.w2_EDF, ends_E)
 
 
-def with_few_rows(stacks: Mapping[int, Stack]) -> dict[int, Stack]:
+def enable_small_batch_kernel(stacks: Mapping[int, StackedExperts]) -> dict[int, StackedExperts]:
     """The same, for few rows too where that works, which is tried with the first: it compiles, and waits for the device."""
     first = next(iter(stacks.values()), None)
     if first is None or not _is_on_gpu(first):
         return dict(stacks)
-    if why := failure(lambda: _try(first)):
+    if why := try_or_reason(lambda: _try(first)):
         logger.warning("experts on %s: no kernel for few rows (%s)", first.w13_E2FD.device, why)
         return dict(stacks)
     return {layer: stack._replace(for_few=True) for layer, stack in stacks.items()}
 
 
-def _is_on_gpu(stack: Stack) -> bool:
+def _is_on_gpu(stack: StackedExperts) -> bool:
     return stack.w13_E2FD.device.type == "cuda"
 
 
 @torch.inference_mode()
-def _try(stack: Stack) -> None:
+def _try(stack: StackedExperts) -> None:
     """Groups of 0, 1, 1, ... rows: of 8 rows and 8 experts the last row is nobody's, of one row expert 1 has it."""
     num_experts, _, width = stack.w13_E2FD.shape
     like = stack.w13_E2FD
@@ -73,10 +73,10 @@ def _try(stack: Stack) -> None:
         rows_CD = torch.randn(num_rows, width, dtype=like.dtype, device=like.device)
         ends_E = torch.arange(num_experts, dtype=torch.int32, device=like.device).clamp(max=num_rows)
         own = slice(min(num_rows, num_experts - 1))
-        check(stack.row_by_row(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
+        assert_close_norm(stack.row_by_row(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
 
 
-def stacked(weights: Sequence[Tensor]) -> Tensor | None:
+def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:
     """These matrices as one tensor [E, N, K] in the memory where they are, if they lie one after the other there.
 
     Three of [2, 4] in one block, from its numbers 8, 16 and 24 on: strides 8, 4, 1 from 8 on.

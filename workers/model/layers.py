@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.model.rotary import Rotary
+from tramontane.workers.model.rotary import RotaryTables
 
 # (layer, q_THd, k_TGd, v_TGd) -> attended values THd
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -44,14 +44,14 @@ class Attention(nn.Module):
         self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
-        self.pointwise = PLAIN
+        self.pointwise = EAGER
 
-    def forward(self, x_TD: Tensor, rotary: Rotary, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
         num_queries, num_keys, _ = self.num_heads
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
-        turned_THd = self.pointwise.turned(qk_THd, rotary.cos_Td, rotary.sin_Td)
-        q_THd, k_TGd = rotary.scaled(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
+        turned_THd = self.pointwise.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        q_THd, k_TGd = rotary.scale_queries(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
         out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
         return out_TD
@@ -64,10 +64,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = Linear(args.dim, 2 * args.hidden_dim)
         self.w2 = Linear(args.hidden_dim, args.dim)
-        self.pointwise = PLAIN
+        self.pointwise = EAGER
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.w2(self.pointwise.gated(self.w13(x_TD)))
+        out_TD: Tensor = self.w2(self.pointwise.silu_and_mul(self.w13(x_TD)))
         return out_TD
 
 
@@ -97,13 +97,13 @@ class TransformerBlock(nn.Module):
         self.feed_forward = None if args.moe else FeedForward(args)
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
-    def forward(self, h_TD: Tensor, rotary: Rotary, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, h_TD: Tensor, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
         """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
         attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
-        return self.attention.pointwise.added_and_normed(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+        return self.attention.pointwise.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
 
 
-def use_pointwise(model: nn.Module, pointwise: Pointwise) -> None:
+def set_fused_ops(model: nn.Module, pointwise: FusedOps) -> None:
     """In every layer."""
     for module in model.modules():
         if isinstance(module, (Attention, FeedForward)):

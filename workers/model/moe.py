@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
-from tramontane.proto.ports import Groups
+from tramontane.proto.ports import ExpertGroups
 from tramontane.proto.step import ExpertUsage
 from tramontane.workers.kernels.linear import Linear
-from tramontane.workers.model.grouped_gemm import Stack, stacked, with_few_rows
+from tramontane.workers.model.grouped_gemm import StackedExperts, as_stacked_view, enable_small_batch_kernel
 from tramontane.workers.model.layers import FeedForward
 
 
-def sizes_between(ends: Sequence[int]) -> list[int]:
+def group_sizes(ends: Sequence[int]) -> list[int]:
     """Of groups that end there: 2, 2 and 5 are groups of 2, 0 and 3."""
     return [end - start for start, end in pairwise([0, *ends])]
 
 
-class ExpertTokens:
+class ExpertTokenCounter:
     """One thread adds, any other may read. On a GPU adding waits for nothing, and may be part of a CUDA graph.
 
     Ends of groups are added, not their sizes: groups of 2, 0, 3 and of 1, 1, 0 end at 2, 2, 5 and at 1, 2, 2. That is
@@ -38,12 +38,12 @@ class ExpertTokens:
         self._ends_LE = torch.zeros(len(self._layers), num_experts, dtype=torch.int64, device="cpu")
         self._beside: torch.cuda.Stream | None = None  # on a GPU
 
-    def settle(self, device: torch.device) -> None:
+    def to_device(self, device: torch.device) -> None:
         """Where tokens will be; before any are added."""
         self._ends_LE = self._ends_LE.to(device)
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def add(self, layer: int, ends_E: Tensor) -> None:
+    def count(self, layer: int, ends_E: Tensor) -> None:
         """One more micro-batch of a layer, whose experts' groups end there."""
         self._ends_LE[layer - self._layers.start].add_(ends_E)
 
@@ -51,11 +51,11 @@ class ExpertTokens:
         """By layer, each expert's tokens. It waits for no step: of one that a GPU is at, some layers may be counted already."""
         with torch.cuda.stream(self._beside):  # none on a CPU, and then this does nothing
             ends_LE = self._ends_LE.tolist()
-        return {layer: sizes_between(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}
+        return {layer: group_sizes(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
-class ByExpert:
+class ExpertPermutation:
     """A micro-batch's choices sorted by expert, so that each expert runs once, on its group.
 
     Example with k = 2: three tokens choose [[1, 0], [1, 2], [0, 1]]. Flattened choices [1, 0, 1, 2, 0, 1] sort (stably)
@@ -66,10 +66,10 @@ class ByExpert:
     """
 
     order_C: Tensor
-    ends_E: Tensor  # int32
+    offsets_E: Tensor  # int32
 
     @classmethod
-    def of(cls, expert_ids_Tk: Tensor, num_experts: int) -> "ByExpert":
+    def of(cls, expert_ids_Tk: Tensor, num_experts: int) -> "ExpertPermutation":
         sorted_C, order_C = torch.sort(expert_ids_Tk.reshape(-1), stable=True)
         experts_E = torch.arange(num_experts, device=sorted_C.device)
         return cls(order_C, torch.searchsorted(sorted_C, experts_E, right=True, out_int32=True))
@@ -77,13 +77,13 @@ class ByExpert:
     @property
     def sizes(self) -> list[int]:
         """Of the groups, one per expert. On a GPU this waits for them."""
-        return sizes_between(self.ends_E.tolist())
+        return group_sizes(self.offsets_E.tolist())
 
-    def sort(self, hidden_TD: Tensor) -> Tensor:
+    def permute(self, hidden_TD: Tensor) -> Tensor:
         """Each choice's token, group after group: [C, D]."""
         return hidden_TD[self.order_C // (len(self.order_C) // len(hidden_TD))]
 
-    def mix(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
+    def combine(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
         """Weighted sum of each token's experts, [T, D]; the order of addition is fixed.
 
         Rows that belong to no expert may be missing at the end. What comes out for their tokens is whatever was in memory.
@@ -93,7 +93,7 @@ class ByExpert:
         return (by_choice_CD.view(*weights_Tk.shape, -1) * weights_Tk[..., None]).sum(dim=1)
 
 
-def run_each(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
+def run_experts(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
     """Each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Those with none do not run.
 
     Rows after the last group are nobody's, and left out: [sum of sizes, D].
@@ -115,7 +115,7 @@ class ExpertSet(nn.Module):
 
     def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
         """These experts of a layer, each on its group of rows."""
-        return run_each([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
+        return run_experts([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
 
     def expert(self, which: ExpertId) -> FeedForward:
         own = self.layers[str(which.layer)]
@@ -126,20 +126,20 @@ class ExpertSet(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """``AskedExperts`` that have answered already."""
+class CompletedExperts:
+    """``PendingExperts`` that have answered already."""
 
     layer: int
     done_CD: Tensor
 
     @property
-    def has_news(self) -> bool:
+    def is_ready(self) -> bool:
         return True
 
     def wait(self) -> None:
         return
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         return True
 
     @property
@@ -156,31 +156,31 @@ class LocalExperts(ExpertSet):
     def __init__(self, args: ModelArgs, layers: range) -> None:
         num_experts = args.moe.num_experts if args.moe else 0
         super().__init__(args, (ExpertId(layer, expert) for layer in layers for expert in range(num_experts)))
-        self._stacks: dict[int, Stack] = {}
+        self._stacks: dict[int, StackedExperts] = {}
 
-    def settle(self) -> None:
+    def finalize_weights(self) -> None:
         """Once weights are in place: layers whose experts lie together in memory are multiplied together from now on."""
-        stacks = {int(layer): _stack_of(list(own.children())) for layer, own in self.layers.items()}
-        self._stacks = with_few_rows({layer: stack for layer, stack in stacks.items() if stack is not None})
+        stacks = {int(layer): _stack_weights(list(own.children())) for layer, own in self.layers.items()}
+        self._stacks = enable_small_batch_kernel({layer: stack for layer, stack in stacks.items() if stack is not None})
 
     @property
-    def is_static(self) -> bool:
+    def is_graph_safe(self) -> bool:
         """See ``ExpertBackend``. Also true of a stage that has no experts."""
         return len(self._stacks) == len(self.layers)
 
-    def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> Answered:
+    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> CompletedExperts:
         """See ``ExpertBackend``; rows are [C, D]. Answers as many, or as many as belong to an expert."""
         if layer in self._stacks:
-            gated = self.expert(ExpertId(layer, 0)).pointwise.gated
-            return Answered(layer, self._stacks[layer].run(rows_CD, groups.ends_E, gated))
+            gated = self.expert(ExpertId(layer, 0)).pointwise.silu_and_mul
+            return CompletedExperts(layer, self._stacks[layer].run(rows_CD, groups.offsets_E, gated))
         sizes = groups.sizes
-        return Answered(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))
+        return CompletedExperts(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))
 
 
-def _stack_of(experts: Sequence[nn.Module]) -> Stack | None:
+def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
     """Their weights, if they lie together."""
-    w13_E2FD, w2_EDF = (stacked(_weights(experts, name)) for name in ("w13", "w2"))
-    return Stack(w13_E2FD, w2_EDF) if w13_E2FD is not None and w2_EDF is not None else None
+    w13_E2FD, w2_EDF = (as_stacked_view(_weights(experts, name)) for name in ("w13", "w2"))
+    return StackedExperts(w13_E2FD, w2_EDF) if w13_E2FD is not None and w2_EDF is not None else None
 
 
 def _weights(experts: Sequence[nn.Module], name: str) -> list[Tensor]:

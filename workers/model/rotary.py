@@ -13,19 +13,19 @@ from tramontane.proto.model_args import ModelArgs, YarnScaling
 
 
 @dataclass(frozen=True, slots=True)
-class Rotary:
+class RotaryTables:
     """The angles of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
 
     cos_Td: Tensor
     sin_Td: Tensor
     query_scale_T: Tensor | None = None
 
-    def scaled(self, q_THd: Tensor) -> Tensor:
+    def scale_queries(self, q_THd: Tensor) -> Tensor:
         """Queries that have been turned, as they meet their keys."""
         return q_THd if self.query_scale_T is None else q_THd * self.query_scale_T[:, None, None]
 
 
-def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> Rotary:
+def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTables:
     """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
 
     Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with
@@ -37,12 +37,12 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
     angles = positions_T.float()[:, None] * frequencies[None, :]
     angles_Td = torch.cat((angles, angles), dim=-1)
     scaling = args.rope_scaling
-    magnitude = scaling.magnitude if scaling else 1.0
+    magnitude = scaling.attention_factor if scaling else 1.0
     cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
-    if scaling is None or not scaling.query_beta:
-        return Rotary(cos_Td, sin_Td)
+    if scaling is None or not scaling.llama4_beta:
+        return RotaryTables(cos_Td, sin_Td)
     times_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
-    return Rotary(cos_Td, sin_Td, (1 + scaling.query_beta * torch.log1p(times_T)).to(dtype))
+    return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(times_T)).to(dtype))
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:
@@ -51,11 +51,11 @@ def rotary_frequencies(args: ModelArgs) -> Tensor:
     frequencies = 1.0 / args.rope_theta ** (pairs / args.head_dim)
     if args.rope_scaling is None:
         return frequencies
-    kept = _kept_share(args.rope_scaling, args.head_dim, args.rope_theta)
+    kept = _yarn_ramp(args.rope_scaling, args.head_dim, args.rope_theta)
     return frequencies * kept + frequencies / args.rope_scaling.factor * (1 - kept)
 
 
-def _kept_share(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
+def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     """Of every pair's frequency, how much stays as it was: a ramp from 1 to 0 (YaRN, arXiv 2309.00071, eq. 17 to 19).
 
     Pair i turns r times within L positions if theta^(2i/d) = L / (2 pi r), so i = d ln(L / (2 pi r)) / (2 ln theta).
@@ -71,7 +71,7 @@ def _kept_share(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
     return 1 - ramp.clamp(0, 1)
 
 
-def rows_in_halves(stored_RD: Tensor, num_heads: int) -> Tensor:
+def deinterleave_rows(stored_RD: Tensor, num_heads: int) -> Tensor:
     """Rows of W_q or W_k with rotary pairs side by side, as Mistral stores them, sorted into halves, as they are used.
 
     A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3.
@@ -80,7 +80,7 @@ def rows_in_halves(stored_RD: Tensor, num_heads: int) -> Tensor:
     return stored_RD.view(num_heads, rows // num_heads // 2, 2, width).transpose(1, 2).reshape(rows, width)
 
 
-def rows_in_pairs(used_RD: Tensor, num_heads: int) -> Tensor:
+def interleave_rows(used_RD: Tensor, num_heads: int) -> Tensor:
     """Back from halves: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
     rows, width = used_RD.shape
     return used_RD.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.ports import AskedExperts, ExpertBackend
+from tramontane.proto.ports import ExpertBackend, PendingExperts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.layers import Attend, RMSNorm, TransformerBlock
-from tramontane.workers.model.moe import ByExpert, ExpertTokens, LocalExperts
-from tramontane.workers.model.rotary import Rotary
+from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts
+from tramontane.workers.model.rotary import RotaryTables
 
 T = TypeVar("T")
-Waiting = Generator[AskedExperts, None, T]  # computes a T, and yields whatever has not been answered yet
+StepCoroutine = Generator[PendingExperts, None, T]  # computes a T, and yields whatever has not been answered yet
 
 
-def completed(waiting: Waiting[T]) -> T:
+def run_to_completion(waiting: StepCoroutine[T]) -> T:
     """Run it to its end, alone: the thread sleeps where it waits."""
     try:
         while True:
@@ -30,11 +30,11 @@ def completed(waiting: Waiting[T]) -> T:
         return value
 
 
-class Notes(Protocol):
+class ExpertObserver(Protocol):
     """Whoever wants to know what experts did."""
 
-    def chosen(self, layer: int, expert_ids_Tk: Tensor) -> None: ...
-    def answered(self, asked: AskedExperts) -> None: ...
+    def record_choices(self, layer: int, expert_ids_Tk: Tensor) -> None: ...
+    def record_usage(self, asked: PendingExperts) -> None: ...
 
 
 class StageModel(nn.Module):
@@ -56,15 +56,15 @@ class StageModel(nn.Module):
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
         self.experts: ExpertBackend | None = LocalExperts(args, layers) if experts_inside else None  # None: still to be found
-        self._expert_tokens = ExpertTokens(layers, args.moe.num_experts if args.moe else 0)
+        self._expert_tokens = ExpertTokenCounter(layers, args.moe.num_experts if args.moe else 0)
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
-    def settle(self, device: torch.device) -> None:
+    def finalize_weights(self, device: torch.device) -> None:
         """Once weights are in place, on this device, and before the first step."""
-        self._expert_tokens.settle(device)
+        self._expert_tokens.to_device(device)
         if isinstance(self.experts, LocalExperts):
-            self.experts.settle()
+            self.experts.finalize_weights()
 
     @property
     def expert_load(self) -> dict[int, list[int]]:
@@ -77,8 +77,13 @@ class StageModel(nn.Module):
         return hidden_TD
 
     def forward(
-        self, hidden_TD: Tensor, rotary: Rotary, attend: Attend, notes: Notes | None = None, is_padding_T: Tensor | None = None
-    ) -> Waiting[Tensor]:
+        self,
+        hidden_TD: Tensor,
+        rotary: RotaryTables,
+        attend: Attend,
+        notes: ExpertObserver | None = None,
+        is_padding_T: Tensor | None = None,
+    ) -> StepCoroutine[Tensor]:
         """All layers; gives way wherever experts have been asked. Padding is given to no expert."""
         for layer in self.global_layers:
             hidden_TD = yield from self.layer(layer, hidden_TD, rotary, attend, notes, is_padding_T)
@@ -88,18 +93,18 @@ class StageModel(nn.Module):
         self,
         layer: int,
         hidden_TD: Tensor,
-        rotary: Rotary,
+        rotary: RotaryTables,
         attend: Attend,
-        notes: Notes | None = None,
+        notes: ExpertObserver | None = None,
         is_padding_T: Tensor | None = None,
-    ) -> Waiting[Tensor]:
+    ) -> StepCoroutine[Tensor]:
         """One of them, by its global number."""
         hidden_TD, x_TD = self.layers[str(layer)](hidden_TD, rotary, attend)
-        return hidden_TD + (yield from self.fed_forward(layer, x_TD, notes, is_padding_T))
+        return hidden_TD + (yield from self.feed_forward(layer, x_TD, notes, is_padding_T))
 
-    def fed_forward(
-        self, layer: int, x_TD: Tensor, notes: Notes | None = None, is_padding_T: Tensor | None = None
-    ) -> Waiting[Tensor]:
+    def feed_forward(
+        self, layer: int, x_TD: Tensor, notes: ExpertObserver | None = None, is_padding_T: Tensor | None = None
+    ) -> StepCoroutine[Tensor]:
         """What a layer adds after its attention, [T, D]: by its only network, or by each token's experts. 0 for padding."""
         block = self.layers[str(layer)]
         assert isinstance(block, TransformerBlock)
@@ -109,27 +114,29 @@ class StageModel(nn.Module):
             return dense_TD
         expert_ids_Tk, weights_Tk = block.gate(x_TD)
         if is_padding_T is None:
-            return (yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
+            return (yield from self._moe(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
         # padding chooses one past the last expert, so it is sorted behind all groups, and gets whatever is in memory there
         expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], block.gate.num_experts)
-        mixed_TD = yield from self._mixed(layer, x_TD, expert_ids_Tk, weights_Tk, notes)
+        mixed_TD = yield from self._moe(layer, x_TD, expert_ids_Tk, weights_Tk, notes)
         return mixed_TD.masked_fill(is_padding_T[:, None], 0)
 
-    def _mixed(self, layer: int, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, notes: Notes | None) -> Waiting[Tensor]:
+    def _moe(
+        self, layer: int, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, notes: ExpertObserver | None
+    ) -> StepCoroutine[Tensor]:
         """What each token's experts make of it, weighted and added."""
         assert self.experts is not None
         assert self.args.moe is not None
         if notes is not None:
-            notes.chosen(layer, expert_ids_Tk)
-        by_expert = ByExpert.of(expert_ids_Tk, self.args.moe.num_experts)
-        self._expert_tokens.add(layer, by_expert.ends_E)
-        asked = self.experts.ask(layer, by_expert.sort(x_TD), by_expert)
+            notes.record_choices(layer, expert_ids_Tk)
+        by_expert = ExpertPermutation.of(expert_ids_Tk, self.args.moe.num_experts)
+        self._expert_tokens.count(layer, by_expert.offsets_E)
+        asked = self.experts.dispatch(layer, by_expert.permute(x_TD), by_expert)
         yield asked
-        while not asked.advance():
+        while not asked.poll():
             yield asked
         if notes is not None:
-            notes.answered(asked)
-        return by_expert.mix(asked.result(), weights_Tk)
+            notes.record_usage(asked)
+        return by_expert.combine(asked.result(), weights_Tk)
 
     def head(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] in float32 for the S rows that want a token."""

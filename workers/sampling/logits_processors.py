@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.device.pinned_memory import on_device
+from tramontane.workers.device.pinned_memory import tensor_on
 
 FIRST_ROWS = 4
 
@@ -27,7 +27,7 @@ class TokenCounts:
         self._prompt_NV = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
         self._free: list[int] = []
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """A row where nothing has been counted."""
         if not self._free:
             self._grow()
@@ -36,7 +36,7 @@ class TokenCounts:
         self._prompt_NV[row] = False
         return row
 
-    def give_back(self, row: int) -> None:
+    def free(self, row: int) -> None:
         self._free.append(row)
 
     def add_prompt(self, row: int, token_ids: tuple[int, ...]) -> None:
@@ -47,7 +47,7 @@ class TokenCounts:
         ones = torch.ones(len(rows), dtype=torch.int32, device=self._output_NV.device)
         self._output_NV.index_put_((self._index(rows), self._index(token_ids)), ones, accumulate=True)
 
-    def of(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+    def counts(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """How often each token is in the output [R, V], and whether it is in prompt or output [R, V]."""
         index = self._index(rows)
         output_RV = self._output_NV[index]
@@ -61,11 +61,11 @@ class TokenCounts:
         self._free += range(num_rows, num_rows + num_new)
 
     def _index(self, numbers: list[int] | tuple[int, ...]) -> Tensor:
-        return on_device(numbers, torch.int64, self._output_NV.device)
+        return tensor_on(numbers, torch.int64, self._output_NV.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LogitsState:
     """Of one sequence. ``row`` is its place among the token counts, None if it needs none."""
 
     sampling: SamplingParams
@@ -75,14 +75,14 @@ class Wish:
     biases: Tensor
 
 
-class LogitChanges:
+class LogitsProcessor:
     """Tokens are counted as they come in to be computed: before token p is sampled, 0 to p-1 have come."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
-        self._eos = on_device(eos_token_ids, torch.int64, device)
+        self._eos = tensor_on(eos_token_ids, torch.int64, device)
         self._device = device
         self._counts = TokenCounts(vocab_size, device)
-        self._wishes: dict[int, Wish] = {}
+        self._wishes: dict[int, LogitsState] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -91,11 +91,11 @@ class LogitChanges:
 
     def update(self, batch: MicroBatch) -> None:
         """Forget released sequences, meet new ones, count tokens."""
-        for seq_id in batch.released if self._wishes else ():
+        for seq_id in batch.freed_seq_ids if self._wishes else ():
             self._forget(seq_id)
         for chunk in batch.chunks:
-            if chunk.sampling is not None and chunk.sampling.changes_logits:
-                self._wishes[chunk.seq_id] = self._wish(chunk.sampling, chunk.num_prompt)
+            if chunk.sampling is not None and chunk.sampling.needs_logits_processing:
+                self._wishes[chunk.seq_id] = self._state(chunk.sampling, chunk.num_prompt)
         if self._wishes:
             self._count(batch)
 
@@ -109,27 +109,27 @@ class LogitChanges:
         if not rows:  # nearly always
             return logits_SV
         wishes = [self._wishes[seq_ids[row]] for row in rows]
-        index = on_device(rows, torch.int64, self._device)
+        index = tensor_on(rows, torch.int64, self._device)
         changed_RV = logits_SV[index]
         _add_biases(changed_RV, wishes)
         self._penalize(changed_RV, wishes)
-        self._ban_ends(changed_RV, wishes, [positions[row] for row in rows])
+        self._mask_eos(changed_RV, wishes, [positions[row] for row in rows])
         return logits_SV.index_copy(0, index, changed_RV)
 
-    def _wish(self, sampling: SamplingParams, num_prompt: int) -> Wish:
+    def _state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
         token_ids, biases = [token_id for token_id, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
-        return Wish(
+        return LogitsState(
             sampling,
             num_prompt,
-            self._counts.take() if sampling.counts_tokens else None,
-            on_device(token_ids, torch.int64, self._device),
-            on_device(biases, torch.float32, self._device),
+            self._counts.allocate() if sampling.needs_token_counts else None,
+            tensor_on(token_ids, torch.int64, self._device),
+            tensor_on(biases, torch.float32, self._device),
         )
 
     def _forget(self, seq_id: int) -> None:
         wish = self._wishes.pop(seq_id, None)
         if wish is not None and wish.row is not None:
-            self._counts.give_back(wish.row)
+            self._counts.free(wish.row)
 
     def _count(self, batch: MicroBatch) -> None:
         rows: list[int] = []
@@ -153,16 +153,16 @@ class LogitChanges:
             self._counts.add_prompt(row, chunk.token_ids[:num_of_prompt])
         return chunk.token_ids[num_of_prompt:]
 
-    def _penalize(self, logits_RV: Tensor, wishes: Sequence[Wish]) -> None:
+    def _penalize(self, logits_RV: Tensor, wishes: Sequence[LogitsState]) -> None:
         counting = [(place, wish.row, wish.sampling) for place, wish in enumerate(wishes) if wish.row is not None]
         if not counting:
             return
 
         def column(values: list[float]) -> Tensor:
-            return on_device(values, torch.float32, self._device)[:, None]
+            return tensor_on(values, torch.float32, self._device)[:, None]
 
-        index = on_device([place for place, _, _ in counting], torch.int64, self._device)
-        num_output, is_known = self._counts.of([row for _, row, _ in counting])
+        index = tensor_on([place for place, _, _ in counting], torch.int64, self._device)
+        num_output, is_known = self._counts.counts([row for _, row, _ in counting])
         logits = logits_RV[index]
         repetition = column([sampling.repetition_penalty for _, _, sampling in counting])
         logits = torch.where(is_known, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
@@ -170,17 +170,17 @@ class LogitChanges:
         logits -= column([sampling.presence_penalty for _, _, sampling in counting]) * (num_output > 0)
         logits_RV[index] = logits
 
-    def _ban_ends(self, logits_RV: Tensor, wishes: Sequence[Wish], positions: Sequence[int]) -> None:
+    def _mask_eos(self, logits_RV: Tensor, wishes: Sequence[LogitsState], positions: Sequence[int]) -> None:
         """A prompt of 5 and min_tokens 2: none at positions 5 and 6."""
         early = [place for place, wish in enumerate(wishes) if positions[place] - wish.num_prompt < wish.sampling.min_tokens]
         if early:
-            logits_RV[on_device(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
+            logits_RV[tensor_on(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
 
 
-def _add_biases(logits_RV: Tensor, wishes: Sequence[Wish]) -> None:
+def _add_biases(logits_RV: Tensor, wishes: Sequence[LogitsState]) -> None:
     lengths = [len(wish.bias_ids) for wish in wishes]
     if not any(lengths):
         return
-    places = on_device([place for place, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
+    places = tensor_on([place for place, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
     token_ids = torch.cat([wish.bias_ids for wish in wishes])
     logits_RV.index_put_((places, token_ids), torch.cat([wish.biases for wish in wishes]), accumulate=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tramontane.proto.request import Logprobs
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.device.pinned_memory import on_device
+from tramontane.workers.device.pinned_memory import tensor_on
 
 LEAST_LOGPROB = -9999.0  # as OpenAI has it, for what has no probability; infinity is not JSON
 MAX_LOGITS = 2**22  # of a prompt's at once, in float32: 16 MiB
@@ -23,7 +23,7 @@ Head = Callable[[Tensor], Tensor]
 def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[tuple[float, Top]]:
     """Of each row: the log-probability of one token, and its ``num_top`` likeliest ones."""
     totals_R1 = logits_RV.logsumexp(-1, keepdim=True)
-    chosen_R1 = logits_RV.gather(1, on_device(token_ids, torch.int64, logits_RV.device)[:, None])
+    chosen_R1 = logits_RV.gather(1, tensor_on(token_ids, torch.int64, logits_RV.device)[:, None])
     best = logits_RV.topk(min(max(num_top), logits_RV.shape[1]), dim=-1)
     told = torch.cat([chosen_R1, best.values], dim=1) - totals_R1
     told = told.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB, max=0.0)
@@ -32,7 +32,7 @@ def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequenc
 
 
 @dataclass(slots=True)
-class OpenPrompt:
+class PendingPromptLogprobs:
     """One that is being told. ``last_row_1D``: of its hidden states so far, which the next chunk's first token is judged by."""
 
     num_top: int
@@ -40,13 +40,13 @@ class OpenPrompt:
     last_row_1D: Tensor
 
 
-class LogprobKeeper:
+class LogprobTracker:
     """What the last stage keeps of the sequences that ask; of the others nothing."""
 
     def __init__(self, vocab_size: int) -> None:
         self._rows_at_once = max(MAX_LOGITS // vocab_size, 1)
         self._num_top: dict[int, int] = {}  # of sampled tokens, by sequence
-        self._prompts: dict[int, OpenPrompt] = {}
+        self._prompts: dict[int, PendingPromptLogprobs] = {}
 
     @property
     def num_sequences(self) -> int:
@@ -55,7 +55,7 @@ class LogprobKeeper:
 
     def update(self, batch: MicroBatch) -> None:
         """Forget released sequences, meet new ones."""
-        for seq_id in batch.released:
+        for seq_id in batch.freed_seq_ids:
             self._num_top.pop(seq_id, None)
             self._prompts.pop(seq_id, None)
         for chunk in batch.chunks:
@@ -64,7 +64,9 @@ class LogprobKeeper:
             if chunk.sampling.logprobs is not None:
                 self._num_top[chunk.seq_id] = chunk.sampling.logprobs
             if chunk.sampling.prompt_logprobs is not None:
-                self._prompts[chunk.seq_id] = OpenPrompt(chunk.sampling.prompt_logprobs, chunk.num_prompt, torch.empty(0))
+                self._prompts[chunk.seq_id] = PendingPromptLogprobs(
+                    chunk.sampling.prompt_logprobs, chunk.num_prompt, torch.empty(0)
+                )
 
     def clear(self) -> None:
         self._num_top.clear()
@@ -78,7 +80,7 @@ class LogprobKeeper:
         if not rows:  # nearly always
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]
-        logits_RV = logits_SV[on_device(rows, torch.int64, logits_SV.device)]
+        logits_RV = logits_SV[tensor_on(rows, torch.int64, logits_SV.device)]
         told = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top)
         for row, (logprob, top) in zip(rows, told, strict=True):
             yield Logprobs(seq_ids[row], positions[row], (logprob,), (top,))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.device.pinned_memory import on_device
+from tramontane.workers.device.pinned_memory import tensor_on
 
 
-def uniform(seed: int, choice: int, position: int) -> float:
+def hashed_uniform(seed: int, choice: int, position: int) -> float:
     """The random number in [0, 1) that belongs to one token, whatever it is batched with.
 
     A hash, not a generator's state: a sequence that is computed again draws the same
@@ -27,7 +27,7 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], positions: Seque
     chosen = logits_SV.argmax(-1)
     random_rows = [row for row, p in enumerate(params) if p.temperature > 0]
     if random_rows:
-        rows = on_device(random_rows, torch.int64, logits_SV.device)
+        rows = tensor_on(random_rows, torch.int64, logits_SV.device)
         draws = [(params[row], positions[row]) for row in random_rows]
         chosen[rows] = _sample_randomly(logits_SV[rows], draws)
     return chosen
@@ -39,13 +39,13 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     """
 
     def column(values: list[float]) -> Tensor:
-        return on_device(values, torch.float32, logits_SV.device)[:, None]
+        return tensor_on(values, torch.float32, logits_SV.device)[:, None]
 
     vocab = logits_SV.shape[1]
     # The smallest temperatures would overflow float32; from here on they are greedy anyway.
     scaled = logits_SV / column([p.temperature for p, _ in draws]).clamp(min=1e-5)
     sorted_logits, token_ids = scaled.sort(dim=-1, descending=True, stable=True)
-    top_k = on_device([p.top_k or vocab for p, _ in draws], torch.int64, logits_SV.device)[:, None]
+    top_k = tensor_on([p.top_k or vocab for p, _ in draws], torch.int64, logits_SV.device)[:, None]
     sorted_logits = sorted_logits.masked_fill(torch.arange(vocab, device=logits_SV.device)[None, :] >= top_k, -torch.inf)
     if any(p.min_p for p, _ in draws):
         # Less than a share of the best probability is a logit further below the best one than the share's logarithm.
@@ -58,7 +58,7 @@ def _sample_randomly(logits_SV: Tensor, draws: list[tuple[SamplingParams, int]])
     cut[:, 0] = False  # the likeliest token always stays, however small top_p
     probs = probs.masked_fill(cut, 0.0)
     cumulative = probs.cumsum(-1)
-    targets = column([uniform(p.seed, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
+    targets = column([hashed_uniform(p.seed, p.choice, position) for p, position in draws]) * cumulative[:, -1:]
     picks = (cumulative <= targets).sum(-1, keepdim=True).clamp(max=vocab - 1)
     # Rounding may step past the last kept token; go back to the last one with any weight.
     # Logits that are not numbers (a float16 overflow) keep none: then any token, but no crash.

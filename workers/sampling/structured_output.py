@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import RequestError, UserError
-from tramontane.proto.log_fields import about
+from tramontane.proto.log_fields import request_fields
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.device.pinned_memory import on_device, to_device
+from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 logger = logging.getLogger(__name__)
 
-ReadPieces = Callable[[], Sequence[bytes]]  # of every token id, the text that it stands for; none for control tokens
+LoadVocabulary = Callable[[], Sequence[bytes]]  # of every token id, the text that it stands for; none for control tokens
 MAX_KEPT = 64  # compiled grammars
 # What one grammar may take: tenths of a second to compile at the worst, some ms for a mask, and 1 to 2 KB for each state.
 LIMITS = llguidance.LLParserLimits(
@@ -40,10 +40,10 @@ class Vocabulary:
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.num_pieces = len(pieces)
-        self.tokenizer = llguidance.LLTokenizer(_Pieces(pieces))
+        self.tokenizer = llguidance.LLTokenizer(_TokenizerAdapter(pieces))
 
 
-class _Pieces(llguidance.TokenizerWrapper):
+class _TokenizerAdapter(llguidance.TokenizerWrapper):
     """What ``LLTokenizer`` asks for; without a piece, a token is nothing that text could mean."""
 
     eos_token_id = None  # type: ignore[assignment]  # which makes it add one
@@ -59,48 +59,48 @@ class _Pieces(llguidance.TokenizerWrapper):
         raise NotImplementedError
 
 
-class Answer:
+class GrammarState:
     """One sequence's place in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, num_pieces: int, num_prompt: int) -> None:
         self.num_prompt = num_prompt
         self._matcher, self._num_pieces = matcher, num_pieces
-        self.may_end = False
+        self.can_stop = False
         self.mask = b""  # a bit per token id, from the lowest bit of the first byte on; the one of no piece is never set
-        self._look_ahead()
+        self._refresh_mask()
 
-    def say(self, token_ids: Sequence[int]) -> None:
+    def advance(self, token_ids: Sequence[int]) -> None:
         """Raises GrammarError where the grammar does not allow it."""
         if token_ids:
             self._matcher.consume_tokens(list(token_ids))
-            self._look_ahead()
+            self._refresh_mask()
 
     @property
     def is_complete(self) -> bool:
         """Nothing can follow."""
-        return self.may_end and _is_empty(self.mask)
+        return self.can_stop and _is_empty(self.mask)
 
-    def _look_ahead(self) -> None:
+    def _refresh_mask(self) -> None:
         if not self._matcher.is_error():
             mask = bytearray(self._matcher.compute_bitmask())
             byte, bit = divmod(self._num_pieces, 8)  # 300 pieces: the end is bit 4 of byte 37
-            self.may_end = bool(mask[byte] >> bit & 1)
+            self.can_stop = bool(mask[byte] >> bit & 1)
             mask[byte] &= ~(1 << bit)
             self.mask = bytes(mask)
         if self._matcher.is_error():
             raise GrammarError(f"the grammar cannot be followed: {self._matcher.get_error():.200}")
-        if _is_empty(self.mask) and not self.may_end:
+        if _is_empty(self.mask) and not self.can_stop:
             raise GrammarError("the grammar cannot be followed: the vocabulary has no piece for what comes next")
 
 
-class Constraints:
+class StructuredOutputManager:
     """Of one last stage: the sequences whose answers follow a grammar. The vocabulary is read when the first one comes."""
 
-    def __init__(self, read_pieces: ReadPieces, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, read_pieces: LoadVocabulary, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._read_pieces, self._vocab_size, self._eos = read_pieces, vocab_size, sorted(eos_token_ids)
         self._vocabulary: Vocabulary | GrammarError | None = None
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the one used last comes last
-        self._answers: dict[int, Answer | GrammarError] = {}
+        self._answers: dict[int, GrammarState | GrammarError] = {}
         self._request_ids: dict[int, str] = {}  # for logs
         self._never_ends: set[int] = set()  # sequences for which the model's end of sequence is a token like others
 
@@ -117,7 +117,7 @@ class Constraints:
 
     def update(self, batch: MicroBatch) -> None:
         """Forget released sequences, meet new ones, and tell those that are computed again what they have said."""
-        for seq_id in batch.released if self._answers else ():
+        for seq_id in batch.freed_seq_ids if self._answers else ():
             self._answers.pop(seq_id, None)
             self._request_ids.pop(seq_id, None)
             self._never_ends.discard(seq_id)
@@ -127,26 +127,26 @@ class Constraints:
                 self._answers[chunk.seq_id] = self._begun(chunk)
                 if chunk.sampling.ignore_eos:
                     self._never_ends.add(chunk.seq_id)
-            if isinstance(answer := self._answers.get(chunk.seq_id), Answer):
-                self._said(chunk.seq_id, answered(chunk, answer.num_prompt))
+            if isinstance(answer := self._answers.get(chunk.seq_id), GrammarState):
+                self._said(chunk.seq_id, output_tokens(chunk, answer.num_prompt))
 
-    def masked(self, logits_SV: Tensor, seq_ids: Sequence[int]) -> Tensor:
+    def apply_masks(self, logits_SV: Tensor, seq_ids: Sequence[int]) -> Tensor:
         """The logits, of which those that a sequence's grammar does not allow next are minus infinity; a row per sequence."""
         if not self._answers:
             return logits_SV
         rows = [(row, self._answers.get(seq_id)) for row, seq_id in enumerate(seq_ids)]
-        bound = [(row, answer) for row, answer in rows if isinstance(answer, Answer)]
+        bound = [(row, answer) for row, answer in rows if isinstance(answer, GrammarState)]
         if not bound:
             return logits_SV
-        banned_RV = unpacked([answer.mask for _, answer in bound], self._vocab_size).logical_not_()
-        ending = [i for i, (row, answer) in enumerate(bound) if answer.may_end and seq_ids[row] not in self._never_ends]
+        banned_RV = unpack_bitmasks([answer.mask for _, answer in bound], self._vocab_size).logical_not_()
+        ending = [i for i, (row, answer) in enumerate(bound) if answer.can_stop and seq_ids[row] not in self._never_ends]
         if ending and self._eos:
             banned_RV[torch.tensor(ending)[:, None], torch.tensor(self._eos)] = False
-        rows_R = on_device([row for row, _ in bound], torch.int64, logits_SV.device)
+        rows_R = tensor_on([row for row, _ in bound], torch.int64, logits_SV.device)
         allowed_RV = logits_SV[rows_R].masked_fill_(to_device(banned_RV, logits_SV.device), -torch.inf)
         return logits_SV.index_copy(0, rows_R, allowed_RV)
 
-    def ended(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
+    def finished(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
         """Having sampled these, which sequences end with them: because nothing can follow, or because of an error."""
         if not self._answers:
             return ()
@@ -165,25 +165,25 @@ class Constraints:
             return FinishReason.ERROR
         return FinishReason.STOP if answer.is_complete else None
 
-    def _said(self, seq_id: int, token_ids: Sequence[int]) -> Answer | GrammarError:
+    def _said(self, seq_id: int, token_ids: Sequence[int]) -> GrammarState | GrammarError:
         answer = self._answers[seq_id]
         try:
-            if isinstance(answer, Answer):
-                answer.say(token_ids)
+            if isinstance(answer, GrammarState):
+                answer.advance(token_ids)
         except GrammarError as error:
             request_id = self._request_ids.get(seq_id, "")
-            logger.warning("a sequence of request %s ends: %s", request_id or "-", error, extra=about(request_id))
+            logger.warning("a sequence of request %s ends: %s", request_id or "-", error, extra=request_fields(request_id))
             answer = self._answers[seq_id] = error
         return answer
 
-    def _begun(self, chunk: Chunk) -> Answer | GrammarError:
+    def _begun(self, chunk: Chunk) -> GrammarState | GrammarError:
         assert chunk.sampling is not None
         try:
             vocabulary = self._known_vocabulary()
             matcher = self._matcher(vocabulary, chunk.sampling.grammar).deep_copy()
-            return Answer(matcher, vocabulary.num_pieces, chunk.num_prompt)
+            return GrammarState(matcher, vocabulary.num_pieces, chunk.num_prompt)
         except GrammarError as error:
-            extra = about(chunk.request_id)
+            extra = request_fields(chunk.request_id)
             logger.warning("a sequence of request %s will end: %s", chunk.request_id or "-", error, extra=extra)
             return error
 
@@ -211,12 +211,12 @@ class Constraints:
         return matcher
 
 
-def answered(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
+def output_tokens(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
     """What a chunk repeats of the sequence's answer: of positions 4..6, where the prompt has 5 tokens, those at 5 and 6."""
     return chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 
 
-def unpacked(masks: Sequence[bytes], vocab_size: int) -> Tensor:
+def unpack_bitmasks(masks: Sequence[bytes], vocab_size: int) -> Tensor:
     """[R, V] from R rows of bits; ids beyond them, which have no piece, are false. 0b101 is ids 0 and 2."""
     packed_RB = numpy.frombuffer(b"".join(masks), dtype=numpy.uint8).reshape(len(masks), -1)
     known_RV = torch.from_numpy(

@@ -9,7 +9,7 @@ from torch import Tensor
 from tramontane.proto import wire
 from tramontane.proto.request import ExpertChoices
 from tramontane.proto.step import StageTiming
-from tramontane.workers.device.pinned_memory import Leaving, leaving, to_device, to_host
+from tramontane.workers.device.pinned_memory import HostCopy, copy_to_host_async, to_device, to_host
 
 HOST = torch.device("cpu")
 
@@ -40,18 +40,18 @@ class Activation:
         return cls(to_device(hidden_TD, device), timings, choices)
 
 
-class Outbox:
+class ActivationSender:
     """Where a step's hidden states leave the GPU by way of the host: they begin to when they are delivered, before the GPU is
     given the next step.
     """
 
     def __init__(self) -> None:
-        self._leaving: Leaving | None = None
+        self._leaving: HostCopy | None = None
 
-    def put(self, hidden_TD: Tensor | None) -> None:
-        self._leaving = None if hidden_TD is None else leaving(hidden_TD)
+    def send(self, hidden_TD: Tensor | None) -> None:
+        self._leaving = None if hidden_TD is None else copy_to_host_async(hidden_TD)
 
-    def packed(self, outcome: Activation) -> Packed:
+    def payload(self, outcome: Activation) -> Packed:
         """The outcome of that step; waits until its bytes are on the host."""
         assert self._leaving is not None
         self._leaving.wait()

@@ -5,31 +5,33 @@ from dataclasses import dataclass
 import torch
 
 from tramontane.proto.plan import StagePlan
-from tramontane.workers.attention.autotune import kernels_for
-from tramontane.workers.attention.backend import Kernels
-from tramontane.workers.device.events import CudaMark, MakeMark
-from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
-from tramontane.workers.stage.cuda_graphs import CudaRecorder, Recorder
+from tramontane.workers.attention.autotune import select_kernels
+from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.device.events import CudaDeviceEvent, MakeMark
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
+from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class DeviceBackend:
     """``recorder``: None where steps of decodes are computed like all others. ``mark``: None where what was asked for is done."""
 
-    kernels: Kernels
-    pointwise: Pointwise = PLAIN
-    recorder: Recorder | None = None
+    kernels: AttentionKernels
+    pointwise: FusedOps = EAGER
+    recorder: GraphCapture | None = None
     mark: MakeMark | None = None
 
     @property
-    def pads(self) -> bool:
+    def pads_decodes(self) -> bool:
         """Whether decodes are padded, which takes a page of the caches."""
         return self.recorder is not None or self.mark is not None
 
 
-def means_for(plan: StagePlan, device: torch.device) -> Means:
+def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
     if device.type != "cuda":
-        return Means(kernels_for(plan, device))
+        return DeviceBackend(select_kernels(plan, device))
     with torch.cuda.device(device):  # marks and recordings are of the current one
-        kernels = kernels_for(plan, device)
-        return Means(kernels, compiled(plan.args, device, getattr(torch, plan.dtype)), CudaRecorder(), CudaMark)
+        kernels = select_kernels(plan, device)
+        return DeviceBackend(
+            kernels, compile_ops(plan.args, device, getattr(torch, plan.dtype)), CudaGraphCapture(), CudaDeviceEvent
+        )

@@ -10,7 +10,7 @@ from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.rolling_cache import SequenceTable
 
 
-class Run(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive rows of a micro-batch that are consecutive tokens of one sequence, the first at position ``start``."""
 
     seq_id: int
@@ -19,19 +19,19 @@ class Run(NamedTuple):
     num_rows: int
 
 
-class ChosenExperts:
+class ExpertChoiceRecorder:
     """Of one step of one stage: ``runs`` has those that ask for a layer, by the layer. Other layers are not kept."""
 
-    def __init__(self, runs: Mapping[int, list[Run]]) -> None:
+    def __init__(self, runs: Mapping[int, list[TokenSpan]]) -> None:
         self._runs = runs
         self._kept: dict[int, Tensor] = {}
 
-    def keep(self, layer: int, expert_ids_Tk: Tensor) -> None:
+    def record(self, layer: int, expert_ids_Tk: Tensor) -> None:
         """What a layer's gate has chosen. Nothing is read before the step ends: on a GPU that would wait for it."""
         if layer in self._runs:
             self._kept[layer] = expert_ids_Tk
 
-    def choices(self) -> tuple[ExpertChoices, ...]:
+    def collect(self) -> tuple[ExpertChoices, ...]:
         """In the order of layers, each in that of the row."""
         return tuple(choices for layer, ids_Tk in self._kept.items() for choices in self._of_layer(layer, ids_Tk.cpu()))
 
@@ -42,23 +42,23 @@ class ChosenExperts:
         ]
 
 
-NOBODY_ASKS = ChosenExperts({})
+NO_RECORDER = ExpertChoiceRecorder({})
 
 
-def asked_experts(batch: MicroBatch, table: SequenceTable, layers: range) -> ChosenExperts:
+def expert_choice_recorder(batch: MicroBatch, table: SequenceTable, layers: range) -> ExpertChoiceRecorder:
     """Where to keep what a stage with these layers is asked for by the sequences of a micro-batch."""
-    if not table.watched:  # nearly always
-        return NOBODY_ASKS
-    runs = [run for run in _runs(batch) if run.seq_id in table.watched]
-    by_layer = {layer: [run for run in runs if layer in table.watched[run.seq_id]] for layer in layers}
-    return ChosenExperts({layer: asking for layer, asking in by_layer.items() if asking})
+    if not table.expert_layers:  # nearly always
+        return NO_RECORDER
+    runs = [run for run in _runs(batch) if run.seq_id in table.expert_layers]
+    by_layer = {layer: [run for run in runs if layer in table.expert_layers[run.seq_id]] for layer in layers}
+    return ExpertChoiceRecorder({layer: asking for layer, asking in by_layer.items() if asking})
 
 
-def _runs(batch: MicroBatch) -> list[Run]:
+def _runs(batch: MicroBatch) -> list[TokenSpan]:
     """Chunks of 3 and 2 tokens and two decodes: rows 0 to 2, 3 and 4, 5, 6."""
     runs, row = [], 0
     for chunk in batch.chunks:
-        runs.append(Run(chunk.seq_id, chunk.start, row, chunk.num_tokens))
+        runs.append(TokenSpan(chunk.seq_id, chunk.start, row, chunk.num_tokens))
         row += chunk.num_tokens
     decodes = zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)
-    return runs + [Run(seq_id, start, row + place, 1) for place, (seq_id, start) in enumerate(decodes)]
+    return runs + [TokenSpan(seq_id, start, row + place, 1) for place, (seq_id, start) in enumerate(decodes)]

@@ -12,13 +12,13 @@ Outcome = Activation | StepResult
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class PendingOutcome:
     """``hidden_TD``: of a stage that is not the last one, to be sent on in the order of the device's work.
 
-    ``needs_turn``: reading it changes what the next step begins with, so it is read before that. ``read`` waits for the device,
+    ``is_stateful``: reading it changes what the next step begins with, so it is read before that. ``read`` waits for the device,
     and is called once.
     """
 
     hidden_TD: Tensor | None
-    needs_turn: bool
+    is_stateful: bool
     read: Callable[[], Outcome]

@@ -16,37 +16,37 @@ from concurrent.futures import Future
 import torch
 
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.ports import AskedExperts
+from tramontane.proto.ports import PendingExperts
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.experts.remote_experts import RemoteExperts
-from tramontane.workers.model.transformer import Waiting
-from tramontane.workers.stage.pending_outcome import Outcome, Unread
+from tramontane.workers.model.transformer import StepCoroutine
+from tramontane.workers.stage.pending_outcome import Outcome, PendingOutcome
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, nowhere
+from tramontane.workers.stage.step_executor import Deliver, Receive, Stopwatch, discard_output
 
 BEFORE_ALL_LAYERS = -1
 
 
-class OpenStep:
+class RunningStep:
     """One micro-batch, from its arrival to its end."""
 
-    def __init__(self, waiting: Waiting[Unread], deliver: Deliver) -> None:
+    def __init__(self, waiting: StepCoroutine[PendingOutcome], deliver: Deliver) -> None:
         self.future: Future[Outcome] = Future()
         self.deliver = deliver
         self._waiting = waiting
-        self._asked: AskedExperts | None = None
+        self._asked: PendingExperts | None = None
 
     @property
     def layer(self) -> int:
         """The last one of which the caches have been written."""
         return BEFORE_ALL_LAYERS if self._asked is None else self._asked.layer
 
-    def may_follow(self, earlier: "OpenStep | None") -> bool:
+    def can_resume(self, earlier: "RunningStep | None") -> bool:
         """Whether going on has a purpose, and nothing is overtaken: what the next layer's caches need of earlier positions is
         there only when the micro-batch before has been through its attention.
         """
         in_order = earlier is None or earlier.layer > self.layer
-        return in_order and (self._asked is None or self._asked.has_news)
+        return in_order and (self._asked is None or self._asked.is_ready)
 
     def resume(self) -> bool:
         """Compute until experts are asked, or to the end: then it is over, for better or worse."""
@@ -61,12 +61,12 @@ class OpenStep:
             return False
         return True
 
-    def drop(self, reason: Exception) -> None:
+    def cancel(self, reason: Exception) -> None:
         """It will not be resumed."""
         self._waiting.close()
         self.future.set_exception(reason)
 
-    def _end(self, unread: Unread) -> None:
+    def _end(self, unread: PendingOutcome) -> None:
         try:
             self.deliver(unread.hidden_TD)
             outcome = unread.read()
@@ -76,8 +76,8 @@ class OpenStep:
             self.future.set_result(outcome)
 
 
-class PingPong:
-    """``Steps`` of a stage that keeps up to ``max_open`` micro-batches open.
+class PingPongExecutor:
+    """``StepExecutor`` of a stage that keeps up to ``max_open`` micro-batches open.
 
     Any number of threads call ``step``, each of which waits for its own; one thread of this object's own computes.
     """
@@ -85,10 +85,10 @@ class PingPong:
     def __init__(self, worker: StageWorker, experts: RemoteExperts, max_open: int, num_threads: int) -> None:
         self.worker = worker
         self._max_open, self._num_threads = max_open, num_threads
-        self._experts, self._news = experts, experts.news  # one condition for all that the computing thread may wait for
-        self._arrived: dict[int, OpenStep] = {}  # by number, until their turn to begin
-        self._open: deque[OpenStep] = deque()
-        self._computed: OpenStep | None = None  # at this moment
+        self._experts, self._news = experts, experts.condition  # one condition for all that the computing thread may wait for
+        self._arrived: dict[int, RunningStep] = {}  # by number, until their turn to begin
+        self._open: deque[RunningStep] = deque()
+        self._computed: RunningStep | None = None  # at this moment
         self._watch = Stopwatch()
         self._next_received = self._next_opened = 0
         self._is_interrupted = self._is_closed = False
@@ -100,24 +100,24 @@ class PingPong:
         """Micro-batches that have begun and not ended."""
         return len(self._open)
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
         """``receive`` is called on the caller's thread, ``deliver`` on the computing one."""
-        self._await_turn(batch)
+        self._wait_in_order(batch)
         incoming = receive()
         with self._news:
             self._check(batch)
-            step = self._arrived[batch.step_id] = OpenStep(self.worker.open(batch, incoming), deliver)
+            step = self._arrived[batch.step_id] = RunningStep(self.worker.step_coroutine(batch, incoming), deliver)
             self._next_received = batch.step_id + 1
             self._news.notify_all()
         return step.future.result()
 
     @property
-    def computing_s(self) -> float:
+    def busy_for_s(self) -> float:
         return self._watch.running_s
 
     def fence(self, epoch: int) -> None:
         """What is under way is dropped, whatever it waits for. Raises PipelineError where experts are out of reach for good."""
-        self.worker.check_newer(epoch)
+        self.worker.check_epoch_increases(epoch)
         self._experts.check()
         self.interrupt()
         with self._news:
@@ -131,7 +131,7 @@ class PingPong:
             self._is_interrupted = True
             for step in (*self._open, *self._arrived.values()):
                 if step is not self._computed:
-                    step.drop(self._interruption())
+                    step.cancel(self._interruption())
             self._open.clear()
             self._arrived.clear()
             self._news.notify_all()
@@ -143,7 +143,7 @@ class PingPong:
             self._is_closed = True
             self._news.notify_all()
 
-    def _await_turn(self, batch: MicroBatch) -> None:
+    def _wait_in_order(self, batch: MicroBatch) -> None:
         """Raises StaleEpochError, also if it comes to that while waiting."""
         with self._news:
             self._check(batch)
@@ -163,7 +163,7 @@ class PingPong:
 
     def _compute(self) -> None:
         torch.set_num_threads(self._num_threads)  # counts per thread
-        while (step := self._take()) is not None:
+        while (step := self._next_runnable()) is not None:
             with self._watch:
                 is_over = step.resume()
             with self._news:
@@ -171,10 +171,10 @@ class PingPong:
                 if is_over and step in self._open:
                     self._open.remove(step)
                 elif not is_over and self._is_interrupted:
-                    step.drop(self._interruption())
+                    step.cancel(self._interruption())
                 self._news.notify_all()  # a fence may wait
 
-    def _take(self) -> OpenStep | None:
+    def _next_runnable(self) -> RunningStep | None:
         """What is to be computed next; waits for it. None at the end."""
         with self._news:
             while (step := self._next()) is None and not self._is_closed:
@@ -186,12 +186,12 @@ class PingPong:
             self._computed = step
             return step
 
-    def _next(self) -> OpenStep | None:
+    def _next(self) -> RunningStep | None:
         """The oldest that can go on, or another one that may begin."""
         earlier = None
         for step in self._open:
-            if step.may_follow(earlier):
+            if step.can_resume(earlier):
                 return step
             earlier = step
         arrived = self._arrived.get(self._next_opened) if len(self._open) < self._max_open else None
-        return arrived if arrived is not None and arrived.may_follow(earlier) else None
+        return arrived if arrived is not None and arrived.can_resume(earlier) else None

@@ -5,12 +5,12 @@ from torch import Tensor
 
 from tramontane.proto.errors import LinkError
 from tramontane.proto.step import MicroBatch, StepResult
-from tramontane.workers.links.channel import Address, Edge, Edges, Listener
-from tramontane.workers.links.factory import edges_for
-from tramontane.workers.links.process_group_channel import why
+from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
+from tramontane.workers.links.factory import channel_factory_for
+from tramontane.workers.links.process_group_channel import first_line
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.stage.step_executor import Steps
+from tramontane.workers.stage.step_executor import StepExecutor
 
 
 class StageLink:
@@ -20,13 +20,13 @@ class StageLink:
     ``host`` is the only address at which anything listens.
     """
 
-    def __init__(self, worker: StageWorker, steps: Steps, host: str, edges: Edges | None = None) -> None:
+    def __init__(self, worker: StageWorker, steps: StepExecutor, host: str, edges: ChannelFactory | None = None) -> None:
         self._worker, self._steps = worker, steps
         self._host = host
-        self._edges = edges or edges_for(worker.device)
+        self._edges = edges or channel_factory_for(worker.device)
         self._listener: Listener | None = None
-        self._inlet: Edge | None = None
-        self._outlet: Edge | None = None
+        self._inlet: Channel | None = None
+        self._outlet: Channel | None = None
         self._is_closed = False
 
     def listen(self) -> Address | None:
@@ -47,7 +47,7 @@ class StageLink:
             self.close()
             stage = self._worker.plan.label
             raise LinkError(
-                f"{stage} at {self._host} could not be linked to a neighbour: {why(error)}"
+                f"{stage} at {self._host} could not be linked to a neighbour: {first_line(error)}"
             ) from error.with_traceback(None)
         if self._is_closed:
             self.close()
@@ -76,19 +76,19 @@ class StageLink:
             raise LinkError(f"the link of {plan.label} to its neighbours is closed")
         if (self._inlet is None) != plan.is_first or (self._outlet is None) != plan.is_last:
             raise LinkError(f"{plan.label} is not linked to its neighbours")
-        outcome = self._steps.step(batch, lambda: self._received(batch.num_tokens), self._deliver)
+        outcome = self._steps.step(batch, lambda: self._receive(batch.num_tokens), self._send)
         if isinstance(outcome, StepResult):
             return outcome
         return StepResult(batch.epoch, batch.step_id, (), outcome.timings, outcome.choices)
 
-    def _received(self, num_tokens: int) -> Activation | None:
+    def _receive(self, num_tokens: int) -> Activation | None:
         if self._inlet is None:
             return None
         hidden_TD = torch.empty(num_tokens, self._worker.plan.args.dim, dtype=self._worker.dtype, device=self._worker.device)
         self._inlet.receive(hidden_TD)
         return Activation(hidden_TD, ())
 
-    def _deliver(self, hidden_TD: Tensor | None) -> None:
+    def _send(self, hidden_TD: Tensor | None) -> None:
         if hidden_TD is not None:
             assert self._outlet is not None
             self._outlet.send(hidden_TD)

@@ -6,30 +6,30 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.model_folder import Weights
+from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import Logprobs
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.workers.attention.backend import CachedAttention
-from tramontane.workers.attention.metadata import StepIndex, build_step_index
+from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
-from tramontane.workers.device.pinned_memory import leaving, to_device
-from tramontane.workers.model.layers import use_pointwise
+from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
+from tramontane.workers.model.layers import set_fused_ops
 from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
-from tramontane.workers.model.transformer import StageModel, Waiting, completed
-from tramontane.workers.sampling.logits_processors import LogitChanges
-from tramontane.workers.sampling.logprobs import LogprobKeeper
+from tramontane.workers.model.transformer import StageModel, StepCoroutine, run_to_completion
+from tramontane.workers.sampling.logits_processors import LogitsProcessor
+from tramontane.workers.sampling.logprobs import LogprobTracker
 from tramontane.workers.sampling.sampler import sample
-from tramontane.workers.sampling.structured_output import Constraints, ReadPieces
+from tramontane.workers.sampling.structured_output import LoadVocabulary, StructuredOutputManager
 from tramontane.workers.stage.activation import Activation
-from tramontane.workers.stage.cuda_graphs import DecodeGraphs
-from tramontane.workers.stage.device_backend import Means, means_for
-from tramontane.workers.stage.expert_choices import NOBODY_ASKS, asked_experts
-from tramontane.workers.stage.pending_outcome import Outcome, Unread
-from tramontane.workers.stage.step_timer import StepNotes
-from tramontane.workers.weights.expert_placement import are_together
-from tramontane.workers.weights.loader import with_weights
-from tramontane.workers.weights.tensor_specs import OnTensor, stage_tensors
+from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
+from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
+from tramontane.workers.stage.expert_choices import NO_RECORDER, expert_choice_recorder
+from tramontane.workers.stage.pending_outcome import Outcome, PendingOutcome
+from tramontane.workers.stage.step_timer import StepTimer
+from tramontane.workers.weights.expert_placement import supports_grouped_gemm
+from tramontane.workers.weights.loader import load_module
+from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tensors
 
 NOT_FENCED = -1
 
@@ -43,36 +43,41 @@ class StageWorker:
     """
 
     def __init__(
-        self, plan: StagePlan, model: StageModel, device: str = "cpu", read_pieces: ReadPieces = tuple, means: Means | None = None
+        self,
+        plan: StagePlan,
+        model: StageModel,
+        device: str = "cpu",
+        read_pieces: LoadVocabulary = tuple,
+        means: DeviceBackend | None = None,
     ) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
-        model.settle(self.device)
-        self.means = means or means_for(plan, self.device)
-        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.means.pads)
+        model.finalize_weights(self.device)
+        self.means = means or backend_for(plan, self.device)
+        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.means.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.frequencies = rotary_frequencies(plan.args).to(self.device)
-        use_pointwise(model, self.means.pointwise)
+        set_fused_ops(model, self.means.pointwise)
         self.graphs = self._graphs()
-        self.logit_changes = LogitChanges(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
-        self.constraints = Constraints(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
-        self.logprobs = LogprobKeeper(plan.args.vocab_size)
+        self.logit_changes = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
+        self.constraints = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
+        self.logprobs = LogprobTracker(plan.args.vocab_size)
         self.epoch = NOT_FENCED
-        self.num_begun = 0  # steps of this epoch
+        self.next_step_id = 0  # steps of this epoch
 
     @classmethod
     def load(
         cls,
         plan: StagePlan,
-        weights: Weights,
+        weights: WeightSource,
         device: str = "cpu",
-        on_tensor: OnTensor = lambda _read, _loaded: None,
-        read_pieces: ReadPieces = tuple,
+        on_tensor: ProgressCallback = lambda _read, _loaded: None,
+        read_pieces: LoadVocabulary = tuple,
     ) -> "StageWorker":
         """Read or make this stage's tensors, and only those, straight to their dtype and device."""
-        model = with_weights(
+        model = load_module(
             lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
             plan.args,
             lambda layout: stage_tensors(plan.args, plan.layers, layout, plan.experts_inside),
@@ -81,7 +86,7 @@ class StageWorker:
             plan.quantize,
             device,
             on_tensor,
-            are_together(plan, device),
+            supports_grouped_gemm(plan, device),
         )
         worker = cls(plan, model, device, read_pieces)
         worker.prepare()
@@ -89,21 +94,21 @@ class StageWorker:
 
     def prepare(self) -> None:
         """Before the first step: what would make some steps wait, and changes nothing."""
-        with self._at_work():
+        with self._inference_context():
             if self.graphs is not None:
                 self.graphs.prepare()
 
     def fence(self, epoch: int) -> None:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
-        self.check_newer(epoch)
+        self.check_epoch_increases(epoch)
         self.table.clear()
         self.logit_changes.clear()
         self.constraints.clear()
         self.logprobs.clear()
         self.epoch = epoch
-        self.num_begun = 0
+        self.next_step_id = 0
 
-    def check_newer(self, epoch: int) -> None:
+    def check_epoch_increases(self, epoch: int) -> None:
         """Raises StaleEpochError for an epoch that is not newer than the one that is obeyed."""
         if epoch <= self.epoch:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
@@ -119,63 +124,63 @@ class StageWorker:
         known = self.table.request_ids | new
         return [known[seq_id] for seq_id in batch.seq_ids if seq_id in known]
 
-    def check_turn(self, batch: MicroBatch) -> None:
-        assert batch.step_id == self.num_begun, f"step {batch.step_id} came where {self.num_begun} was due"
+    def check_order(self, batch: MicroBatch) -> None:
+        assert batch.step_id == self.next_step_id, f"step {batch.step_id} came where {self.next_step_id} was due"
 
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Outcome:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
 
         Raises as ``check_epoch`` does, and PipelineError where experts are out of reach.
         """
-        return self.begin(batch, incoming).read()
+        return self.launch(batch, incoming).read()
 
-    def begin(self, batch: MicroBatch, incoming: Activation | None) -> Unread:
+    def launch(self, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
         """As ``step``, of which the outcome is to be read: on a GPU the next step can be begun before."""
-        with self._at_work():
-            return completed(self.open(batch, incoming))
+        with self._inference_context():
+            return run_to_completion(self.step_coroutine(batch, incoming))
 
-    def open(self, batch: MicroBatch, incoming: Activation | None) -> Waiting[Unread]:
+    def step_coroutine(self, batch: MicroBatch, incoming: Activation | None) -> StepCoroutine[PendingOutcome]:
         """A step that gives way in every layer, once its experts have been asked. Steps begin in their order, and none may be
         resumed before the one before it is a layer ahead: what it wrote to the next layer's caches may be needed.
         """
-        notes = StepNotes(self.means.mark)
+        notes = StepTimer(self.means.mark)
         self.check_epoch(batch)
-        self.check_turn(batch)
-        self.num_begun += 1
+        self.check_order(batch)
+        self.next_step_id += 1
         self.table.update(batch)
         if self.plan.is_last:
             self.logit_changes.update(batch)
             self.constraints.update(batch)
             self.logprobs.update(batch)
-        notes.experts = asked_experts(batch, self.table, self.plan.layers)
+        notes.experts = expert_choice_recorder(batch, self.table, self.plan.layers)
         if self._can_replay(batch, notes):
             assert self.graphs is not None
-            done = self.graphs.run(batch, self._hidden(batch, incoming), notes.begins)
+            done = self.graphs.run(batch, self._hidden(batch, incoming), notes.start)
             if done is not None:
-                return self._unread(batch, incoming, notes, done, ())
-        index = build_step_index(batch, self.table, self.device)
-        hidden_TD = yield from notes.timed(self._layers(batch, incoming, index, notes))
+                return self._pending_outcome(batch, incoming, notes, done, ())
+        index = build_attention_metadata(batch, self.table, self.device)
+        hidden_TD = yield from notes.exclude_waits(self._layers(batch, incoming, index, notes))
         if not self.plan.is_last:
-            return self._unread(batch, incoming, notes, hidden_TD, ())
+            return self._pending_outcome(batch, incoming, notes, hidden_TD, ())
         of_prompts = tuple(self.logprobs.prompts(batch, hidden_TD, self.model.head))
-        logits_SV = self.model.head(hidden_TD[index.sampled_rows]) if batch.sampled_ids else hidden_TD[:0]
-        return self._unread(batch, incoming, notes, logits_SV, of_prompts)
+        logits_SV = self.model.head(hidden_TD[index.sampled_rows]) if batch.sampled_seq_ids else hidden_TD[:0]
+        return self._pending_outcome(batch, incoming, notes, logits_SV, of_prompts)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _inference_context(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _graphs(self) -> DecodeGraphs | None:
+    def _graphs(self) -> CudaGraphRunner | None:
         """None where nothing is recorded, or cannot be: experts whose groups the host must know."""
         recorder, experts = self.means.recorder, self.model.experts
-        if recorder is None or (self.plan.args.moe and (experts is None or not experts.is_static)):
+        if recorder is None or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
             return None
-        return DecodeGraphs(self.plan, self.model, self.cache, self.table, self.means.kernels, recorder)
+        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.means.kernels, recorder)
 
-    def _can_replay(self, batch: MicroBatch, notes: StepNotes) -> bool:
+    def _can_replay(self, batch: MicroBatch, notes: StepTimer) -> bool:
         """Nothing but decodes, and nobody who asks which experts they choose."""
-        return self.graphs is not None and not batch.chunks and bool(batch.decodes.seq_ids) and notes.experts is NOBODY_ASKS
+        return self.graphs is not None and not batch.chunks and bool(batch.decodes.seq_ids) and notes.experts is NO_RECORDER
 
     def _hidden(self, batch: MicroBatch, incoming: Activation | None) -> torch.Tensor | None:
         if incoming is None:
@@ -185,10 +190,10 @@ class StageWorker:
         return to_device(incoming.hidden_TD, self.device)
 
     def _layers(
-        self, batch: MicroBatch, incoming: Activation | None, index: StepIndex, notes: StepNotes
-    ) -> Waiting[torch.Tensor]:
+        self, batch: MicroBatch, incoming: Activation | None, index: AttentionMetadata, notes: StepTimer
+    ) -> StepCoroutine[torch.Tensor]:
         hidden_TD = self._hidden(batch, incoming)
-        notes.begins()
+        notes.start()
         if hidden_TD is None:
             hidden_TD = self.model.embed(index.token_ids)
         rotary = rotary_tables(index.positions, self.plan.args, self.dtype, self.frequencies)
@@ -196,41 +201,41 @@ class StageWorker:
         outcome: torch.Tensor = yield from self.model(hidden_TD, rotary, attend, notes)
         return outcome
 
-    def _unread(
+    def _pending_outcome(
         self,
         batch: MicroBatch,
         incoming: Activation | None,
-        notes: StepNotes,
+        notes: StepTimer,
         done: torch.Tensor,
         of_prompts: tuple[Logprobs, ...],
-    ) -> Unread:
+    ) -> PendingOutcome:
         """``done``: the hidden states [T, D], or in the last stage the logits [S, V] of what is to be sampled."""
-        seq_ids, positions = batch.sampled_ids, _sampled_positions(batch)
-        sampled = leaving(self._sample(done, seq_ids, positions)) if self.plan.is_last and seq_ids else None
-        notes.ends()
+        seq_ids, positions = batch.sampled_seq_ids, _sampled_positions(batch)
+        sampled = copy_to_host_async(self._sample(done, seq_ids, positions)) if self.plan.is_last and seq_ids else None
+        notes.stop()
         timings, choices = incoming.timings if incoming else (), incoming.choices if incoming else ()
 
         def read() -> Outcome:
             timing = notes.timing(self.plan.stage_id, batch.num_tokens)
-            told = (*timings, timing), (*choices, *notes.experts.choices())
+            told = (*timings, timing), (*choices, *notes.experts.collect())
             if not self.plan.is_last:
                 return Activation(done, *told)
             token_ids = () if sampled is None else tuple(sampled.tensor.tolist())
             logprobs = (*of_prompts, *self.logprobs.sampled(done, token_ids, seq_ids, positions))
-            ended = self.constraints.ended(seq_ids, token_ids)
+            ended = self.constraints.finished(seq_ids, token_ids)
             return StepResult(batch.epoch, batch.step_id, token_ids, *told, logprobs, ended)
 
-        is_asked = bool(self.constraints.num_sequences or self.logprobs.num_sequences) or notes.experts is not NOBODY_ASKS
-        return Unread(None if self.plan.is_last else done, is_asked, read)
+        is_asked = bool(self.constraints.num_sequences or self.logprobs.num_sequences) or notes.experts is not NO_RECORDER
+        return PendingOutcome(None if self.plan.is_last else done, is_asked, read)
 
     def _sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """A token id [S] of each sequence, on the device."""
         changed_SV = self.logit_changes.apply(logits_SV, seq_ids, positions)
-        allowed_SV = self.constraints.masked(changed_SV, seq_ids)
+        allowed_SV = self.constraints.apply_masks(changed_SV, seq_ids)
         return sample(allowed_SV, [self.table.sampling[s] for s in seq_ids], positions)
 
 
 def _sampled_positions(batch: MicroBatch) -> list[int]:
     """Of the tokens to be sampled: one further than what their logits were computed from."""
-    ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.wants_token]
+    ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
     return ends + [start + 1 for start in batch.decodes.starts]

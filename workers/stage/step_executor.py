@@ -16,14 +16,14 @@ Receive = Callable[[], Activation | None]
 Deliver = Callable[[Tensor | None], None]
 
 
-def nowhere(_hidden_TD: Tensor | None) -> None:
+def discard_output(_hidden_TD: Tensor | None) -> None:
     """Whoever called for the step gets its outcome; nobody else."""
 
 
-class Steps(Protocol):
+class StepExecutor(Protocol):
     """What drives a ``StageWorker``."""
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
         """Run one micro-batch. Hidden states are received in the order of the steps, and delivered in that order: on a GPU before
         they are computed. The last stage delivers None.
 
@@ -34,7 +34,7 @@ class Steps(Protocol):
         """As ``StageWorker.fence``."""
 
     @property
-    def computing_s(self) -> float:
+    def busy_for_s(self) -> float:
         """How long the thread that computes has been at it without giving way; 0 while it waits. From any thread."""
 
     def interrupt(self) -> None:
@@ -60,19 +60,19 @@ class Stopwatch:
         return time.monotonic() - began_at if began_at else 0.0
 
 
-class OneAtATime:
+class SerialExecutor:
     """The caller's thread computes, and it is always the same one."""
 
     def __init__(self, worker: StageWorker, num_threads: int) -> None:
         self._worker, self._num_threads = worker, num_threads
         self._watch = Stopwatch()
 
-    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = nowhere) -> Outcome:
+    def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
         self._worker.check_epoch(batch)
-        self._worker.check_turn(batch)  # before anything is taken from the stage before
+        self._worker.check_order(batch)  # before anything is taken from the stage before
         incoming = receive()
         with self._watch:
-            unread = self._worker.begin(batch, incoming)
+            unread = self._worker.launch(batch, incoming)
         deliver(unread.hidden_TD)
         with self._watch:
             return unread.read()
@@ -82,7 +82,7 @@ class OneAtATime:
         self._worker.fence(epoch)
 
     @property
-    def computing_s(self) -> float:
+    def busy_for_s(self) -> float:
         return self._watch.running_s
 
     def interrupt(self) -> None:

@@ -6,16 +6,16 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tramontane.proto.ports import AskedExperts
+from tramontane.proto.ports import PendingExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
-from tramontane.workers.device.events import MakeMark, Mark
-from tramontane.workers.model.transformer import Waiting
-from tramontane.workers.stage.expert_choices import NOBODY_ASKS
+from tramontane.workers.device.events import DeviceEvent, MakeMark
+from tramontane.workers.model.transformer import StepCoroutine
+from tramontane.workers.stage.expert_choices import NO_RECORDER
 
 T = TypeVar("T")
 
 
-class StepNotes:
+class StepTimer:
     """Made when the step begins. The thread that computes it writes them, but for what is read at the end.
 
     ``mark``: for a device that does later what it is asked for. Its time counts then, not the host's: from ``begins``.
@@ -23,20 +23,20 @@ class StepNotes:
 
     def __init__(self, mark: MakeMark | None = None) -> None:
         self._mark = mark
-        self._first: Mark | None = None
-        self._last: Mark | None = None
+        self._first: DeviceEvent | None = None
+        self._last: DeviceEvent | None = None
         self._started_at = time.time()
         self._began = self._resumed = time.perf_counter()
         self._busy_s = self._asked_s = self._experts_busy_s = 0.0
         self._actors_busy_s: Counter[int] = Counter()
         self._actors_rows: Counter[int] = Counter()
-        self.experts = NOBODY_ASKS
+        self.experts = NO_RECORDER
 
-    def begins(self) -> None:
+    def start(self) -> None:
         """What the step computes from is on its way to the device: what the host had to prepare is no time of the device."""
         self._first = self._mark() if self._mark else None
 
-    def timed(self, waiting: Waiting[T]) -> Waiting[T]:
+    def exclude_waits(self, waiting: StepCoroutine[T]) -> StepCoroutine[T]:
         """The same, whose waiting does not count as work."""
         try:
             while True:
@@ -48,11 +48,11 @@ class StepNotes:
             value: T = end.value
             return value
 
-    def chosen(self, layer: int, expert_ids_Tk: Tensor) -> None:
+    def record_choices(self, layer: int, expert_ids_Tk: Tensor) -> None:
         """Which experts this layer's tokens have chosen."""
-        self.experts.keep(layer, expert_ids_Tk)
+        self.experts.record(layer, expert_ids_Tk)
 
-    def answered(self, asked: AskedExperts) -> None:
+    def record_usage(self, asked: PendingExperts) -> None:
         """All experts of a layer have done their part."""
         usage = asked.usage
         self._asked_s += usage.asked_s
@@ -61,7 +61,7 @@ class StepNotes:
             self._actors_busy_s[actor_id] += busy_s  # type: ignore[assignment]
             self._actors_rows[actor_id] += num_rows
 
-    def ends(self) -> None:
+    def stop(self) -> None:
         """All that the step wants has been asked for."""
         self._last = self._mark() if self._mark else None
         self._busy_s += time.perf_counter() - self._resumed

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.model_folder import Layout, layout_of
-from tramontane.workers.weights.fingerprint import Fingerprint, fingerprint_of
-from tramontane.workers.weights.safetensors_file import STORED_TYPES, opened
-from tramontane.workers.weights.tensor_specs import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first, stage_tensors
+from tramontane.proto.model_folder import Layout, detect_layout
+from tramontane.workers.weights.fingerprint import Fingerprint, compute_fingerprint
+from tramontane.workers.weights.safetensors_file import STORED_TYPES, open_safetensors
+from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first, stage_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
-PARTS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
+SHARD_GLOBS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
 OTHER_FILES = (
     "tokenizer.model*",
@@ -39,18 +39,18 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.layout = layout_of(folder)
+        self.layout = detect_layout(folder)
         self.files = _tensor_files(folder, self.layout)
 
     def fingerprint(self) -> Fingerprint:
         """Of all that is read of the folder, by stages and by doors."""
-        return fingerprint_of(self.folder, {*self.files.values(), *_beside_weights(self.folder, self.layout)})
+        return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
 
     def check(self, args: ModelArgs) -> None:
         """Raise ``CheckpointError`` naming the first tensor that is missing, misshapen or too many, or the damaged file."""
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
         for path, wanted in self._by_file(specs):
-            with opened(path, framework="numpy") as file:
+            with open_safetensors(path, framework="numpy") as file:
                 for spec in wanted:
                     _check_tensor(path, spec, file.get_slice(spec.name), needs=self.layout.value)
         for name in sorted(self.files.keys() - {spec.name for spec in specs}):
@@ -65,7 +65,7 @@ class Checkpoint:
         dtype: str,
         device: str,
         quantize: Quantization | None = None,
-        on_tensor: OnTensor = lambda _read, _loaded: None,
+        on_tensor: ProgressCallback = lambda _read, _loaded: None,
         places: "Mapping[str, Tensor] | None" = None,
     ) -> dict[str, "Tensor"]:
         """Read these tensors and no others, by parameter name, in the wanted dtype on the wanted device.
@@ -76,16 +76,16 @@ class Checkpoint:
         as it is stored.
         """
         from tramontane.workers.weights.quantize import (
-            hold,  # here, not above: checking a checkpoint must not cost the import of torch
+            load_tensor,  # here, not above: checking a checkpoint must not cost the import of torch
         )
-        from tramontane.workers.weights.tensor_reader import reading_for
+        from tramontane.workers.weights.tensor_reader import open_reader
 
         state = dict(places or {})
         specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
-        with reading_for(device) as rows_of:
+        with open_reader(device) as rows_of:
             for spec, path in specs:
                 stored = rows_of(path, spec)
-                hold(state, spec, stored, dtype, device, quantize)
+                load_tensor(state, spec, stored, dtype, device, quantize)
                 on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))
         return state
 
@@ -103,10 +103,10 @@ class Checkpoint:
 
 def fingerprint_without_weights(folder: Path) -> Fingerprint:
     """Of what is read of a folder whose weights are not. Raises CheckpointError if it is none."""
-    return fingerprint_of(folder, _beside_weights(folder, layout_of(folder)))
+    return compute_fingerprint(folder, _metadata_files(folder, detect_layout(folder)))
 
 
-def _beside_weights(folder: Path, layout: Layout) -> Iterator[Path]:
+def _metadata_files(folder: Path, layout: Layout) -> Iterator[Path]:
     return (path for name in (layout.value, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
 
 
@@ -127,10 +127,10 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
         names = _index(index)
-        return _indexed_files(folder, index, names, PARTS[layout])
+        return _indexed_files(folder, index, names, SHARD_GLOBS[layout])
     if single.is_file():
-        return dict.fromkeys(_names_in(single), single)
-    parts = sorted(folder.glob(PARTS[layout]))
+        return dict.fromkeys(_tensor_names(single), single)
+    parts = sorted(folder.glob(SHARD_GLOBS[layout]))
     if not parts:
         if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
             raise CheckpointError(
@@ -139,7 +139,7 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
         raise CheckpointError(f"{folder} has neither {single.name} nor {index.name}; only safetensors weights are loaded")
     files: dict[str, Path] = {}
     for path in parts:
-        for name in _names_in(path):
+        for name in _tensor_names(path):
             if name in files:
                 raise CheckpointError(
                     f"tensor {name} is both in {files[name]} and in {path.name}; one of the files does not belong here"
@@ -153,7 +153,7 @@ def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str)
     paths = sorted({folder / file for file in names.values()})
     if strays := sorted(path.name for path in folder.glob(parts) if path not in paths):
         raise CheckpointError(f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong here")
-    held = {path: _names_in(path) for path in paths}
+    held = {path: _tensor_names(path) for path in paths}
     for path in paths:
         for name in sorted(held[path]):
             if (file := names.get(name)) != path.name:
@@ -178,6 +178,6 @@ def _index(path: Path) -> dict[str, str]:
     return names
 
 
-def _names_in(path: Path) -> frozenset[str]:
-    with opened(path, framework="numpy") as file:
+def _tensor_names(path: Path) -> frozenset[str]:
+    with open_safetensors(path, framework="numpy") as file:
         return frozenset(file.keys())

@@ -13,7 +13,7 @@ from tramontane.workers.weights.tensor_specs import TensorSpec
 logger = logging.getLogger(__name__)
 
 
-def places_together(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
+def allocate_contiguous(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
     """Where to load experts' matrices to, by parameter: those of a layer one after the other, w13 and w2 each by itself.
 
     ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
@@ -33,16 +33,16 @@ def places_together(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str
     return places
 
 
-def are_together(plan: StagePlan, device: str) -> bool:
+def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
     """Whether a stage's experts are to be loaded for grouped products. Where a GPU goes without, says why."""
     if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
         return False
-    if why := _obstacle(plan, torch.device(device)):
+    if why := _unsupported_reason(plan, torch.device(device)):
         logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, why)
     return not why
 
 
-def _obstacle(plan: StagePlan, device: torch.device) -> str:
+def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if plan.quantize:
         return f"weights are {plan.quantize}"

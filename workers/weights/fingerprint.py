@@ -11,12 +11,12 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 Fingerprint = tuple[tuple[str, str], ...]  # names of files, relative to the folder, and their digests
 
 
-def fingerprint_of(folder: Path, files: Iterable[Path]) -> Fingerprint:
+def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
     """A digest of each file's size and of samples all over it, so that it costs next to nothing."""
     return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
 
 
-def mark_of(fingerprint: Fingerprint) -> str:
+def short_digest(fingerprint: Fingerprint) -> str:
     """One short text for all of a checkpoint, tokenizer included."""
     return hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
 

@@ -7,26 +7,26 @@ import torch
 from torch import nn
 
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.model_folder import Layout, RandomWeights, Weights
-from tramontane.workers.kernels.quantized_linear import try_products
+from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.workers.kernels.quantized_linear import warm_up_kernels
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.expert_placement import places_together
+from tramontane.workers.weights.expert_placement import allocate_contiguous
 from tramontane.workers.weights.quantize import quantize_linears
 from tramontane.workers.weights.random_weights import random_state
-from tramontane.workers.weights.tensor_specs import OnTensor, TensorsOf
+from tramontane.workers.weights.tensor_specs import ProgressCallback, TensorsOf
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def with_weights(
+def load_module(
     make: Callable[[], M],
     args: ModelArgs,
     tensors_of: TensorsOf,
-    weights: Weights,
+    weights: WeightSource,
     dtype: str,
     quantize: Quantization | None,
     device: str,
-    on_tensor: OnTensor,
+    on_tensor: ProgressCallback,
     experts_together: bool = False,
 ) -> M:
     """The module that ``make`` makes, which has the parameters of these tensors and no others.
@@ -38,11 +38,11 @@ def with_weights(
         if quantize:
             quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype, quantize)
     specs = tensors_of(Layout.HUGGING_FACE) if experts_together else ()
-    places = places_together(specs, getattr(torch, dtype), device)
+    places = allocate_contiguous(specs, getattr(torch, dtype), device)
     if isinstance(weights, RandomWeights):
         state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, places)
     else:
         state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, places)
     module.load_state_dict(state, assign=True)
-    try_products(module, getattr(torch, dtype))
+    warm_up_kernels(module, getattr(torch, dtype))
     return module.eval()

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import Quantization
-from tramontane.workers.kernels.linear import packed, row_blocks
+from tramontane.workers.kernels.linear import prepack_weight, row_blocks
 from tramontane.workers.kernels.quantized_linear import QuantizedLinear
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
 NUMBER_DTYPES = {Quantization.INT8: torch.int8, Quantization.FP8: torch.float8_e4m3fn}
-LARGEST = {Quantization.INT8: 127, Quantization.FP8: 448}
+MAX_MAGNITUDE = {Quantization.INT8: 127, Quantization.FP8: 448}
 
 
-def hold(
+def load_tensor(
     state: dict[str, Tensor],
     spec: TensorSpec,
     pieces: Iterable[Tensor],
@@ -41,21 +41,21 @@ def hold(
 
     if not (quantize and spec.quantizable):
         whole = place(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
-        for rows, piece in _placed(pieces):
+        for rows, piece in _row_ranges(pieces):
             whole[rows] = piece
         if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
-            state[spec.parameter] = packed(state[spec.parameter])
+            state[spec.parameter] = prepack_weight(state[spec.parameter])
         return
     scale_dtype, device = getattr(torch, quantize.scale_dtype(dtype)), torch.device(device)
     numbers_NK = place(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])
     scale_N = place(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
-    for rows, piece in _placed(pieces):
-        numbers_NK[rows], scale_N[rows] = quantized(piece, quantize, scale_dtype, device)
+    for rows, piece in _row_ranges(pieces):
+        numbers_NK[rows], scale_N[rows] = quantize_weight(piece, quantize, scale_dtype, device)
     if not scale_N.isfinite().all():
         raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
 
 
-def _placed(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
+def _row_ranges(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
     """Which rows each piece is: lengths [3, 2] are rows 0 to 2 and 3 to 4."""
     start = 0
     for piece in pieces:
@@ -63,7 +63,9 @@ def _placed(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
         start += len(piece)
 
 
-def quantized(weight_NK: Tensor, quantize: Quantization, scale_dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+def quantize_weight(
+    weight_NK: Tensor, quantize: Quantization, scale_dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Numbers q and scales s, made a block of rows at a time: no second copy of the matrix.
 
     int8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, as three bits follow a number's first
@@ -72,7 +74,7 @@ def quantized(weight_NK: Tensor, quantize: Quantization, scale_dtype: torch.dtyp
     s = largest / 127 or / 448, rounded to its dtype before q is made, so that q makes up for the rounding: bfloat16 has 8
     bits, so that largest / s is at most 127 * (1 + 2**-8) = 127.496, which still rounds to 127.
     """
-    largest = LARGEST[quantize]
+    largest = MAX_MAGNITUDE[quantize]
     numbers_NK = torch.empty(weight_NK.shape, dtype=NUMBER_DTYPES[quantize], device=device)
     scale_N = torch.empty(weight_NK.shape[0], dtype=scale_dtype, device=device)
     for rows in row_blocks(weight_NK.shape, device):

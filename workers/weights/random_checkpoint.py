@@ -9,13 +9,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tramontane.proto.byte_size import readable_size
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.hf_config import hf_config_of
-from tramontane.proto.mistral_params import mistral_params_of
+from tramontane.proto.hf_config import to_hf_config
+from tramontane.proto.mistral_params import to_mistral_params
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.model_folder import Layout
-from tramontane.workers.model.rotary import rows_in_pairs
+from tramontane.workers.model.rotary import interleave_rows
 from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.random_weights import random_parameter
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
@@ -46,7 +46,7 @@ def write_random_checkpoint(
     needed = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
     try:
         if needed > free:
-            raise ConfigError(f"--out {folder} needs {readable_size(needed)}, and {readable_size(free)} are free there")
+            raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
         _write(folder, args, layout, parts, on_written)
     except BaseException:  # also Ctrl-C: half a checkpoint is of no use, and in the way of the next
         for path in folder.iterdir():
@@ -69,7 +69,7 @@ def _write(
         total_size = sum(spec.num_bytes(args.dtype) for part in parts for spec in part)
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
-    config = hf_config_of(args) if layout is Layout.HUGGING_FACE else mistral_params_of(args)
+    config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
     (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
 
 
@@ -101,4 +101,4 @@ def _file_name(layout: Layout, number: int, num_parts: int) -> str:
 
 def _as_stored(spec: TensorSpec, dtype: str) -> Tensor:
     tensor = random_parameter(spec, dtype)
-    return rows_in_pairs(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor
+    return interleave_rows(tensor, spec.interleaved_heads) if spec.interleaved_heads else tensor

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
-from tramontane.workers.weights.quantize import hold
-from tramontane.workers.weights.tensor_specs import NAMES, OnTensor, TensorsOf, TensorSpec, largest_first
+from tramontane.workers.weights.quantize import load_tensor
+from tramontane.workers.weights.tensor_specs import NAMES, ProgressCallback, TensorsOf, TensorSpec, largest_first
 
 EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
@@ -28,7 +28,7 @@ def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]
     """
     is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
     name = "tok_embeddings.weight" if is_embedding else spec.parameter
-    for rows in replace(spec, interleaved_heads=0).pieces:
+    for rows in replace(spec, interleaved_heads=0).row_chunks:
         generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
         shape = (len(rows), *spec.shape[1:])
         numbers = torch.empty(shape, dtype=getattr(torch, dtype), device=device).normal_(generator=generator)
@@ -44,7 +44,7 @@ def random_state(
     dtype: str,
     device: str,
     quantize: Quantization | None = None,
-    on_tensor: OnTensor = lambda _read, _made: None,
+    on_tensor: ProgressCallback = lambda _read, _made: None,
     places: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
@@ -53,6 +53,6 @@ def random_state(
     """
     state = dict(places or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
-        hold(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
+        load_tensor(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
         on_tensor(0, spec.num_bytes(dtype, quantize))
     return state

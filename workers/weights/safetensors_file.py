@@ -17,7 +17,7 @@ LENGTH_BYTES = 8  # of the header, at the start of the file
 
 
 @dataclass(frozen=True, slots=True)
-class StoredAt:
+class TensorLocation:
     """``start`` is in bytes from the start of the file; rows follow each other from there, without gaps."""
 
     dtype: str
@@ -26,7 +26,7 @@ class StoredAt:
 
 
 @contextmanager
-def opened(path: Path, framework: str) -> Iterator[Any]:
+def open_safetensors(path: Path, framework: str) -> Iterator[Any]:
     """By the library, which looks through the header first. Raises CheckpointError, also for what goes wrong inside the block."""
     if not path.is_file():
         raise CheckpointError(f"weights file {path} is missing")
@@ -43,17 +43,20 @@ def opened(path: Path, framework: str) -> Iterator[Any]:
         raise CheckpointError(f"weights file {path} cannot be read: {error.strerror or error}") from error
 
 
-def tensors_in(path: Path) -> dict[str, StoredAt]:
+def read_header(path: Path) -> dict[str, TensorLocation]:
     """By name. The file is the length of its header, the header as JSON, and the tensors, counted from the header's end.
 
     A header of 992 bytes and a tensor at 24: its first byte is byte 8 + 992 + 24 = 1024. Raises CheckpointError.
     """
-    with opened(path, framework="numpy"), path.open("rb") as plain:  # the library has checked that it holds what it says
+    with (
+        open_safetensors(path, framework="numpy"),
+        path.open("rb") as plain,
+    ):  # the library has checked that it holds what it says
         length = int.from_bytes(plain.read(LENGTH_BYTES), "little")
         header = json.loads(plain.read(length))
     first = LENGTH_BYTES + length
     return {
-        name: StoredAt(found["dtype"], tuple(found["shape"]), first + found["data_offsets"][0])
+        name: TensorLocation(found["dtype"], tuple(found["shape"]), first + found["data_offsets"][0])
         for name, found in header.items()
         if name != "__metadata__"
     }

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.workers.model.rotary import rows_in_halves
-from tramontane.workers.weights.safetensors_file import StoredAt, opened, tensors_in
+from tramontane.workers.model.rotary import deinterleave_rows
+from tramontane.workers.weights.safetensors_file import TensorLocation, open_safetensors, read_header
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
 READERS = 4  # threads that read parts of one piece: a GPU takes more than one of them reads
@@ -28,7 +28,7 @@ LEAST_PART = 2**20  # bytes that are worth a thread
 Wait = Callable[[], None]
 
 
-class Lane(Protocol):
+class TransferLane(Protocol):
     """How bytes get to a device."""
 
     def new_buffer(self, num_bytes: int) -> Tensor:
@@ -54,17 +54,17 @@ class GpuLane:
         return there_B, sent.synchronize
 
 
-class Staging:
+class PinnedStagingBuffers:
     """Two buffers that are used in turn: what is read into one waits only for what it held two pieces ago."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: TransferLane) -> None:
         self._lane = lane
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._waits: list[Wait] = [_for_nothing] * 2
+        self._waits: list[Wait] = [_no_wait] * 2
         self._turn = 0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
 
-    def carry(self, file: int, start: int, num_bytes: int) -> Tensor:
+    def upload(self, file: int, start: int, num_bytes: int) -> Tensor:
         """These bytes of an open file, uint8 [num_bytes] on the device. Raises EOFError if they are not all there."""
         turn, self._turn = self._turn, 1 - self._turn
         self._waits[turn]()
@@ -98,14 +98,14 @@ def _read_part(file: int, start: int, target: memoryview) -> None:
         start, target = start + number, target[number:]
 
 
-def _for_nothing() -> None:
+def _no_wait() -> None:
     pass
 
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
 
 
-class StoredRows(Protocol):
+class TensorRows(Protocol):
     """Its rows in order, those of heads in halves; ``num_read`` counts the bytes that were read so far."""
 
     num_read: int
@@ -113,23 +113,23 @@ class StoredRows(Protocol):
     def __iter__(self) -> Iterator[Tensor]: ...
 
 
-RowsOf = Callable[[Path, TensorSpec], StoredRows]
+RowsOf = Callable[[Path, TensorSpec], TensorRows]
 
 
 @contextmanager
-def reading_for(device: str) -> Iterator[RowsOf]:
+def open_reader(device: str) -> Iterator[RowsOf]:
     """How tensors are read for this device. All of it is there when the block ends."""
     if torch.device(device).type != "cuda":
-        yield MappedRows
+        yield MmapRows
         return
-    staging = Staging(GpuLane(device))
+    staging = PinnedStagingBuffers(GpuLane(device))
     try:
-        yield StagedFiles(staging).rows
+        yield PinnedReader(staging).rows
     finally:
         staging.close()
 
 
-class MappedRows:
+class MmapRows:
     """In host memory, as the system has mapped the file.
 
     The file is opened for one piece at a time: a mapping that stays open keeps every page that was read
@@ -141,17 +141,17 @@ class MappedRows:
         self.num_read = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        for rows in self._spec.pieces:
-            with opened(self._path, framework="pt") as file:
+        for rows in self._spec.row_chunks:
+            with open_safetensors(self._path, framework="pt") as file:
                 stored = file.get_slice(self._spec.name)[rows.start : rows.stop]
                 self.num_read += stored.nbytes
-                yield _in_halves(stored, self._spec)
+                yield _deinterleave(stored, self._spec)
 
 
-class StagedRows:
+class PinnedRows:
     """On the device of ``staging``, where they are sorted as well."""
 
-    def __init__(self, path: Path, spec: TensorSpec, stored: StoredAt, staging: Staging) -> None:
+    def __init__(self, path: Path, spec: TensorSpec, stored: TensorLocation, staging: PinnedStagingBuffers) -> None:
         self._path, self._spec, self._stored, self._staging = path, spec, stored, staging
         self.num_read = 0
 
@@ -161,33 +161,33 @@ class StagedRows:
         row_bytes = self._spec.num_elements // self._spec.shape[0] * dtype.itemsize
         try:
             with self._path.open("rb") as file:
-                for rows in self._spec.pieces:
+                for rows in self._spec.row_chunks:
                     start = self._stored.start + rows.start * row_bytes
-                    there = self._staging.carry(file.fileno(), start, len(rows) * row_bytes)
+                    there = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
                     self.num_read += there.nbytes
-                    yield _in_halves(there.view(dtype).view(len(rows), *self._spec.shape[1:]), self._spec)
+                    yield _deinterleave(there.view(dtype).view(len(rows), *self._spec.shape[1:]), self._spec)
         except EOFError as error:
             raise CheckpointError(f"weights file {self._path} is damaged or truncated: it ends too soon") from error
         except OSError as error:
             raise CheckpointError(f"weights file {self._path} cannot be read: {error.strerror or error}") from error
 
 
-class StagedFiles:
+class PinnedReader:
     """Files whose tensors go through ``staging``; each header is read once."""
 
-    def __init__(self, staging: Staging) -> None:
+    def __init__(self, staging: PinnedStagingBuffers) -> None:
         self._staging = staging
-        self._tensors: dict[Path, dict[str, StoredAt]] = {}
+        self._tensors: dict[Path, dict[str, TensorLocation]] = {}
 
-    def rows(self, path: Path, spec: TensorSpec) -> StagedRows:
+    def rows(self, path: Path, spec: TensorSpec) -> PinnedRows:
         """Raises CheckpointError if the file has no such tensor."""
         if path not in self._tensors:
-            self._tensors[path] = tensors_in(path)
+            self._tensors[path] = read_header(path)
         stored = self._tensors[path].get(spec.name)
         if stored is None or stored.shape != spec.shape or stored.dtype not in DTYPES:
             raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {spec.shape} in {', '.join(DTYPES)}")
-        return StagedRows(path, spec, stored, self._staging)
+        return PinnedRows(path, spec, stored, self._staging)
 
 
-def _in_halves(stored: Tensor, spec: TensorSpec) -> Tensor:
-    return rows_in_halves(stored, spec.interleaved_heads) if spec.interleaved_heads else stored
+def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
+    return deinterleave_rows(stored, spec.interleaved_heads) if spec.interleaved_heads else stored

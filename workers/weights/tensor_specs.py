@@ -13,14 +13,14 @@ from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import ExpertId
 
 # Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
-OnTensor = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # what is wanted of a checkpoint, in its spelling
 
 PIECE = 2**24  # elements that are in memory as they are stored, beside what a stage holds
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class CheckpointNames:
     """One layout's spelling; ``{}`` stands for the layer, and for the expert in ``expert``."""
 
     embedding: str
@@ -35,7 +35,7 @@ class Names:
 
 
 NAMES = {
-    Layout.HUGGING_FACE: Names(
+    Layout.HUGGING_FACE: CheckpointNames(
         embedding="model.embed_tokens.weight",
         norm="model.norm.weight",
         head="lm_head.weight",
@@ -48,7 +48,7 @@ NAMES = {
         gate="model.layers.{}.block_sparse_moe.gate.weight",
         expert="model.layers.{}.block_sparse_moe.experts.{}",
     ),
-    Layout.MISTRAL: Names(
+    Layout.MISTRAL: CheckpointNames(
         embedding="tok_embeddings.weight",
         norm="norm.weight",
         head="output.weight",
@@ -96,7 +96,7 @@ class TensorSpec:
         return prod(self.shape)
 
     @property
-    def pieces(self) -> list[range]:
+    def row_chunks(self) -> list[range]:
         """Its rows, so many at a time that a piece is small beside a stage; all of them where heads have to be sorted.
 
         [131072, 5120], 2**24 elements at the most: rows 0 to 3275, 3276 to 6551, ...

@@ -23,8 +23,8 @@ from tramontane.cluster.actors.expert_actor import ExpertHealth
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
-from tramontane.cluster.planning.expert_planner import replanned
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
+from tramontane.cluster.planning.expert_planner import replan
 from tramontane.proto.plan import ExpertId, Link
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _ray() -> Iterator[None]:
         log_to_driver=False,
         object_store_memory=256 * 2**20,
         _system_config={
-            "timeout_ms_task_wait_for_death_info": 0,  # as ``own_ray`` has it
+            "timeout_ms_task_wait_for_death_info": 0,  # as ``local_ray_cluster`` has it
             "metrics_report_interval_ms": 1000,
         },
     )
@@ -68,7 +68,7 @@ def _expected() -> list[Expected]:
 @contextmanager
 def _pipeline(
     folder: Path, num_stages: int, num_actors: int, replicas: int | None, link: Link
-) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
+) -> Iterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     plan = without_experts(tiny_plan(ARGS, num_stages), expert_plan(ARGS, num_actors, replicas))
     name = f"test-{num_stages}-{num_actors}-{replicas}-{link}"
     spec = PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
@@ -155,7 +155,7 @@ def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folde
     ids = [ExpertId(layer, expert) for layer in range(4) for expert in range(4)]
     biased, otherwise = ({each: 100.0 if (each.expert < 2) == low else 1.0 for each in ids} for low in (True, False))
     first = expert_plan(ARGS, 3, None, biased)
-    then = replanned(first, otherwise)
+    then = replan(first, otherwise)
     prompts = [prompt for prompt in CHOSEN if len(prompt) < 30]
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     plan = without_experts(tiny_plan(ARGS, 2), first)

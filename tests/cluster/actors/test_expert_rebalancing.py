@@ -10,7 +10,7 @@ import pytest
 from serve_cluster import URL, complete, events, served, wait_until_idle
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 from tramontane.proto.errors import ConfigError
 
 pytestmark = [
@@ -24,7 +24,10 @@ BODY = {"prompt": "ROMEO:", "max_tokens": 40, "ignore_eos": True, "temperature":
 
 @pytest.fixture(scope="module", autouse=True)
 def _app() -> Iterator[None]:
-    with own_ray(num_cpus=3), served(dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True):
+    with (
+        local_ray_cluster(num_cpus=3),
+        served(dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True),
+    ):
         yield
 
 

@@ -8,10 +8,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from tramontane.cluster.actors import hang_detector as stuck
-from tramontane.cluster.actors.hang_detector import Silences, replace_stuck
+from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
 
-WELL = SimpleNamespace(computing_s=0.0, bytes_loaded=8, weight_bytes=8)
-LOADS = SimpleNamespace(computing_s=0.0, bytes_loaded=4, weight_bytes=8)
+WELL = SimpleNamespace(busy_for_s=0.0, bytes_loaded=8, weight_bytes=8)
+LOADS = SimpleNamespace(busy_for_s=0.0, bytes_loaded=4, weight_bytes=8)
 LOST = "a micro-batch was lost"
 UNAVAILABLE, DIED = ActorUnavailableError("connection attempt timed out", None), ActorDiedError()
 
@@ -41,14 +41,14 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
 
     wait: Callable[..., Any] = lambda workers, **_: ([w for w in workers if w.answer is not None], [])  # noqa: E731
     monkeypatch.setattr(stuck, "ray", SimpleNamespace(wait=wait, get=get))
-    monkeypatch.setattr(stuck, "end_process", end)
+    monkeypatch.setattr(stuck, "kill_worker_process", end)
     return ended
 
 
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
 def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer, is_stopped=True)}
-    assert replace_stuck(workers, 2.0) == "stage-1 did nothing for too long"
+    assert replace_hung_workers(workers, 2.0) == "stage-1 did nothing for too long"
     assert ended == [workers["stage-1"]]
 
 
@@ -58,12 +58,12 @@ def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, en
 )
 def test_who_loads_or_is_born_again_is_waited_for(answer: Any, reason: str, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer)}
-    assert replace_stuck(workers, 2.0) == reason
+    assert replace_hung_workers(workers, 2.0) == reason
     assert not ended
 
 
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
 def test_one_that_is_stopped_while_it_is_waited_for_is_replaced(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = [_Worker(LOADS), _Worker(answer, is_stopped=True)]
-    Silences().end_silent(workers)
+    SilenceTracker().kill_silent(workers)
     assert ended == workers[1:]

@@ -25,14 +25,14 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.lease import Lease, LeaseBook, actor_as_holder, driver_as_holder, must_make_way
-from tramontane.cluster.actors.pipeline_spec import SUPERVISOR, Application, PipelineSpec
+from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_as_holder, must_yield
+from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
 from tramontane.cluster.actors.worker_actor import NAMESPACE, actor_names
-from tramontane.cluster.pipeline.adoption import any_pipeline
-from tramontane.cluster.pipeline.lifecycle import end_pipeline, running_pipeline
-from tramontane.cluster.pipeline.stage_chain import RayStageChain
+from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline
+from tramontane.cluster.pipeline.lifecycle import running_pipeline, shut_down_pipeline
+from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.proto.errors import CheckpointError, LeaseError, PipelineError, PlanError
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 
@@ -40,7 +40,7 @@ TTL = 10.0
 
 
 def test_the_lease_is_one_holders_until_it_lapses() -> None:
-    book = LeaseBook(TTL, now=0.0)
+    book = LeaseManager(TTL, now=0.0)
     book.claim("a", now=0.0)
     assert book.next_epoch(floor=1000) == 1001
     with pytest.raises(LeaseError, match="driven by a"):
@@ -54,7 +54,7 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
 
 
 def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
-    book = LeaseBook(TTL, now=0.0, found=Lease("a", 7))
+    book = LeaseManager(TTL, now=0.0, recovered=Lease("a", 7))
     book.claim("b", now=0.1, current_makes_way=True)
     assert book.lease == Lease("b", 7)
     assert book.next_epoch(floor=0) == 8
@@ -62,14 +62,14 @@ def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
 
 def test_a_later_deployments_router_need_not_wait_but_no_other() -> None:
     older, newer = "driver@7/x/y", "driver@8/x"
-    assert must_make_way(older, newer)
-    assert not must_make_way(newer, older)
-    assert not must_make_way(older, "driver@7/z")
-    assert not must_make_way("driver@0/a", "driver@0/b")
+    assert must_yield(older, newer)
+    assert not must_yield(newer, older)
+    assert not must_yield(older, "driver@7/z")
+    assert not must_yield("driver@0/a", "driver@0/b")
 
 
 def test_the_holder_may_claim_again() -> None:
-    book = LeaseBook(TTL, now=0.0)
+    book = LeaseManager(TTL, now=0.0)
     book.claim("a", now=0.0)
     first = book.next_epoch(floor=0)
     book.claim("a", now=1.0)
@@ -78,15 +78,15 @@ def test_the_holder_may_claim_again() -> None:
 
 def test_a_holder_that_the_book_has_forgotten_has_the_lease_again_when_it_renews() -> None:
     """No stage could tell who drives it when the supervisor was born again. Who does drives on, and does not claim."""
-    book = LeaseBook(TTL, now=0.0)
+    book = LeaseManager(TTL, now=0.0)
     assert book.renew("a", now=5.0)
-    assert book.idle_s(now=6.0) == 1.0
+    assert book.silent_for_s(now=6.0) == 1.0
     with pytest.raises(LeaseError, match="driven by a"):
         book.claim("b", now=6.0)
 
 
 def test_a_book_found_in_stages_gives_its_holder_a_full_term() -> None:
-    book = LeaseBook(TTL, now=100.0, found=Lease("a", 7))
+    book = LeaseManager(TTL, now=100.0, recovered=Lease("a", 7))
     with pytest.raises(LeaseError):
         book.claim("b", now=100.0 + TTL)
     book.claim("b", now=100.1 + TTL)
@@ -95,7 +95,7 @@ def test_a_book_found_in_stages_gives_its_holder_a_full_term() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["claim", "renew", "fence"]), st.floats(0, 15))))
 def test_epochs_only_grow_and_belong_to_whoever_may_drive(events: list[tuple[str, str, float]]) -> None:
     """Against a plain model: who renewed or claimed last, and when."""
-    book, now = LeaseBook(TTL, now=0.0), 0.0
+    book, now = LeaseManager(TTL, now=0.0), 0.0
     holder, since, epochs = "", 0.0, [0]
     for who, what, later in events:
         now += later
@@ -135,7 +135,7 @@ def spec(_ray: None, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator
     yield spec
     remove_pipeline(spec.name)
     for name in actor_names(rf"{spec.name}-\d+-supervisor"):  # of a test that failed
-        end_pipeline(name.removesuffix(SUPERVISOR))
+        shut_down_pipeline(name.removesuffix(SUPERVISOR_SUFFIX))
 
 
 def _health(spec: PipelineSpec) -> list[StageHealth]:
@@ -205,7 +205,7 @@ class Contender:
                 raise PlanError("no room")
             return spec
 
-        self._spec, self._chain = await self._exit.enter_async_context(any_pipeline(spec.name, new_spec))
+        self._spec, self._chain = await self._exit.enter_async_context(adopt_or_create_pipeline(spec.name, new_spec))
         return self._spec
 
     async def run(self) -> list[list[int]]:
@@ -222,9 +222,9 @@ class Contender:
     async def stop(self) -> None:
         await self._exit.aclose()
 
-    def _chain_of(self, other: PipelineSpec) -> RayStageChain:
+    def _chain_of(self, other: PipelineSpec) -> ObjectStoreStageChain:
         stages = [ray.get_actor(other.stage_name(i), NAMESPACE) for i in range(2)]
-        return RayStageChain(stages, ray.get_actor(other.supervisor_name, NAMESPACE), actor_as_holder())
+        return ObjectStoreStageChain(stages, ray.get_actor(other.supervisor_name, NAMESPACE), actor_holder_name())
 
 
 @contextmanager
@@ -303,7 +303,7 @@ def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(spec: P
         versioned = replace(spec, name=f"{spec.name}-0123abcd")
         made = ray.get(first.start.remote(versioned))
         starting = second.start.remote(versioned)
-        another = f"{made.name.removesuffix('0')}1{SUPERVISOR}"
+        another = f"{made.name.removesuffix('0')}1{SUPERVISOR_SUFFIX}"
         while another not in actor_names(re.escape(another)):
             time.sleep(0.05)
         _kill(first, "contender-f")
@@ -390,8 +390,8 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
     """As when Ray Serve has killed a replica that took too long to stop, and wants fewer of them now."""
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 0.0)
     monkeypatch.setattr(supervisor_module, "UNCLAIMED_AFTER_S", 3.0)
-    monkeypatch.setattr(supervisor_module, "is_claimable", lambda *_: True)
-    _start_and_leave(replace(spec, application=Application("some application")), monkeypatch)
+    monkeypatch.setattr(supervisor_module, "may_be_claimed", lambda *_: True)
+    _start_and_leave(replace(spec, application=OwnerApplication("some application")), monkeypatch)
     while _actors_of(spec):
         time.sleep(0.05)
 

@@ -12,21 +12,21 @@ from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from ray.actor import ActorHandle
 from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.actors.stage_actor import OPEN_ON_GPU, StageActor, as_stage_actor
+from tramontane.cluster.actors.stage_actor import GPU_PIPELINE_DEPTH, StageActor, remote_stage_class
 from tramontane.cluster.actors.stage_control import fence_stages
-from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.plan import Link
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 ARGS = tiny_args(n_layers=4, windows=(24, None, 24, None), moe=False)
-CHAINS: dict[Link, type[RayStageChain]] = {"object-store": RayStageChain, "direct": DirectStageChain}
+CHAINS: dict[Link, type[ObjectStoreStageChain]] = {"object-store": ObjectStoreStageChain, "direct": DirectStageChain}
 
 
 class _Computes:
     """Records by computing again."""
 
-    def record(self, compute: Callable[[], object]) -> Callable[[], object]:
+    def capture(self, compute: Callable[[], object]) -> Callable[[], object]:
         return compute
 
 
@@ -43,19 +43,19 @@ class _OverlappedStage(StageActor):
     """Has what a GPU would have, but for the GPU: its marks are reached when they are made."""
 
     def _load(self) -> Any:  # noqa: ANN401 - an actor that is sent imports where it runs
-        from tramontane.workers.attention.backend import Kernels
+        from tramontane.workers.attention.backend import AttentionKernels
         from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
-        from tramontane.workers.stage.device_backend import Means
+        from tramontane.workers.stage.device_backend import DeviceBackend
         from tramontane.workers.stage.stage_worker import StageWorker
 
         loaded = super()._load()
-        means = Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=_Computes(), mark=_Reached)
+        means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=_Computes(), mark=_Reached)
         return StageWorker(loaded.plan, loaded.model, means=means)
 
     def _new_steps(self) -> Any:  # noqa: ANN401
-        from tramontane.workers.stage.overlapped_executor import Overlapped
+        from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
 
-        return Overlapped(self._wait_until_loaded(), 2)
+        return OverlappedExecutor(self._wait_until_loaded(), 2)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["ActorHand
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import tests
-    kind = as_stage_actor(_OverlappedStage, OPEN_ON_GPU + 1)
+    kind = remote_stage_class(_OverlappedStage, GPU_PIPELINE_DEPTH + 1)
     yield [kind.options(num_cpus=1).remote(stage, folder, "cpu", 1) for stage in tiny_plan(ARGS, 3).stages]
     ray.cloudpickle.unregister_pickle_by_value(this_module)
     ray.shutdown()

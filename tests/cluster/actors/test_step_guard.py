@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tramontane.cluster.actors.step_guard import MAX_FAILURES, OwnFailures, can_compute
+from tramontane.cluster.actors.step_guard import MAX_FAILURES, FailureGuard, device_self_test
 from tramontane.proto.errors import LinkError
 
 
@@ -15,45 +15,45 @@ def _end() -> None:
     raise Ended
 
 
-def _fail(failures: OwnFailures, error: Exception, epoch: int | None = None) -> None:
-    with pytest.raises(type(error)), failures.noticed(epoch):
+def _fail(failures: FailureGuard, error: Exception, epoch: int | None = None) -> None:
+    with pytest.raises(type(error)), failures.guard(epoch):
         raise error
 
 
 def test_failures_in_a_row_end_the_process() -> None:
-    failures = OwnFailures("Stage 1/2", "cpu", _end)
+    failures = FailureGuard("Stage 1/2", "cpu", _end)
     for _ in range(3):
         for _ in range(MAX_FAILURES - 1):
             _fail(failures, ValueError("a request made it fail"))
-        with failures.noticed():
+        with failures.guard():
             pass  # somebody else's does not
     for _ in range(MAX_FAILURES - 1):
         _fail(failures, MemoryError())
-    with pytest.raises(Ended), failures.noticed():
+    with pytest.raises(Ended), failures.guard():
         raise MemoryError
 
 
 def test_steps_that_were_under_way_when_one_failed_count_as_one() -> None:
-    failures = OwnFailures("Stage 1/2", "cpu", _end)
+    failures = FailureGuard("Stage 1/2", "cpu", _end)
     for epoch in range(MAX_FAILURES - 1):
         for _ in range(2 * MAX_FAILURES):
             _fail(failures, ValueError("pieces of the same prompt"), epoch)
-    with pytest.raises(Ended), failures.noticed(MAX_FAILURES):
+    with pytest.raises(Ended), failures.guard(MAX_FAILURES):
         raise ValueError
 
 
 def test_what_others_do_is_no_failure_of_its_own() -> None:
-    failures = OwnFailures("Stage 1/2", "cpu", _end)
+    failures = FailureGuard("Stage 1/2", "cpu", _end)
     for _ in range(2 * MAX_FAILURES):
         _fail(failures, LinkError("the stage before is gone"))
 
 
 def test_a_device_that_computes_no_more_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert can_compute("cpu")
+    assert device_self_test("cpu")
 
     def sticky(*_: object, **__: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(torch, "ones", sticky)
-    with pytest.raises(Ended), OwnFailures("Stage 1/2", "cuda", _end).noticed():
+    with pytest.raises(Ended), FailureGuard("Stage 1/2", "cuda", _end).guard():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -15,24 +15,24 @@ import pytest
 from scripted_chain import ScriptedChain, no_gate
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.bench.online import Traffic, bench_online, client_of
+from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
 from tramontane.cluster.bench.report import BenchDisplay, as_data
-from tramontane.cluster.bench.results import FailureCount, Outcome, Rounds
+from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPlan
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import plotting as pictures
-from tramontane.cluster.http.app import HttpDoor
+from tramontane.cluster.http.app import HttpApp
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 ARGS = tiny_args(n_layers=4, window=24, max_seq_len=128)
 WORK = Workload(num_prompts=5, input_len=12, output_len=6, range_ratio=0.5)
-ALL_AT_ONCE = Traffic()
+ALL_AT_ONCE = LoadPattern()
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +167,9 @@ def test_plot_writes_a_picture(bench: Bench, model: Path, tmp_path: Path, name: 
 def _measure(
     client: httpx.AsyncClient,
     work: Workload = WORK,
-    traffic: Traffic = ALL_AT_ONCE,
-) -> Outcome:
-    return asyncio.run(bench_online(client, work, traffic, Rounds(0, 1), BenchDisplay()))
+    traffic: LoadPattern = ALL_AT_ONCE,
+) -> BenchResult:
+    return asyncio.run(bench_online(client, work, traffic, RoundPlan(0, 1), BenchDisplay()))
 
 
 def _client(answer: Callable[[dict[str, Any]], Awaitable[httpx.Response]], **entry: object) -> httpx.AsyncClient:
@@ -201,7 +201,7 @@ def _stream(*events: dict[str, Any], done: bool = True) -> httpx.Response:
 def test_the_real_door_is_asked_for_exactly_the_work() -> None:
     """The door's own usage is what is counted, and its vocabulary what prompts are made of."""
     plan = tiny_plan(ARGS, num_stages=2, max_num_seqs=8)
-    limits = Limits(8, 32, 128, ARGS.vocab_size)
+    limits = SchedulerLimits(8, 32, 128, ARGS.vocab_size)
     requests = WORK.requests(0, ARGS.vocab_size)
 
     async def is_ready() -> bool:
@@ -210,13 +210,13 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
     async def expert_load() -> MeasuredLoad:
         return MeasuredLoad((), 1)
 
-    async def run() -> Outcome:
-        router = Router(Scheduler(plan.cache, limits, EvenPolicy(2, 32)), ScriptedChain(no_gate))
+    async def run() -> BenchResult:
+        router = Router(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain(no_gate))
         running = asyncio.create_task(router.run())
-        door = HttpDoor(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, expert_load, 2**16, 10**9)
+        door = HttpApp(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, expert_load, 2**16, 10**9)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://door")
         try:
-            return await bench_online(client, WORK, Traffic(), Rounds(1, 1), BenchDisplay())
+            return await bench_online(client, WORK, LoadPattern(), RoundPlan(1, 1), BenchDisplay())
         finally:
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -265,7 +265,7 @@ def test_a_server_that_does_not_tell_its_vocabulary_gets_text(vocab_size: int | 
         prompts.append(body["prompt"])
         return _stream(_piece())
 
-    outcome = _measure(_client(answer), traffic=Traffic(vocab_size=vocab_size))
+    outcome = _measure(_client(answer), traffic=LoadPattern(vocab_size=vocab_size))
     assert [isinstance(prompt, str) for prompt in prompts] == [is_text] * 5
     assert outcome.figures.num_new_tokens == 5  # without usage, pieces are counted
 
@@ -283,7 +283,7 @@ def test_requests_do_not_wait_for_each_other() -> None:
         await all_there.wait()
         return _stream(_piece())
 
-    assert _measure(_client(answer), traffic=Traffic(request_rate=5000)).figures.num_completed == 5
+    assert _measure(_client(answer), traffic=LoadPattern(request_rate=5000)).figures.num_completed == 5
 
 
 def test_waiting_for_a_place_counts() -> None:
@@ -298,7 +298,7 @@ def test_waiting_for_a_place_counts() -> None:
         under_way -= 1
         return _stream(_piece(), _piece())
 
-    traces = _measure(_client(answer), traffic=Traffic(max_concurrency=1)).round.traces
+    traces = _measure(_client(answer), traffic=LoadPattern(max_concurrency=1)).round.traces
     assert most == 1
     assert len({trace.due_at for trace in traces}) == 1
     assert all(a.pieces_at[-1] <= b.pieces_at[0] for a, b in itertools.pairwise(traces))
@@ -308,7 +308,7 @@ def test_requests_are_due_when_the_rate_says() -> None:
     async def answer(_body: dict[str, Any]) -> httpx.Response:
         return _stream(_piece())
 
-    traces = _measure(_client(answer), traffic=Traffic(request_rate=1000)).round.traces
+    traces = _measure(_client(answer), traffic=LoadPattern(request_rate=1000)).round.traces
     due = arrivals(5, 1000, WORK.seed)
     assert [t.due_at - traces[0].due_at for t in traces] == pytest.approx([at - due[0] for at in due], abs=1e-9)
     assert all(t.pieces_at[0] >= t.due_at for t in traces)
@@ -369,8 +369,8 @@ def test_a_server_that_is_something_else_is_refused(body: bytes) -> None:
 
 def test_the_url_may_end_as_openais_clients_want_it() -> None:
     for url in ("http://host:8000", "http://host:8000/", "http://host:8000/v1", "http://host:8000/v1/"):
-        assert str(client_of(url, {}).base_url) == "http://host:8000"
-    assert str(client_of("http://host/below/v1", {}).base_url) == "http://host/below/"
+        assert str(make_client(url, {}).base_url) == "http://host:8000"
+    assert str(make_client("http://host/below/v1", {}).base_url) == "http://host/below/"
 
 
 @pytest.mark.parametrize(
@@ -378,4 +378,4 @@ def test_the_url_may_end_as_openais_clients_want_it() -> None:
 )
 def test_impossible_traffic_is_refused(traffic: dict[str, int], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        Traffic(**traffic)
+        LoadPattern(**traffic)

@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 
 from tramontane.cluster.bench.report import as_data
-from tramontane.cluster.bench.results import Failure, FailureCount, Figures, Latency, RequestTrace, Round, Rounds, middle
+from tramontane.cluster.bench.results import (
+    BenchMetrics,
+    Failure,
+    FailureCount,
+    Latency,
+    RequestTrace,
+    Round,
+    RoundPlan,
+    median_index,
+)
 from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.proto.errors import ConfigError
 
@@ -18,7 +27,7 @@ FULL = Failure("HTTP 429", "too much is waiting")
 
 
 def test_figures_of_two_requests() -> None:
-    figures = Figures.of(TRACES)
+    figures = BenchMetrics.of(TRACES)
     assert (figures.elapsed_s, figures.num_completed, figures.num_failed) == (5.0, 2, 0)
     assert (figures.num_prompt_tokens, figures.num_new_tokens) == (10, 6)
     assert (figures.tokens_per_s, figures.per_s(6)) == (3.2, 1.2)
@@ -33,17 +42,17 @@ def test_figures_of_two_requests() -> None:
 def test_failures_are_counted_by_kind_and_have_no_part_in_the_rest() -> None:
     broken = RequestTrace(5.0, 100, 7, (6.0, 99.0), Failure("ReadError", "gone"))
     refused = [RequestTrace(12.0, 100, 0, (), replace(FULL, message=f"{FULL.message}: {i}")) for i in range(2)]
-    figures = Figures.of([*TRACES, broken, *refused])
+    figures = BenchMetrics.of([*TRACES, broken, *refused])
     assert figures.failures == (FailureCount("HTTP 429", 2, "too much is waiting: 0"), FailureCount("ReadError", 1, "gone"))
     assert (figures.num_completed, figures.num_failed, figures.num_new_tokens) == (2, 3, 6)
     assert figures.elapsed_s == 10.0  # it began when the broken one was due
-    assert figures.ttft == Figures.of(TRACES).ttft
+    assert figures.ttft == BenchMetrics.of(TRACES).ttft
 
 
 def test_nothing_answered_and_single_tokens_have_no_latencies() -> None:
-    figures = Figures.of([RequestTrace(1.0, 5, 0, (), FULL)])
+    figures = BenchMetrics.of([RequestTrace(1.0, 5, 0, (), FULL)])
     assert (figures.elapsed_s, figures.tokens_per_s, figures.ttft, figures.e2e) == (0.0, 0.0, None, None)
-    single = Figures.of([RequestTrace(1.0, 5, 1, (3.0,))])
+    single = BenchMetrics.of([RequestTrace(1.0, 5, 1, (3.0,))])
     assert (single.tpot, single.itl, single.ttft) == (None, None, Latency(2.0, (2.0, 2.0, 2.0)))
 
 
@@ -51,7 +60,7 @@ def test_nothing_answered_and_single_tokens_have_no_latencies() -> None:
     ("speeds", "chosen"), [((5.0,), 0), ((5.0, 9.0, 7.0), 2), ((9.0, 5.0), 1), ((4.0, 1.0, 3.0, 2.0), 3), ((2.0, 2.0, 2.0), 1)]
 )
 def test_the_middle_round_is_shown(speeds: tuple[float, ...], chosen: int) -> None:
-    assert middle(speeds) == chosen
+    assert median_index(speeds) == chosen
 
 
 def _round(slowness: float) -> Round:
@@ -65,7 +74,7 @@ def test_rounds_that_warm_up_do_not_count_and_the_rest_are_told() -> None:
         seen.append(number)
         return _round((100.0, 2.0, 1.0, 4.0)[number])
 
-    outcome = asyncio.run(Rounds(1, 3).run(one))
+    outcome = asyncio.run(RoundPlan(1, 3).run(one))
     assert seen == [0, 1, 2, 3]
     assert outcome.speeds == (4.0, 8.0, 2.0)
     assert outcome.figures.elapsed_s == 2.0
@@ -118,8 +127,8 @@ def test_arrivals_are_a_poisson_process_of_the_rate() -> None:
         (lambda: Workload(range_ratio=1.0), "--range-ratio is 1.0"),
         (lambda: Workload(range_ratio=math.nan), "--range-ratio is nan"),
         (lambda: Workload(seed=-1), "--seed is -1"),
-        (lambda: Rounds(-1, 1), "--warmups is -1"),
-        (lambda: Rounds(0, 0), "--repeats is 0"),
+        (lambda: RoundPlan(-1, 1), "--warmups is -1"),
+        (lambda: RoundPlan(0, 0), "--repeats is 0"),
         (lambda: arrivals(1, 0.0, 0), "--request-rate is 0"),
         (lambda: arrivals(1, math.nan, 0), "--request-rate is nan"),
     ],

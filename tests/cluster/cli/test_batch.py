@@ -24,8 +24,8 @@ from starlette.types import Receive, Scope, Send
 from tramontane.cluster.cli.batch import watch
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.console import batch_client
-from tramontane.cluster.console.batch_client import LineStream
-from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.console.batch_client import StdoutSink
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import PipelineError
 
@@ -64,7 +64,7 @@ class Unreliable:
 def _server(place: Place, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
     """Its URL. In a thread with an event loop of its own, where a runner works too."""
     service = place.service()
-    app = Unreliable(Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS), key=key)
+    app = Unreliable(Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS), key=key)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
     ready = threading.Event()
 
@@ -183,12 +183,12 @@ def test_results_come_on_standard_output_line_by_line_over_lost_connections(
 
 def test_a_line_that_was_cut_is_written_once() -> None:
     stream = io.BytesIO()
-    lines = LineStream(stream)
+    lines = StdoutSink(stream)
     for pieces, num_lines in [((b"one\ntw", b"o\nth", b"r"), 2), ((b"three\n",), 3)]:
         with lines.appending() as write:
             for piece in pieces:
                 write(piece)
-        assert lines.whole_lines() == num_lines
+        assert lines.count_lines() == num_lines
     assert stream.getvalue() == b"one\ntwo\nthree\n"
 
 
@@ -214,7 +214,7 @@ def test_results_outlive_a_server_that_is_gone_for_a_while(monkeypatch: pytest.M
 
     with batch_client.BatchClient("http://127.0.0.1:1", {}, notices.append) as client:
         client._http = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://127.0.0.1:1")
-        assert client.results("batch_x", LineStream(stream)) == 2
+        assert client.results("batch_x", StdoutSink(stream)) == 2
     assert stream.getvalue() == b'"a"\n"b"\n'
     assert any("trying again for up to 10 minutes" in notice for notice in notices)
 

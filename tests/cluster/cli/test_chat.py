@@ -18,16 +18,16 @@ from reference import greedy
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.console.display import for_terminal
+from tramontane.cluster.console.display import sanitize
 from tramontane.router.tokenization.chat import ChatMessage
-from tramontane.router.tokenization.loader import need_tokenizer, open_chat
+from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.workers.model.transformer import StageModel
 
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
 SLOW = """
 import time
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.console.display import for_terminal
+from tramontane.cluster.console.display import sanitize
 from tramontane.workers.stage.stage_worker import StageWorker
 step = StageWorker.step
 StageWorker.step = lambda *given: (time.sleep(0.1), step(*given))[1]
@@ -76,8 +76,8 @@ def test_answers_are_what_the_model_says_to_the_conversation(
 ) -> None:
     code, out, err = chat("The quick", "", "brown fox", flags=("--json", *(("--system", system) if system else ())))
     assert code == 0, err
-    tokenizer = need_tokenizer(model, 300)
-    prompt = open_chat(model, tokenizer)
+    tokenizer = require_tokenizer(model, 300)
+    prompt = load_chat_template(model, tokenizer)
     messages = [ChatMessage("system", system)] if system else []
     for said, answer in zip(("The quick", "brown fox"), _answers(out), strict=True):
         messages.append(ChatMessage("user", said))
@@ -161,9 +161,9 @@ def _heed_ctrl_c() -> None:
 def test_a_terminal_gets_no_orders_from_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "a\x1b]52;c;ZXZpbA==\x07b\x9b2Jc\r\n\td 👩\u200d👩"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert for_terminal(said) == "a\ufffd]52;c;ZXZpbA==\ufffdb\ufffd2Jc\n\td 👩\u200d👩"
+    assert sanitize(said) == "a\ufffd]52;c;ZXZpbA==\ufffdb\ufffd2Jc\n\td 👩\u200d👩"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert for_terminal(said) == said
+    assert sanitize(said) == said
 
 
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(model: Path) -> None:

@@ -239,7 +239,7 @@ def test_more_stages_than_layers(refused: Refused, model: Path, local: list[str]
 
 @pytest.mark.parametrize("local", [["--local"], []])
 def test_too_little_memory_for_the_plan(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(node_cpus=(2,), node_memory=(200_000,)))
+    monkeypatch.setattr(launch, "probe_local", lambda: Hardware(node_cpus=(2,), node_memory=(200_000,)))
     message = refused("generate", "--model", model, *local, "The")
     assert "too little memory for stage 1/2 (layers 0-1)" in message
     assert "may use 87.9 KiB" in message  # 0.9 of half of 200,000 bytes
@@ -273,7 +273,7 @@ def test_more_threads_than_can_be_counted(refused: Refused, model: Path) -> None
 @pytest.mark.parametrize("local", [["--local"], []])
 def test_more_threads_than_cores(refused: Refused, model: Path, local: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray would believe any number of cores that it is told to have."""
-    monkeypatch.setattr(launch, "this_machine", lambda: Hardware(node_cpus=(2,), node_memory=(2**30,)))
+    monkeypatch.setattr(launch, "probe_local", lambda: Hardware(node_cpus=(2,), node_memory=(2**30,)))
     message = refused("generate", "--model", model, *local, "--threads-per-stage", "3", "The")
     assert message == "--threads-per-stage is 3, but no machine here has more cores than 2; use at most 2, or leave it out"
 
@@ -290,7 +290,7 @@ def test_a_cluster_that_cannot_be_joined_is_named(
     def fail(**_options: object) -> NoReturn:
         raise error("not from here\nand many\nmore lines")
 
-    monkeypatch.setattr(ray_address, "check_cluster", lambda *_: None)
+    monkeypatch.setattr(ray_address, "check_ray_address", lambda *_: None)
     monkeypatch.setattr(ray, "init", fail)
     assert refused("generate", "--model", model, "--address", "auto", "The") == (
         "the Ray cluster at --address auto cannot be joined: not from here; "
@@ -327,7 +327,7 @@ def test_a_ray_that_does_not_start_is_no_fault_of_the_users(
     def fail(**_options: object) -> NoReturn:
         raise PipelineError("Ray could not\nbe started")
 
-    monkeypatch.setattr(launch, "own_ray", fail)
+    monkeypatch.setattr(launch, "local_ray_cluster", fail)
     assert refused("generate", "--model", model, "The", code=1) == "Ray could not be started"
 
 
@@ -368,7 +368,7 @@ def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(
     def checked(_config: object) -> NoReturn:
         raise AssertionError("the checkpoint is looked at")
 
-    monkeypatch.setattr(serving, "checked_model", checked)
+    monkeypatch.setattr(serving, "validate_model", checked)
     (tmp_path / "file").touch()
     complaint = refused("serve", *(flag.format(folder=tmp_path) for flag in flags))
     assert all(word in complaint for word in named), complaint

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.console import prompts
-from tramontane.cluster.console.display import WITHOUT_ORDERS, Display
-from tramontane.cluster.console.token_colors import TokenColours
+from tramontane.cluster.console.display import STRIP_CONTROL, Display
+from tramontane.cluster.console.token_colors import TokenColors
 from tramontane.proto.model_folder import Layout
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -294,7 +294,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_a_terminal_ends_with_the_whole_texts(generate: Generate) -> None:
-    expected = _blocks(generate("--json", *PROMPTS)).translate(WITHOUT_ORDERS)
+    expected = _blocks(generate("--json", *PROMPTS)).translate(STRIP_CONTROL)
     live = generate(*PROMPTS, terminal=True)
     assert "\x1b[" in live.out, "it was live"
     assert live.out.endswith(expected)
@@ -303,7 +303,7 @@ def test_a_terminal_ends_with_the_whole_texts(generate: Generate) -> None:
 
 @pytest.mark.usefixtures("terminal")
 def test_one_prompt_in_a_terminal_is_plain_text(generate: Generate) -> None:
-    assert generate("It", terminal=True).out == generate("It").out.translate(WITHOUT_ORDERS)
+    assert generate("It", terminal=True).out == generate("It").out.translate(STRIP_CONTROL)
 
 
 SGR = re.compile(r"\x1b\[([0-9;]*)m")
@@ -328,7 +328,7 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
     monkeypatch.setenv("COLORTERM", "truecolor")
     monkeypatch.setenv("COLUMNS", "30")
     tokenizer = SentencePieceTokenizer(model / "tokenizer.model")
-    colours = TokenColours(3, 4)
+    colours = TokenColors(3, 4)
     expected: list[tuple[str, str | None]] = []
     for completion in generate("--json", "--show-experts", "3", *given).json["completions"]:
         expected += [("\n", None)] * bool(expected)
@@ -337,8 +337,8 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
         pieces = [decoder.push(token_id) for decoder, ids in zip(decoders, parts, strict=True) for token_id in ids]
         for piece, ids in zip(pieces, completion["prompt_experts"]["3"] + completion["experts"]["3"], strict=False):
             codes = _coloured(colours.style(ids[0]).render("x"))[0][1]
-            expected += [(char, None if char == "\n" else codes) for char in piece.translate(WITHOUT_ORDERS)]
-        expected += [(char, None) for char in (pieces[-1] + decoders[1].finish()).translate(WITHOUT_ORDERS) + "\n"]
+            expected += [(char, None if char == "\n" else codes) for char in piece.translate(STRIP_CONTROL)]
+        expected += [(char, None) for char in (pieces[-1] + decoders[1].finish()).translate(STRIP_CONTROL) + "\n"]
     run = generate("--show-experts", "3", *given, terminal=True)
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Zhl]|\x1b\[2K", "", run.out)
     assert _coloured(shown)[-len(expected) :] == expected
@@ -348,7 +348,7 @@ def test_in_a_terminal_every_token_has_its_experts_colour(
 
 def test_every_expert_has_a_colour_of_its_own() -> None:
     for num_experts in (1, 2, 8, 64):
-        colours = TokenColours(0, num_experts)
+        colours = TokenColors(0, num_experts)
         assert len({colours.style(expert) for expert in range(num_experts)}) == num_experts
 
 

@@ -13,8 +13,8 @@ from tiny_models import random_model, tiny_args, write_checkpoint
 from typer.main import get_command
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.serving.app import UNBOUNDED, build, checked_config
-from tramontane.cluster.serving.autoscaling import WantedPipelines
+from tramontane.cluster.serving.app import UNBOUNDED, build, validate_config
+from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
 from tramontane.proto.errors import ConfigError, PlanError
 
 README = Path(__file__).parents[3] / "README.md"
@@ -43,7 +43,7 @@ def test_one_pod_for_each_stage_of_each_pipeline(tmp_path: Path) -> None:
     assert stages["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
     assert documents["disruption-budget"]["spec"]["minAvailable"] == 7
     application = _application(documents)
-    assert checked_config(application["args"]).replicas == 1, "each is planned as if it were alone"
+    assert validate_config(application["args"]).replicas == 1, "each is planned as if it were alone"
     scaling = application["deployments"][0]["autoscaling_config"]
     assert (scaling["min_replicas"], scaling["max_replicas"], scaling["target_ongoing_requests"]) == (2, 3, 48)
     assert documents["rayservice"]["spec"]["rayClusterConfig"]["enableInTreeAutoscaling"]
@@ -60,7 +60,7 @@ def test_ray_serve_takes_what_the_config_says_over_what_the_application_does(tmp
     assert (router.autoscaling_config.min_replicas, router.autoscaling_config.max_replicas) == (2, 3)
     assert router.max_ongoing_requests == UNBOUNDED
     policy = router.autoscaling_config.policy
-    assert isinstance(policy.get_policy()(**policy.policy_kwargs), WantedPipelines)
+    assert isinstance(policy.get_policy()(**policy.policy_kwargs), PipelineAutoscalingPolicy)
     assert merged["Ingress"].deployment_config.num_replicas == 2
     wanted = {name: info.replica_config.ray_actor_options["resources"] for name, info in merged.items()}
     assert wanted == {"Router": {"tramontane_router": 1}, "Batch": {"tramontane_router": 1}, "Ingress": {"tramontane_ingress": 1}}
@@ -81,7 +81,7 @@ def test_flags_and_a_files_keys_become_the_applications(tmp_path: Path) -> None:
     (tmp_path / "keys.yaml").write_text("max_num_seqs: 8\njobs_storage: s3://bucket/jobs\nstages: 2\n")
     file = ("--config", str(tmp_path / "keys.yaml"))
     documents = _written(tmp_path / "out", *MIXTRAL, *file, "--stages", "4", "--link", "direct", "--threads-per-stage", "6")
-    config = checked_config(_application(documents)["args"])
+    config = validate_config(_application(documents)["args"])
     assert (config.stages, config.max_num_seqs, config.link, config.threads_per_stage) == (4, 8, "direct", 6)
     assert str(config.model) == "/models/mixtral-8x7b"
     assert config.jobs_storage is not None

@@ -19,15 +19,15 @@ from typer.testing import CliRunner
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.cli.plan import plan
 from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, make_plan
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import CheckpointError, ConfigError, PlanError
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.proto.request import SamplingParams
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.experts.expert_worker import ExpertWorker
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -201,9 +201,9 @@ def test_a_loaded_stage_allocates_what_the_plan_says(
     name: str, dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
     """Within 2 percent: tables of sequences and buffers are not counted."""
-    args = scaled_down(PRESETS[name])
+    args = tiny_variant(PRESETS[name])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
-    rooms = (StageRoom(GIB),) * 2
+    rooms = (StageBudget(GIB),) * 2
     for stage in make_plan(args, PlanRequest(rooms, dtype, args.max_seq_len, 8, 16, quantize=quantize)).stages:
         worker = StageWorker.load(stage, tmp_path / "model")
         held = [*worker.model.parameters(), *worker.model.buffers()]
@@ -222,9 +222,9 @@ def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     dtype: str, quantize: Quantization | None, tmp_path: Path
 ) -> None:
     """Within 2 percent; and none of the stages holds anything of an expert."""
-    args = scaled_down(PRESETS["mixtral-8x7b"])
+    args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.HUGGING_FACE)
-    room = StageRoom(GIB)
+    room = StageBudget(GIB)
     request = PlanRequest((room, room), dtype, args.max_seq_len, 8, 16, quantize=quantize, experts_inside=False)
     for stage in make_plan(args, request).stages:
         state = StageWorker.load(stage, tmp_path / "model").model.state_dict()
@@ -233,7 +233,7 @@ def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     plan = plan_experts(args, ExpertRequest((room,) * 3, dtype, quantize, replicas=2))
     for actor in plan.actors:
         worker = ExpertWorker.load(plan, actor.actor_id, tmp_path / "model")
-        assert worker.held == set(actor.experts)
+        assert worker.loaded_experts == set(actor.experts)
         held = [tensor for expert in worker._held.values() for tensor in expert.state_dict().values()]
         assert _allocated_as_plain(held) == pytest.approx(actor.weight_bytes, rel=0.02)
 
@@ -284,9 +284,9 @@ def test_all_is_what_the_pages_hold(model: str, capsys: pytest.CaptureFixture[st
     cache = CachePlan(16, tuple(WindowClass(c["window"], c["ring_pages"], c["num_pages"]) for c in told["pages"]))
     assert told["sequences"]
     for each in told["sequences"]:
-        ledger = PageLedger(cache)
+        ledger = PageAllocator(cache)
         alike = [Sequence(i, (1,) * each["tokens"], SamplingParams(), each["tokens"] + 1) for i in range(each["num_seqs"] + 1)]
-        assert ledger.how_many_fit(alike) == each["num_seqs"]
+        assert ledger.num_fitting(alike) == each["num_seqs"]
         alone = [s["num_seqs"] for stage in told["stages"] for s in stage["sequences"] if s["tokens"] == each["tokens"]]
         assert each["num_seqs"] <= min(alone)
 

@@ -9,12 +9,12 @@ from typer.testing import CliRunner
 
 from tramontane.cluster.bench.calibration import hop_seconds
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.cli.simulate import assumed_seconds
+from tramontane.cluster.cli.simulate import default_cost_model
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.step import StageTiming
-from tramontane.router.scheduling.policy import Work
-from tramontane.router.simulation.comparison import candidates, summary
-from tramontane.router.simulation.simulator import Arrival, Trace
+from tramontane.router.scheduling.policy import BatchWork
+from tramontane.router.simulation.comparison import all_policies, summary
+from tramontane.router.simulation.simulator import SimRequest, SimTrace
 
 SMALL = ["simulate", "--stages", "3", "--num-requests", "20", "--input-len", "60", "--output-len", "10"]
 POLICIES = ["tramontane", "full budget (vLLM)", "uniform budget (Sarathi-Serve)", "token throttling (gLLM)"]
@@ -68,17 +68,17 @@ def test_what_cannot_be_done_is_said(flags: list[str], message: str) -> None:
 
 
 def test_the_assumed_costs_are_as_documented() -> None:
-    assert assumed_seconds(2)(Work(0, 0, 256, 256_000)) == pytest.approx([0.4e-3 + 1.024e-3 + 1.536e-3] * 2)
+    assert default_cost_model(2)(BatchWork(0, 0, 256, 256_000)) == pytest.approx([0.4e-3 + 1.024e-3 + 1.536e-3] * 2)
 
 
 def test_the_published_policies_have_their_published_budgets() -> None:
-    assert [candidate.max_tokens for candidate in candidates(1024)] == [1024, 2048, 512, 8192]
+    assert [candidate.max_tokens for candidate in all_policies(1024)] == [1024, 2048, 512, 8192]
 
 
 def test_a_summary_leaves_out_the_time_after_the_backlog() -> None:
     """One stage: busy from 0 to 8 of the first ten seconds, then hardly; requests waited until 10."""
     timings = tuple((StageTiming(0, start, busy, 1),) for start, busy in ((0.0, 1.0), (1.0, 7.0), (19.0, 1.0)))
-    trace = Trace((Arrival(0.0, 5, 2), Arrival(1.0, 4, 1)), ((4.0, 20.0), (3.0,)), timings, backlog_until=10.0)
+    trace = SimTrace((SimRequest(0.0, 5, 2), SimRequest(1.0, 4, 1)), ((4.0, 20.0), (3.0,)), timings, backlog_until=10.0)
     told = summary("x", trace)
     assert told.bubble == pytest.approx(1 - 7 / 9)
     assert told.tokens_per_s == 12 / 20
@@ -87,9 +87,9 @@ def test_a_summary_leaves_out_the_time_after_the_backlog() -> None:
 
 def test_hops_are_counted_where_the_next_stage_was_waiting() -> None:
     steps = [
-        (Work(), (StageTiming(0, 0.0, 1.0, 1), StageTiming(1, 1.25, 3.0, 1))),  # waited: 0.25
-        (Work(), (StageTiming(0, 1.0, 1.0, 1), StageTiming(1, 4.25, 1.0, 1))),  # was busy until 4.25
-        (Work(), (StageTiming(0, 9.0, 1.0, 1), StageTiming(1, 10.5, 1.0, 1))),  # waited: 0.5
+        (BatchWork(), (StageTiming(0, 0.0, 1.0, 1), StageTiming(1, 1.25, 3.0, 1))),  # waited: 0.25
+        (BatchWork(), (StageTiming(0, 1.0, 1.0, 1), StageTiming(1, 4.25, 1.0, 1))),  # was busy until 4.25
+        (BatchWork(), (StageTiming(0, 9.0, 1.0, 1), StageTiming(1, 10.5, 1.0, 1))),  # waited: 0.5
     ]
     assert hop_seconds(steps) == 0.375
 

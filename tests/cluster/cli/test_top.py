@@ -14,13 +14,13 @@ from rich.console import Console
 
 from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.cli.top import History, frames
+from tramontane.cluster.cli.top import History, render
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import server_client as activity_client
-from tramontane.cluster.console.server_client import ask_activity, known_of, poll_activity
-from tramontane.cluster.console.timeline import columns, timeline
-from tramontane.proto.errors import ConfigError, NotRunningError
-from tramontane.router.engine.activity_log import Activity, PastMicroBatch, PipelineActivity
+from tramontane.cluster.console.server_client import ask_activity, last_seen, poll_activity
+from tramontane.cluster.console.timeline import bin_activity, render_timeline
+from tramontane.proto.errors import ConfigError, PipelineUnavailableError
+from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
 
 Handler = Callable[[httpx.Request], httpx.Response]
 
@@ -57,7 +57,7 @@ def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     first, second, third, fourth = itertools.islice(poll_activity(_client(answer)), 4)
     assert isinstance(first, Activity)
-    assert known_of(first) == {"app-1": 3, "a&b:2": 1}
+    assert last_seen(first) == {"app-1": 3, "a&b:2": 1}
     assert first == second == fourth
     assert third == "--url http://door does not answer: refused"
     assert asked == [[], *[[("after", "app-1:3"), ("after", "a&b:2:1")]] * 3]
@@ -83,33 +83,35 @@ def test_a_server_that_tells_no_activity_is_named(status: int, body: str) -> Non
 
 
 def test_a_server_that_stops_is_no_mistake_of_the_users() -> None:
-    with pytest.raises(NotRunningError, match="http://door answers GET /activity with HTTP 503; try again soon"):
+    with pytest.raises(PipelineUnavailableError, match="http://door answers GET /activity with HTTP 503; try again soon"):
         ask_activity(_saying(503, "{}"))
 
 
 # ---- the timelines
 
 
-def _past(prefill: int, decodes: int, *stages: tuple[int, float, float, float], number: int = 1) -> PastMicroBatch:
-    return PastMicroBatch(number=number, step=0, epoch=0, prefill_tokens=prefill, decodes=decodes, stages=list(stages))
+def _past(prefill: int, decodes: int, *stages: tuple[int, float, float, float], number: int = 1) -> MicroBatchModel:
+    return MicroBatchModel(number=number, step=0, epoch=0, prefill_tokens=prefill, decodes=decodes, stages=list(stages))
 
 
 def test_a_column_has_what_was_computed_in_it() -> None:
     mixed = _past(3, 1, (0, 10.5, 1.5, 1.5), (1, 11.0, 0.5, 1.0))
-    assert columns([mixed], 0, 10.0, 1.0, 2) == [(0.375, 0.125), (0.75, 0.25)]
-    assert columns([mixed], 1, 10.0, 1.0, 2) == [(0.0, 0.0), (0.375, 0.125)], "half of it waited for experts"
+    assert bin_activity([mixed], 0, 10.0, 1.0, 2) == [(0.375, 0.125), (0.75, 0.25)]
+    assert bin_activity([mixed], 1, 10.0, 1.0, 2) == [(0.0, 0.0), (0.375, 0.125)], "half of it waited for experts"
     around = [_past(0, 1, (0, 8.0, 2.5, 2.5)), _past(1, 0, (0, 11.75, 9.0, 9.0)), _past(1, 0, (0, 1e300, 1.0, 0.0))]
-    assert columns(around, 0, 10.0, 1.0, 2) == [(0.0, 0.5), (0.25, 0.0)]
+    assert bin_activity(around, 0, 10.0, 1.0, 2) == [(0.0, 0.5), (0.25, 0.0)]
 
 
 def test_a_character_says_what_and_how_much() -> None:
     """Legible without colours."""
-    shown = timeline([(0.0, 0.0), (0.0, 0.125), (0.0, 1.0), (0.0, 1.1), (0.1, 0.0), (1.0, 0.0), (0.3, 0.2), (0.2, 0.3)], 1.0)
+    shown = render_timeline(
+        [(0.0, 0.0), (0.0, 0.125), (0.0, 1.0), (0.0, 1.1), (0.1, 0.0), (1.0, 0.0), (0.3, 0.2), (0.2, 0.3)], 1.0
+    )
     assert shown.plain == " ▂██░▓▒▅"
     assert [str(span.style) for span in shown.spans] == ["cyan"] * 4 + ["yellow"] * 3 + ["cyan"]
 
 
-def _pipeline(*batches: PastMicroBatch) -> PipelineActivity:
+def _pipeline(*batches: MicroBatchModel) -> PipelineActivity:
     return PipelineActivity.model_validate({**pipeline_data(), "micro_batches": [batch.model_dump() for batch in batches]})
 
 
@@ -144,7 +146,7 @@ def _lines(shown: Any, width: int = 80) -> list[str]:  # noqa: ANN401 - whatever
 def test_a_frame_says_what_the_pipeline_does() -> None:
     waits = {"first_token_s": {"p50": 0.05, "p95": 1.25}}
     told = _look(pipeline_data() | {"busy": [0.83, 0.2], "tokens_per_s": 41.7} | waits)
-    [frame] = frames([told], "http://door", 80, lambda: None)
+    [frame] = render([told], "http://door", 80, lambda: None)
     assert _lines(frame) == [
         "http://door: 1 pipeline",
         "the last 10 s: ░▒▓ prompts  ▁▂▃▄▅▆▇█ decodes",
@@ -158,14 +160,14 @@ def test_a_frame_says_what_the_pipeline_does() -> None:
 
 
 def test_no_line_is_wrapped() -> None:
-    [frame] = frames([_look(pipeline_data(), pipeline_data("app-2"))], "http://door", 80, lambda: None)
+    [frame] = render([_look(pipeline_data(), pipeline_data("app-2"))], "http://door", 80, lambda: None)
     assert len(_lines(frame)) == 2 + 2 * 6
 
 
 def test_what_is_wrong_stands_above_what_was_told_before() -> None:
     later = pipeline_data(log=log_of((*[(8, 0)] * 3, (0, 2))), after=3)
     told = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
-    first, wrong, third, last = map(_lines, frames(told, "http://door", 80, lambda: None))
+    first, wrong, third, last = map(_lines, render(told, "http://door", 80, lambda: None))
     assert wrong == ["no answer; this is what was told before", *first]
     assert third[6].count("▓") == first[6].count("▓"), "what was told before is still drawn"
     assert len(third[6].replace(" ", "")) > len(first[6].replace(" ", ""))
@@ -175,7 +177,7 @@ def test_what_is_wrong_stands_above_what_was_told_before() -> None:
 def test_experts_come_below_where_there_are_any() -> None:
     loads = iter([MeasuredLoad(((10, 10), (0, 20)), 1), MeasuredLoad(((10, 40), (0, 30)), 1), None])
     told = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
-    first, second, third = (_lines(frame) for frame in frames(told, "http://door", 80, lambda: next(loads)))
+    first, second, third = (_lines(frame) for frame in render(told, "http://door", 80, lambda: next(loads)))
     assert "since loading: % of each layer's tokens that each expert was given" in first
     at = second.index("the last 1 s: % of each layer's tokens that each expert was given")
     assert second[at + 1 : at + 4] == ["layer     0     1 ", "    0   0.0 100.0*", "    1   0.0 100.0*"]
@@ -186,7 +188,7 @@ def test_experts_come_below_where_there_are_any() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, handler: Handler, *arguments: str) -> None:
-    monkeypatch.setattr(top_command, "client_of", lambda _url, _headers: _client(handler))
+    monkeypatch.setattr(top_command, "make_client", lambda _url, _headers: _client(handler))
     monkeypatch.setattr(activity_client, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
     assert cli.app(["top", *arguments], standalone_mode=False) is None, "another answer is an exit code"

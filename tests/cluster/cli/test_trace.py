@@ -13,8 +13,8 @@ from past_activity import BEGAN_AT, log_of, pipeline_data
 
 from tramontane.cluster.cli import trace as trace_command
 from tramontane.cluster.cli.main import main as cli
-from tramontane.cluster.cli.trace import Work, lanes, num_slices, trace_data
-from tramontane.router.engine.activity_log import Activity, PastMicroBatch
+from tramontane.cluster.cli.trace import StageSlice, assign_lanes, build_trace, num_slices
+from tramontane.router.engine.activity_log import Activity, MicroBatchModel
 
 Event = dict[str, Any]
 
@@ -71,7 +71,7 @@ def _check_arrows(events: Sequence[Event], slices: dict[tuple[int, int], list[Ev
 
 
 def test_each_stages_work_is_a_slice() -> None:
-    data = trace_data(_looks(pipeline_data()))
+    data = build_trace(_looks(pipeline_data()))
     _check(data)
     names = {(e["name"], e["tid"]): e["args"] for e in data["traceEvents"] if e["ph"] == "M"}
     assert names["process_name", 0] == {"name": "app-1"}
@@ -95,30 +95,30 @@ def test_only_what_began_since_the_first_look_is_in_it_and_once() -> None:
     anew = pipeline_data(log=log_of(((0, 1),)))
     for batch in anew["micro_batches"]:
         batch["epoch"] = 6
-    data = trace_data(_looks(pipeline_data(), pipeline_data(), pipeline_data(after=2), anew, began_at=BEGAN_AT + 1.2))
+    data = build_trace(_looks(pipeline_data(), pipeline_data(), pipeline_data(after=2), anew, began_at=BEGAN_AT + 1.2))
     _check(data)
     told = [(e["tid"], e["args"]["number"], e["args"]["epoch"]) for e in data["traceEvents"] if e["ph"] == "X"]
     assert told == [(0, 3, 5), (1000, 2, 5), (1000, 3, 5)]
-    data = trace_data(_looks(pipeline_data(), anew))
+    data = build_trace(_looks(pipeline_data(), anew))
     assert num_slices(data) == 8, "of two routers"
 
 
 def test_pipelines_are_processes() -> None:
     look = {"now": BEGAN_AT, "pipelines": [pipeline_data("app-2"), pipeline_data("app-1")]}
-    data = trace_data([Activity.model_validate_json(json.dumps(look))])
+    data = build_trace([Activity.model_validate_json(json.dumps(look))])
     _check(data)
     named = {e["pid"]: e["args"]["name"] for e in data["traceEvents"] if e["name"] == "process_name"}
     assert named == {1: "app-1", 2: "app-2"}
     assert len({event["id"] for event in data["traceEvents"] if event["ph"] == "s"}) == 6
 
 
-def _work(began_s: float, ended_s: float) -> Work:
-    batch = PastMicroBatch(number=1, step=0, epoch=0, prefill_tokens=0, decodes=1, stages=[])
-    return Work(batch, 0, began_s, 1.0, ended_s - began_s)
+def _work(began_s: float, ended_s: float) -> StageSlice:
+    batch = MicroBatchModel(number=1, step=0, epoch=0, prefill_tokens=0, decodes=1, stages=[])
+    return StageSlice(batch, 0, began_s, 1.0, ended_s - began_s)
 
 
 def test_slices_that_overlap_are_beside_each_other() -> None:
-    spans = [[(w.began_s, w.ended_s) for w in lane] for lane in lanes([_work(1, 4), _work(0, 3), _work(3, 5)])]
+    spans = [[(w.began_s, w.ended_s) for w in lane] for lane in assign_lanes([_work(1, 4), _work(0, 3), _work(3, 5)])]
     assert spans == [[(0, 3), (3, 5)], [(1, 4)]]
 
 
@@ -126,7 +126,7 @@ def test_clocks_that_differ_a_little_make_no_second_lane() -> None:
     pipeline = pipeline_data()
     for batch, began_s in zip(pipeline["micro_batches"], (0.0, 0.4995, 1.3), strict=True):
         batch["stages"] = [(0, BEGAN_AT + began_s, 0.5, 0.5), (1, BEGAN_AT + began_s + 0.1, 0.5, 0.9)]
-    data = trace_data(_looks(pipeline))
+    data = build_trace(_looks(pipeline))
     _check(data)
     threads = [e["args"]["name"] for e in data["traceEvents"] if e["name"] == "thread_name"]
     assert threads == ["Stage 1/2 layers 0-3", "Stage 2/2 layers 4-7", "Stage 2/2 layers 4-7 (2)"]
@@ -145,7 +145,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, pipelines: Sequence[dict[str, Any]], *
         return httpx.Response(200, json={"now": BEGAN_AT + len(asked) - 1, "pipelines": list(pipelines)})
 
     client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door")
-    monkeypatch.setattr(trace_command, "client_of", lambda _url, _headers: client)
+    monkeypatch.setattr(trace_command, "make_client", lambda _url, _headers: client)
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     assert cli.app(["trace", *map(str, arguments)], standalone_mode=False) is None
     return asked
@@ -168,7 +168,7 @@ def test_it_asks_until_the_time_is_over_and_writes(
 def test_nothing_is_written_where_nothing_ran(refused: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:  # noqa: ANN401
     idle = httpx.MockTransport(lambda _: httpx.Response(200, json={"now": next(now), "pipelines": []}))
     now = itertools.count(1000)
-    monkeypatch.setattr(trace_command, "client_of", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://door"))
+    monkeypatch.setattr(trace_command, "make_client", lambda _url, _headers: httpx.Client(transport=idle, base_url="http://door"))
     monkeypatch.setattr(trace_command.time, "sleep", lambda _: None)
     file = tmp_path / "trace.json"
     assert refused("trace", "-o", file, code=1).startswith("nothing ran in these 5 s")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from tramontane.cluster.common.signals import held_back
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.common.signals import defer_signals
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -37,7 +37,7 @@ def test_ray_is_whole_and_then_shut_down_when_a_signal_comes_while_it_starts(
 
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: happened.append("shut down"))
-    with pytest.raises(KeyboardInterrupt), own_ray(num_cpus=1):
+    with pytest.raises(KeyboardInterrupt), local_ray_cluster(num_cpus=1):
         happened.append("used")
     assert happened == ["started", "shut down"]
     assert [signal.getsignal(each) for each in SIGNALS] == [signal.default_int_handler] * len(SIGNALS)
@@ -52,7 +52,7 @@ def test_a_second_signal_breaks_off() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         after.append(2)
 
-    with pytest.raises(KeyboardInterrupt), held_back():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         work()
     assert after == [1]
 
@@ -60,7 +60,7 @@ def test_a_second_signal_breaks_off() -> None:
 def test_what_has_a_handler_of_its_own_keeps_it() -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
-    with held_back():
+    with defer_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]
 
@@ -69,7 +69,7 @@ def test_nothing_is_held_outside_the_main_thread() -> None:
     ended = []
 
     def run() -> None:
-        with held_back():
+        with defer_signals():
             ended.append(True)
 
     thread = threading.Thread(target=run)

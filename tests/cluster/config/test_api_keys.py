@@ -21,9 +21,9 @@ from tramontane.cluster.config.api_keys import MAX_FILE, MAX_KEYS, ApiKeys
 from tramontane.cluster.config.engine_config import ConfigFile, EngineConfig
 from tramontane.cluster.config.logging import LogSettings
 from tramontane.cluster.config.parsers import has_password
-from tramontane.cluster.console.secrets import without_keys
-from tramontane.cluster.console.server_client import check_allowed, key_headers
-from tramontane.cluster.observability.logging import log_beside_ray_serve
+from tramontane.cluster.console.secrets import redact_arguments
+from tramontane.cluster.console.server_client import auth_headers, raise_if_unauthorized
+from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.serving.app import build
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError
@@ -42,7 +42,7 @@ def _keys(*keys: str, file: Path | None = None) -> ApiKeys:
 
 def test_without_keys_everybody_may_ask() -> None:
     keys = ApiKeys()
-    assert not keys.are_needed
+    assert not keys.is_enabled
     assert keys.allows(None)
     assert keys.allows("Bearer whatever")
 
@@ -112,7 +112,7 @@ def test_a_file_is_read_only_when_it_has_changed(tmp_path: Path, monkeypatch: py
     file = tmp_path / "keys"
     file.write_text(KEY)
     keys = _keys(file=file)
-    monkeypatch.setattr("tramontane.cluster.config.api_keys.keys_in", lambda _file: pytest.fail("it was read"))
+    monkeypatch.setattr("tramontane.cluster.config.api_keys.read_key_file", lambda _file: pytest.fail("it was read"))
     assert keys.allows(f"Bearer {KEY}")
 
 
@@ -131,7 +131,7 @@ SPOILED: dict[str, bytes | None] = {
 def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = logging.FileHandler(tmp_path / "replica.log")
     monkeypatch.setattr(logging.getLogger("ray.serve"), "handlers", [written])
-    log_beside_ray_serve(LogSettings(), "door")
+    use_serve_log(LogSettings(), "door")
     (file := tmp_path / "keys").write_text(KEY)
     keys = _keys(file=file)
     file.write_text("")
@@ -195,7 +195,7 @@ def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[s
 
     async def scenario() -> None:
         source = ScriptedSource()
-        app = door_of(source, keys=_keys(KEY), more_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
+        app = door_of(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
         async with client_of(app) as client:
             headers = [("authorization", value) for value in authorization]
             for method, path in REQUESTS:
@@ -215,7 +215,7 @@ def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[s
 def test_with_a_key_everything_answers() -> None:
     async def scenario() -> None:
         source = ScriptedSource()
-        app = door_of(source, keys=_keys(KEY), more_routes=[Route("/also", _also_here)]).app()
+        app = door_of(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here)]).app()
         async with client_of(app) as client:
             client.headers["authorization"] = f"Bearer {KEY}"
             for path in ("/v1/models", "/experts", "/health", "/also"):
@@ -236,7 +236,7 @@ def test_no_configuration_shows_its_keys(tmp_path: Path) -> None:
     assert not any(KEY in text or OTHER in text for text in shown)
     assert pickle.loads(pickle.dumps(config)) == config, "as replicas get it"
     assert ApiKeys(pickle.loads(pickle.dumps(config)).api_key).allows(f"Bearer {OTHER}")
-    without = config.without_keys()
+    without = config.without_secrets()
     assert (without.api_key, without.api_key_file) == ((), None)
     file = tmp_path / "file.yaml"
     file.write_text(f"api_key: {KEY}\n")
@@ -305,9 +305,10 @@ def test_ray_is_told_a_command_line_without_keys() -> None:
     arguments += ["--jobs-database", DATABASE, f"--jobs-storage=s3://me:{OTHER}@bucket"]
     hidden = ["serve", "--api-key", "***", "--api-key=***", "--api-key-file", "keys", "--port", "80"]
     hidden += ["--jobs-database", "***", "--jobs-storage=***"]
-    assert without_keys(arguments) == hidden
+    assert redact_arguments(arguments) == hidden
     program = (
-        "import json, sys; from tramontane.cluster.console.secrets import hide_keys; hide_keys(sys.argv)\n"
+        "import json, sys; from tramontane.cluster.console.secrets import hide_secrets_in_title\n"
+        "hide_secrets_in_title(sys.argv)\n"
         "from ray._private.utils import get_entrypoint_name\n"
         "print(json.dumps([get_entrypoint_name(), open('/proc/self/cmdline').read()]))"
     )
@@ -323,23 +324,23 @@ def test_ray_is_told_a_command_line_without_keys() -> None:
 
 def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\n{OTHER}\n")
-    assert key_headers(None, None) == {}
-    assert key_headers(KEY, None) == key_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
+    assert auth_headers(None, None) == {}
+    assert auth_headers(KEY, None) == auth_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
     with pytest.raises(ConfigError, match="give one of them"):
-        key_headers(KEY, tmp_path / "keys")
+        auth_headers(KEY, tmp_path / "keys")
     with pytest.raises(ConfigError, match="printable") as refused:
-        key_headers(f"{KEY}\n", None)
+        auth_headers(f"{KEY}\n", None)
     assert KEY not in str(refused.value)
 
 
 def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
         async with client_of(door_of(ScriptedSource(), keys=_keys(KEY)).app()) as client:
-            client.headers.update(key_headers(OTHER, None))
+            client.headers.update(auth_headers(OTHER, None))
             with pytest.raises(ConfigError, match="http://door wants another API key") as refused:
-                check_allowed(client, await client.get("/v1/models"))
+                raise_if_unauthorized(client, await client.get("/v1/models"))
             assert OTHER not in str(refused.value)
-            client.headers.update(key_headers(KEY, None))
-            check_allowed(client, await client.get("/v1/models"))
+            client.headers.update(auth_headers(KEY, None))
+            raise_if_unauthorized(client, await client.get("/v1/models"))
 
     asyncio.run(scenario())

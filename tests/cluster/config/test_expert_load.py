@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tramontane.cluster.cli import experts as expert_watch
-from tramontane.cluster.cli.experts import Recent, ask_load, frames, totals
+from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
-from tramontane.cluster.console.heat_map import CELL, busiest_line, heat_map, legend, shade
-from tramontane.proto.errors import ConfigError, NotRunningError
+from tramontane.cluster.console.heat_map import CELL, busiest_summary, cell_style, heat_map, legend
+from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 
 LOAD = ((10, 20, 30, 40), (5, 5, 5, 5), (0, 0, 0, 0))
 
@@ -76,7 +76,7 @@ def _error(code: str | None, message: str = "sorry") -> str:
 
 
 def test_a_server_is_asked() -> None:
-    assert ask_load(_client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data()))) == MeasuredLoad(LOAD, 2)
+    assert fetch_load(_client(200, json.dumps(MeasuredLoad(LOAD, 2).as_data()))) == MeasuredLoad(LOAD, 2)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_a_server_is_asked() -> None:
 )
 def test_a_server_that_tells_no_load_is_named(status: int, body: str, named: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(named)) as refused:
-        ask_load(_client(status, body))
+        fetch_load(_client(status, body))
     assert "--url http://door" in str(refused.value)
 
 
 def test_a_pipeline_that_is_down_is_no_mistake_of_the_users() -> None:
-    with pytest.raises(NotRunningError, match="http://door: no pipeline can tell; try again soon"):
-        ask_load(_client(503, _error("unavailable", "no pipeline can tell")))
+    with pytest.raises(PipelineUnavailableError, match="http://door: no pipeline can tell; try again soon"):
+        fetch_load(_client(503, _error("unavailable", "no pipeline can tell")))
 
 
 # ---- the picture
@@ -124,15 +124,15 @@ def test_each_cell_is_a_share_of_its_layer() -> None:
         "    1  25.0* 25.0  25.0  25.0 ",
         "    2     -     -     -     - ",
     ]
-    assert busiest_line(LOAD) == "busiest: expert 3 of layer 0, 1.60 times its layer's mean"
-    assert busiest_line(((0, 0),)) == "no expert has been given a token"
+    assert busiest_summary(LOAD) == "busiest: expert 3 of layer 0, 1.60 times its layer's mean"
+    assert busiest_summary(((0, 0),)) == "no expert has been given a token"
 
 
 def test_each_cell_is_shaded_by_its_layers_mean() -> None:
     shades = {(span.start // CELL - 1, str(span.style)) for span in heat_map(((10, 20, 30, 40),), 80).split("\n")[1].spans}
-    assert shades == {(0, shade(0.4)), (1, shade(0.8)), (2, shade(1.2)), (3, shade(1.6))}
-    assert len({shade(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)}) == 6
-    assert [str(span.style) for span in legend().spans] == [shade(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)]
+    assert shades == {(0, cell_style(0.4)), (1, cell_style(0.8)), (2, cell_style(1.2)), (3, cell_style(1.6))}
+    assert len({cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)}) == 6
+    assert [str(span.style) for span in legend().spans] == [cell_style(times) for times in (0.4, 0.7, 1.0, 1.4, 1.9, 5.0)]
 
 
 @given(st.integers(1, 200), st.integers(1, 5), st.integers(12, 200))
@@ -160,7 +160,7 @@ def _grown(times: int) -> MeasuredLoad:
 
 
 def test_recent_is_what_was_added_within_the_span() -> None:
-    recent = Recent()
+    recent = LoadWindow()
     recent.add(100.0, _grown(1))
     assert (recent.span_s, recent.tokens) == (0.0, ((0, 0), (0, 0)))
     for second in range(1, 31):
@@ -171,7 +171,7 @@ def test_recent_is_what_was_added_within_the_span() -> None:
 @pytest.mark.parametrize("new", [_grown(4), MeasuredLoad(_grown(6).tokens, 2), MeasuredLoad(((9, 9, 9),) * 2, 1)])
 def test_recent_begins_anew_where_totals_do(new: MeasuredLoad) -> None:
     """A stage was loaded again, or a pipeline came or went: what lies between is no work."""
-    recent = Recent()
+    recent = LoadWindow()
     recent.add(0.0, _grown(1))
     recent.add(1.0, _grown(5))
     recent.add(2.0, new)
@@ -181,7 +181,7 @@ def test_recent_begins_anew_where_totals_do(new: MeasuredLoad) -> None:
 
 def test_a_frame_says_what_it_shows() -> None:
     looks = [(0.0, _grown(100)), (2.0, _grown(300)), (3.0, None), (4.0, _grown(301))]
-    first, second, third, fourth = (_plain(frame) for frame in frames(looks, 80))
+    first, second, third, fourth = (_plain(frame) for frame in render(looks, 80))
     assert first[0].startswith("the last 0 s: %")
     assert second[0].startswith("the last 2 s: %")
     assert second.index("since loading, 1 pipeline: % of each layer's tokens, * its busiest") == len(second) // 2
@@ -193,7 +193,7 @@ def test_a_frame_says_what_it_shows() -> None:
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, client: httpx.Client, *arguments: str) -> None:
-    monkeypatch.setattr(expert_watch, "client_of", lambda _url, _headers: client)
+    monkeypatch.setattr(expert_watch, "make_client", lambda _url, _headers: client)
     assert cli.app(["experts", *arguments], standalone_mode=False) is None, "another answer is an exit code"
 
 

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 from scripted_token_source import ScriptedSource, client_of, door_of
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
+from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
 from tramontane.router.engine.activity_log import Activity
 
 
@@ -22,7 +22,7 @@ def _answer(query: str, asked: list[Mapping[str, int]], key: str = "secret") -> 
         return [pipeline_data()]
 
     async def scenario() -> httpx.Response:
-        more = {"more_routes": ActivityDoor(ask).routes(), "more_operations": ACTIVITY_OPERATIONS}
+        more = {"extra_routes": ActivityEndpoint(ask).routes(), "more_operations": ACTIVITY_OPERATIONS}
         async with client_of(door_of(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
             return await client.get("/activity" + query, headers={"authorization": f"Bearer {key}"})
 

@@ -20,8 +20,8 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.http.app import HttpDoor, MoveExperts
-from tramontane.cluster.http.sse import EventStream, Pacer
+from tramontane.cluster.http.app import HttpApp, MoveExperts
+from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.proto.ports import StageChain
@@ -29,8 +29,8 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class GatedChain:
 class House:
     """A door, the router behind it, and a client in front of it."""
 
-    door: HttpDoor
+    door: HttpApp
     app: Starlette
     router: Router
     client: httpx.AsyncClient
@@ -111,10 +111,10 @@ async def _house(
     max_queued_tokens: int = 1000,
     move_experts: MoveExperts | None = None,
 ) -> AsyncIterator[House]:
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs, 32, CONTEXT, ARGS.vocab_size, max_queued_seqs=max_queued_seqs, max_queued_tokens=max_queued_tokens
     )
-    router = Router(Scheduler(PLAN.cache, limits, EvenPolicy(2, 32)), GatedChain(chain, gate))
+    router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), GatedChain(chain, gate))
     running = asyncio.create_task(router.run())
 
     async def is_ready() -> bool:
@@ -124,7 +124,7 @@ async def _house(
         return house.load
 
     model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
-    door = HttpDoor(model, router, is_ready, expert_load, MAX_BODY, 10**9, move_experts)
+    door = HttpApp(model, router, is_ready, expert_load, MAX_BODY, 10**9, move_experts)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)
@@ -853,7 +853,7 @@ def test_a_response_that_is_closed_takes_its_work_along(chain: LocalStageChain, 
         async with _held(chain, tokenizer) as held:
             caller = Caller(held.house.app, json.dumps(LONG).encode())
             response = await held.house.door.completions(Request(caller._scope, caller._receive))
-            assert isinstance(response, EventStream)
+            assert isinstance(response, SseResponse)
             body = response.events
             async with aclosing(body):
                 for _ in range(num_read):
@@ -910,7 +910,7 @@ def test_streams_share_the_writes_evenly(
         with monkeypatch.context() as patch:
             patch.setattr(asyncio.get_running_loop(), "time", lambda: now)
             patch.setattr(asyncio, "sleep", sleep)
-            await pacer.turn(100.0)
+            await pacer.wait_turn(100.0)
 
     asyncio.run(scenario())
     assert waited == pytest.approx(waits)

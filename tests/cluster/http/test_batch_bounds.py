@@ -14,7 +14,7 @@ from batch_jobs import Place, all_results, pieces, place_in, request, requests
 from http_fuzz import check_error
 from starlette.applications import Starlette
 
-from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import JobRefusedError, UnknownJobError
 from tramontane.router.batch import service as batch_service
@@ -31,7 +31,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def _http(service: BatchService) -> httpx.AsyncClient:
-    app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS)
+    app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://door")
 
 

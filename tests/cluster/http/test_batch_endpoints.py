@@ -19,16 +19,16 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS, error_response
-from tramontane.cluster.http.request_middleware import DoorGuard
+from tramontane.cluster.http.request_middleware import AuthMiddleware
 from tramontane.proto.errors import (
     ConfigError,
     ParameterError,
     RequestError,
     TramontaneError,
-    UnfollowableError,
     UnknownModelError,
+    UnsatisfiableSchemaError,
 )
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.jobs import JobOptions
@@ -76,8 +76,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 @asynccontextmanager
 async def _house(place: Place, keep_s: float | None) -> AsyncIterator[House]:
     service = place.service(keep_s=keep_s)
-    guard = Middleware(DoorGuard, keys=ApiKeys(), sends_id=True)
-    app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
+    guard = Middleware(AuthMiddleware, keys=ApiKeys(), sends_id=True)
+    app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door")
     async with http, openai.AsyncOpenAI(base_url="http://door/v1", api_key="none", http_client=http, max_retries=0) as client:
         yield House(place, service, http, client)
@@ -154,7 +154,7 @@ def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
 REFUSALS: tuple[TramontaneError, ...] = (
     UnknownModelError("there is no such model"),
     ParameterError("temprature is not a parameter", "temprature"),
-    UnfollowableError("cannot be followed"),
+    UnsatisfiableSchemaError("cannot be followed"),
     RequestError("too long"),
     ConfigError("impossible"),
 )

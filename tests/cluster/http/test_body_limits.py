@@ -13,10 +13,10 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message
 
-from tramontane.cluster.http.batch_endpoints import BatchDoor
-from tramontane.cluster.http.body_limits import STEP, BodyBudget, BodyTooSlowError
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
+from tramontane.cluster.http.body_limits import MIN_PROGRESS_BYTES, BodyLimiter, BodyTooSlowError
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.proto.errors import DrainingError, FullError, TramontaneError
+from tramontane.proto.errors import DrainingError, QueueFullError, TramontaneError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 ASKED = json.dumps({"prompt": "What news?", "max_tokens": 2}).encode()
@@ -63,12 +63,12 @@ class Refusing(ScriptedSource):
         super().__init__()
         self._refusal = refusal
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         raise self._refusal
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-@pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (FullError("full", 3), 429)])
+@pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)])
 def test_what_would_be_refused_anyway_is_not_even_read(path: str, refusal: TramontaneError, status: int) -> None:
     async def scenario() -> None:
         sender = await Sender([b"x" * MAX_BODY]).ask(door_of(Refusing(refusal)).app(), path)
@@ -82,7 +82,7 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
     """100 bytes of one that stands still leave 100 of 200."""
 
     async def scenario() -> None:
-        bodies, num_refused = BodyBudget(max_held=200), MODEL.counts.refused["overloaded"]
+        bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
         app = door_of(ScriptedSource(), bodies=bodies).app()
         waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
         asking = asyncio.create_task(waiting.ask(app))
@@ -105,7 +105,7 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_a_body_that_stands_still_is_given_up(path: str) -> None:
     async def scenario() -> None:
-        bodies = BodyBudget(step_within_s=0.01)
+        bodies = BodyLimiter(step_within_s=0.01)
         sender = await Sender([ASKED[:9]], is_whole=False).ask(door_of(ScriptedSource(), bodies=bodies).app(), path)
         assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
         assert "within 0.01 s" in sender.error["message"]
@@ -117,7 +117,7 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
     place = place_in(tmp_path)
 
     async def scenario() -> None:
-        door = BatchDoor(place.service(), BodyBudget(step_within_s=0.01))
+        door = BatchEndpoints(place.service(), BodyLimiter(step_within_s=0.01))
         app = Starlette(routes=door.routes(), exception_handlers=ERROR_HANDLERS)
         assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).ask(app, "/v1/files")).status == 408
         assert (await Sender([b"{"], is_whole=False).ask(app, "/v1/batches")).status == 408
@@ -129,9 +129,9 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sizes", "every_s", "is_read"),
     [
-        ([STEP * 5 // 8] * 6, 10.0, True),  # 40 KiB each: a minute in all, and never 30 s without 64 KiB
-        ([STEP, 1, 1], 10.0, True),
-        ([STEP, 1, 1, 1], 10.0, False),
+        ([MIN_PROGRESS_BYTES * 5 // 8] * 6, 10.0, True),  # 40 KiB each: a minute in all, and never 30 s without 64 KiB
+        ([MIN_PROGRESS_BYTES, 1, 1], 10.0, True),
+        ([MIN_PROGRESS_BYTES, 1, 1, 1], 10.0, False),
         ([1] * 3, 10.0, False),
         ([1, 1], 29.0, False),
     ],
@@ -151,8 +151,8 @@ def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
                 await asyncio.sleep(0)
             return await sender.receive()
 
-        bodies = BodyBudget(step_within_s=30.0)
-        reading = bodies.whole(Request({"type": "http", "headers": []}, receive), 2**20)
+        bodies = BodyLimiter(step_within_s=30.0)
+        reading = bodies.read(Request({"type": "http", "headers": []}, receive), 2**20)
         if is_read:
             assert len(await reading) == sum(sizes)
         else:

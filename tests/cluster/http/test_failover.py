@@ -18,26 +18,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.common import node_watch as lost_nodes
-from tramontane.cluster.common.node_watch import LostNodes
+from tramontane.cluster.common.node_watch import DeadNodeWatcher
 from tramontane.cluster.http import failover as door_relay
 from tramontane.cluster.http import failover_response as whole_answers
-from tramontane.cluster.http.failover import DoorRelay
-from tramontane.cluster.http.failover_response import LOST, SaysItsNode
-from tramontane.proto.errors import OverloadedError, PipelineError, PoisonError, TramontaneError
+from tramontane.cluster.http.failover import FailoverMiddleware
+from tramontane.cluster.http.failover_response import LOST, NodeAnnouncer
+from tramontane.proto.errors import OverloadedError, PipelineError, PoisonRequestError, TramontaneError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
-from tramontane.router.tokenization.mistral_chat import MistralChat
+from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
 MODEL = ServedModel("tiny", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
-FORMAT = MistralChat.of_sentencepiece(SENTENCEPIECE["v3"])
+FORMAT = MistralChatTemplate.of_sentencepiece(SENTENCEPIECE["v3"])
 CALLS = 5  # [TOOL_CALLS]
 CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]
@@ -78,9 +78,9 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_relay, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
-def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[DoorRelay, MortalDoors]:  # noqa: ANN401
+def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[FailoverMiddleware, MortalDoors]:  # noqa: ANN401
     doors = MortalDoors(door_of(source, MODEL, chat=FORMAT).app(), lives)
-    return DoorRelay(doors), doors
+    return FailoverMiddleware(doors), doors
 
 
 def _without_chance(text: str) -> str:
@@ -142,13 +142,13 @@ class Counting(GoingOn):
     def __init__(self, token_ids: tuple[int, ...]) -> None:
         super().__init__(token_ids)
         self.has_room = True
-        self.asked: list[Sequence[SequenceSpec]] = []
+        self.asked: list[Sequence[SequenceRequest]] = []
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         if not self.has_room:
             raise OverloadedError("full", 3)
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self.asked.append(specs)
         self.has_room = False
         async for batch in super().generate(specs):
@@ -157,7 +157,7 @@ class Counting(GoingOn):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
     path, token_ids, body = CASES[case]
     body = {name: body[name] for name in body if name != "stream_options"}
 
@@ -165,8 +165,8 @@ def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkey
         undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
         for lives in ((), (1,), (2,), (1, 2), *([(15,), (8, 20)] if case == "tools" else [])):  # where calls are known already
             source = Counting(token_ids)
-            doors = MortalDoors(SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
-            client = await answered(DoorRelay(doors), path, body)
+            doors = MortalDoors(NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
+            client = await answered(FailoverMiddleware(doors), path, body)
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)
             assert doors.num_asked == len(source.asked) == 1 + len(lives)
@@ -182,12 +182,12 @@ def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkey
 def test_another_model_makes_the_whole_of_an_answer_that_nobody_was_told(
     lives: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
 
     async def scenario() -> None:
         sources = [Counting(SAYS), Counting(ENDS)]
         apps = [
-            SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", mark)
+            NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", mark)
             for source, mark in zip(sources, "ab", strict=True)
         ]
 
@@ -195,7 +195,7 @@ def test_another_model_makes_the_whole_of_an_answer_that_nobody_was_told(
             await apps[doors.num_asked > 1](scope, receive, send)
 
         doors = MortalDoors(rolled_in, lives)
-        client = await answered(DoorRelay(doors), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100})
+        client = await answered(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100})
         assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
         assert [spec.output_ids for spec in sources[1].asked[0]] == [()]
 
@@ -210,7 +210,7 @@ TOLD = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_toke
 @asynccontextmanager
 async def _router() -> AsyncIterator[Router]:
     cache = CachePlan(16, (WindowClass(64, 5, 10),))
-    router = Router(Scheduler(cache, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(no_gate))
+    router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), TellingChain(no_gate))
     running = asyncio.create_task(router.run())
     yield router
     running.cancel()
@@ -222,14 +222,14 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """As ``_told``, but not streamed."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
-        relay = DoorRelay(MortalDoors(SaysItsNode(door_of(router, model).app(), "node", MARK), lives))
+        relay = FailoverMiddleware(MortalDoors(NodeAnnouncer(door_of(router, model).app(), "node", MARK), lives))
         client = await answered(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **TOLD})
         choices: list[dict[str, Any]] = json.loads(client.text)["choices"]
         return choices
 
 
 def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_however_many_doors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answers, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
 
     async def scenario() -> None:
         undisturbed = await _whole(())
@@ -243,7 +243,7 @@ async def _told(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Of each choice all that was told of it, put together; text apart, as the tokens make none."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
-        relay = DoorRelay(MortalDoors(door_of(router, model).app(), lives))
+        relay = FailoverMiddleware(MortalDoors(door_of(router, model).app(), lives))
         body = {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "stream": True, "seed": 1, **TOLD}
         client = await answered(relay, COMPLETIONS, body)
         assert client.is_answered
@@ -282,7 +282,7 @@ def test_log_probabilities_and_experts_are_told_once_by_however_many_doors() -> 
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [(OverloadedError("full", 3), 429), (PipelineError("gone"), 503), (PoisonError("no"), 400)]
+    ("failure", "status"), [(OverloadedError("full", 3), 429), (PipelineError("gone"), 503), (PoisonRequestError("no"), 400)]
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_first_door_answers_stands(failure: TramontaneError, status: int, stream: bool) -> None:
@@ -304,10 +304,10 @@ class Failing:
     def __init__(self, failure: TramontaneError, num_times: int) -> None:
         self._source, self._failure, self._num_times, self._num_asked = GoingOn(SAYS), failure, num_times, 0
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """There always is."""
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self._num_asked += 1
         if 1 < self._num_asked <= 1 + self._num_times:
             raise self._failure
@@ -343,15 +343,15 @@ def test_a_door_that_refuses_after_long_has_tried_for_all_others(stream: bool, m
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
 
         class Trying(Failing):
-            async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+            async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
                 nonlocal later_s
                 later_s += 600.0
                 async for batch in super().generate(specs):
                     yield batch
 
-        app = SaysItsNode(door_of(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
+        app = NodeAnnouncer(door_of(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
         doors = MortalDoors(app, (3 if stream else 1,))
-        client = await answered(DoorRelay(doors), COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        client = await answered(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "stream": stream})
         assert client.is_answered
         assert LOST in client.text
         assert doors.num_asked == 2
@@ -366,11 +366,11 @@ def test_an_answer_keeps_its_place_when_its_door_dies(path: str, stream: bool, l
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        relay = DoorRelay(MortalDoors(SaysItsNode(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)))
+        relay = FailoverMiddleware(MortalDoors(NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)))
         body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
         client = await answered(relay, path, body | {"stream": stream})
         assert (client.status, client.is_answered) == (200, True)
-        assert [[spec.was_accepted for spec in specs] for specs in source.asked] == [[False], [True]]
+        assert [[spec.already_admitted for spec in specs] for specs in source.asked] == [[False], [True]]
 
     asyncio.run(scenario())
 
@@ -404,7 +404,7 @@ def test_the_time_that_a_client_gives_counts_from_its_request_and_not_from_the_n
         body = {"prompt": "Hello"}
         for seconds, status in ((100, 200), (30, 504)):
             doors.num_asked = 0
-            client = await answered(DoorRelay(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)})
+            client = await answered(FailoverMiddleware(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)})
             assert (client.status, doors.num_asked) == (status, 2)
 
     asyncio.run(scenario())
@@ -424,7 +424,7 @@ def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool)
             await (doors if is_there else PlainTextResponse("not found", 404))(scope, receive, send)
 
         body = {"prompt": "Hello", "stream": stream}
-        client = await answered(DoorRelay(no_application), COMPLETIONS, body)
+        client = await answered(FailoverMiddleware(no_application), COMPLETIONS, body)
         undisturbed = await answered(door, COMPLETIONS, body)
         assert (client.status, client.is_answered, doors.num_asked) == (200, True, 3)
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
@@ -434,7 +434,7 @@ def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool)
 
 def test_what_another_door_refuses_ends_a_stream() -> None:
     async def scenario() -> None:
-        relay, doors = _relayed(Failing(PoisonError("no more"), 1), (3,))
+        relay, doors = _relayed(Failing(PoisonRequestError("no more"), 1), (3,))
         client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
         assert client.is_answered
         assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"] == "no more"
@@ -456,7 +456,7 @@ def test_the_next_door_reads_the_whole_body_however_much_of_it_the_first_has_rea
 
     async def scenario() -> None:
         client = Client(b"0123456789")
-        await client.ask(DoorRelay(dying), COMPLETIONS)
+        await client.ask(FailoverMiddleware(dying), COMPLETIONS)
         assert read == [client.body[: 5 * num_parts], client.body]
         assert client.is_answered
 
@@ -483,7 +483,7 @@ def test_a_body_that_comes_byte_by_byte_is_kept_in_one_piece() -> None:
             return {"type": "http.request", "body": bytes([number]), "more_body": number < 99}
 
         scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [], "query_string": b"", "root_path": ""}
-        await DoorRelay(dying)(scope, receive, Client(b"").send)
+        await FailoverMiddleware(dying)(scope, receive, Client(b"").send)
         assert [len(messages) for messages in read] == [100, 1]
         assert read[1][0]["body"] == bytes(range(100))
 
@@ -500,7 +500,7 @@ def test_who_has_left_is_not_answered_by_another_door() -> None:
             while (await receive())["type"] != "http.disconnect":
                 client.leaves.set()
 
-        await client.ask(DoorRelay(as_ray_serve), COMPLETIONS)
+        await client.ask(FailoverMiddleware(as_ray_serve), COMPLETIONS)
         assert (num_asked, client.messages) == (1, [])
 
     asyncio.run(scenario())
@@ -524,7 +524,7 @@ def test_bodies_beyond_a_bound_pass_and_are_not_kept(
             await others_are_done.wait()
 
     async def scenario() -> None:
-        relay = DoorRelay(dying_once)
+        relay = FailoverMiddleware(dying_once)
         clients = [Client(b"x" * first_size), Client(b"y" * 30), Client(b"z" * 30)]
         first = asyncio.create_task(clients[0].ask(relay, COMPLETIONS))
         while not read:
@@ -557,7 +557,7 @@ def test_streams_of_others_pass_as_they_are(path: str) -> None:
 
     async def scenario() -> None:
         client = Client(b"{}")
-        await client.ask(DoorRelay(app), path)
+        await client.ask(FailoverMiddleware(app), path)
         assert (client.text, client.is_answered_so_far, num_asked) == ("one", True, 1)
 
     asyncio.run(scenario())
@@ -580,10 +580,10 @@ def test_every_door_is_told_the_same_request_id() -> None:
             await JSONResponse({})(scope, receive, send)
 
     async def scenario() -> None:
-        await Client(b"{}").ask(DoorRelay(dying), CHAT)
+        await Client(b"{}").ask(FailoverMiddleware(dying), CHAT)
         assert seen == [seen[0]] * 2
         seen.clear()
-        await Client(b"{}").ask(DoorRelay(dying), CHAT, **{"x-request-id": "mine"})
+        await Client(b"{}").ask(FailoverMiddleware(dying), CHAT, **{"x-request-id": "mine"})
         assert seen == [b"mine"] * 2
 
     asyncio.run(scenario())
@@ -595,7 +595,7 @@ def test_every_door_is_told_the_same_request_id() -> None:
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(lost_nodes, "SIGN_WITHIN_S", 0.05)
+    monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
 
 
 class VanishingDoors(MortalDoors):
@@ -611,7 +611,7 @@ class VanishingDoors(MortalDoors):
             self.num_asked += 1
             self.dead.add(str(number))
         else:
-            await SaysItsNode(super().__call__, str(number), MARK)(scope, receive, send)
+            await NodeAnnouncer(super().__call__, str(number), MARK)(scope, receive, send)
             if number >= len(self._lives):
                 return
             self.dead.add(str(number))
@@ -624,14 +624,14 @@ def test_an_answer_survives_doors_whose_nodes_vanish(
     lives: tuple[int, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
-    monkeypatch.setattr(lost_nodes, "SIGN_WITHIN_S", 0.05)
+    monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}
 
     async def scenario() -> None:
         undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
         doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await answered(DoorRelay(doors, LostNodes(lambda: doors.dead)), path, body)
+        client = await answered(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.is_answered
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
         assert doors.num_asked == 1 + len(lives)
@@ -660,7 +660,9 @@ def test_a_door_is_not_given_up_because_another_node_has_died() -> None:
                 loop.call_soon_threadsafe(looked.set)
             return {"other"}
 
-        client = await answered(DoorRelay(SaysItsNode(slow, "this", MARK), LostNodes(dead)), COMPLETIONS, {"prompt": "Hello"})
+        client = await answered(
+            FailoverMiddleware(NodeAnnouncer(slow, "this", MARK), DeadNodeWatcher(dead)), COMPLETIONS, {"prompt": "Hello"}
+        )
         assert client.status == 200
         assert num_asked == 1
 
@@ -676,7 +678,7 @@ def test_nodes_that_vanish_are_no_sign_against_an_answer() -> None:
 
     async def scenario() -> None:
         doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await answered(DoorRelay(doors, LostNodes(lambda: doors.dead)), path, body)
+        client = await answered(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.status == 200
         assert doors.num_asked == 1 + len(lives)
 
@@ -688,7 +690,7 @@ def test_doors_that_were_well_for_some_time_are_replaced_more_often(
     soon_s: float, num_asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole answer tells nothing on its way: what counts is how long each door had it. But it may be what they die of."""
-    monkeypatch.setattr(door_relay, "SOON_S", soon_s)
+    monkeypatch.setattr(door_relay, "QUICK_FAILURE_S", soon_s)
     num_doors = 0
 
     async def dies(scope: Scope, receive: Receive, send: Send) -> None:
@@ -696,7 +698,9 @@ def test_doors_that_were_well_for_some_time_are_replaced_more_often(
         num_doors += 1
         await asyncio.sleep(0.001)
 
-    client = asyncio.run(answered(DoorRelay(SaysItsNode(dies, "this", MARK), LostNodes(set)), COMPLETIONS, {"prompt": "Hello"}))
+    client = asyncio.run(
+        answered(FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello"})
+    )
     assert (client.status, num_doors) == (503, num_asked)
 
 
@@ -709,17 +713,17 @@ def test_another_model_does_not_go_on_with_an_answer_that_has_begun() -> None:
 
         async def first_old_then_new(scope: Scope, receive: Receive, send: Send) -> None:
             asked.append("old" if not asked else "new")
-            await SaysItsNode(MortalDoors(door, (life,) if asked == ["old"] else ()), "this", asked[-1])(scope, receive, send)
+            await NodeAnnouncer(MortalDoors(door, (life,) if asked == ["old"] else ()), "this", asked[-1])(scope, receive, send)
 
         return first_old_then_new, asked
 
     async def scenario() -> None:
         door, asked = models(life=3)
-        begun = await answered(DoorRelay(door, LostNodes(set)), path, body | {"stream": True})
+        begun = await answered(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
         assert asked == ["old", "new", "new", "new"], "until nobody is left to ask"
         assert "could not take it up again" in begun.text.splitlines()[-2]
         door, asked = models(life=0)
-        fresh = await answered(DoorRelay(door, LostNodes(set)), path, body | {"stream": True})
+        fresh = await answered(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
         assert (asked, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")
 
     asyncio.run(scenario())

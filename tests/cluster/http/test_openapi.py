@@ -28,8 +28,8 @@ from starlette.routing import Route
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import ExpertLoad
-from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityDoor
-from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchDoor
+from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
+from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
 from tramontane.cluster.http.openapi import Operation
 from tramontane.cluster.http.static_pages import docs_routes, ui_routes
 from tramontane.proto.errors import ConfigError
@@ -57,7 +57,7 @@ async def _activity(_after: Mapping[str, int]) -> list[dict[str, Any]]:
 
 EVERYTHING = {
     "move_experts": _move,
-    "more_routes": [*BatchDoor(BATCHES).routes(), *ActivityDoor(_activity).routes()],
+    "extra_routes": [*BatchEndpoints(BATCHES).routes(), *ActivityEndpoint(_activity).routes()],
     "more_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
 }
 APP = door_of(ScriptedSource(), **EVERYTHING).app()
@@ -213,7 +213,7 @@ def test_another_doors_routes_describe_themselves() -> None:
         return JSONResponse({})
 
     routes = [Route("/v1/files", files), Route("/v1/other/{id}", files)]
-    page = _get("/openapi.json", more_routes=routes, more_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
+    page = _get("/openapi.json", extra_routes=routes, more_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
     assert page.json()["paths"]["/v1/files"]["get"]["summary"] == "Files"
     assert page.json()["paths"]["/v1/other/{id}"]["get"]["parameters"][0]["name"] == "id"
 

@@ -14,12 +14,12 @@ from scripted_chain import Gate, ScriptedChain, no_gate
 from scripted_token_source import CONTEXT, MODEL, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_of, door_of
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.proto.errors import FullError
+from tramontane.proto.errors import QueueFullError
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 BODY: dict[str, Any] = {"prompt": "ROMEO:", "max_tokens": 8, "ignore_eos": True}
@@ -43,7 +43,9 @@ class Chain(ScriptedChain):
 async def _house(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.AsyncClient, Router, Chain]]:
     cache = CachePlan(16, (WindowClass(None, CONTEXT // 16, 40),))
     chain = Chain(gate)
-    router = Router(Scheduler(cache, Limits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4), EvenPolicy(1, 64)), chain)
+    router = Router(
+        Scheduler(cache, SchedulerLimits(places, 64, CONTEXT, VOCAB_SIZE, max_queued_seqs=4), FixedInFlightPolicy(1, 64)), chain
+    )
     running = asyncio.create_task(router.run())
     source: Any = router
     async with client_of(door_of(source).app()) as client:
@@ -165,7 +167,7 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dic
             raise AssertionError("tokenized")
 
     async def scenario() -> None:
-        source = ScriptedSource(failure=FullError("too much waits", 3))
+        source = ScriptedSource(failure=QueueFullError("too much waits", 3))
         source.is_known_full = True
         tokenizer = NeverAsked.__new__(NeverAsked)
         door = door_of(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatAsked())

@@ -13,11 +13,11 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from tramontane.cluster.http.errors import error_response
-from tramontane.cluster.serve_patches.proxy import WithoutOrders, proxy_middlewares
-from tramontane.proto.errors import OverloadedError, PipelineError, UnfollowableError
+from tramontane.cluster.serve_patches.proxy import StripControlHeaders, proxy_middlewares
+from tramontane.proto.errors import OverloadedError, PipelineError, UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.grpc.status import DETAILS, error_of, refusal_of
-from tramontane.router.openai.choice_text import ChoiceText
+from tramontane.router.grpc.status import DETAILS, error_from_status, status_for
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.served_model import ServedModel
 
 BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
@@ -78,7 +78,7 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        door = door_of(ScriptedSource(), more_routes=[Route("/defect", defect)], sends_request_id=sends_id)
+        door = door_of(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
         async with client_of(door.app()) as client:
             for path in ("/defect", "/health"):
                 response = await client.get(path, headers={"x-request-id": "mine"})
@@ -98,7 +98,7 @@ def test_ray_serves_proxies_do_not_see_an_id_that_is_none(name: bytes, given: by
     async def app(scope: dict[str, list[tuple[bytes, bytes]]], _receive: object, _send: object) -> None:
         seen.append(scope["headers"])
 
-    (middleware,) = (each for each in proxy_middlewares() if each.cls is WithoutOrders)
+    (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
     scope = {"type": "http", "headers": [(b"host", b"door"), (name, given)]}
     asyncio.run(middleware.cls(app)(scope, None, None))  # type: ignore[arg-type]
     assert ((name, given) in seen[0]) is kept
@@ -112,7 +112,7 @@ def test_without_a_key_ray_serve_says_whether_it_is_well_and_no_more(root: str, 
         return JSONResponse({})
 
     async def scenario() -> None:
-        (middleware,) = (each for each in proxy_middlewares() if each.cls is WithoutOrders)
+        (middleware,) = (each for each in proxy_middlewares() if each.cls is StripControlHeaders)
         app = middleware.cls(Starlette(routes=[Route("/{path:path}", behind)]))
         transport = httpx.ASGITransport(app, root_path=root)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
@@ -130,7 +130,7 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
 
     async def scenario() -> None:
         both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
-        door = door_of(ScriptedSource(), more_routes=both)
+        door = door_of(ScriptedSource(), extra_routes=both)
         async with client_of(door.app()) as client:
             assert (await client.get("/v1/files")).status_code == 429
             unknown = await client.get("/v1/fields")
@@ -209,10 +209,10 @@ def test_a_model_without_a_tokenizer_says_so() -> None:
 
 
 def test_a_schema_that_no_try_can_follow_is_not_worth_another() -> None:
-    text = ChoiceText(None, ())
-    with pytest.raises(UnfollowableError) as raised:
+    text = ChoiceDetokenizer(None, ())
+    with pytest.raises(UnsatisfiableSchemaError) as raised:
         text.push(TokenEvent(0, 5, FinishReason.ERROR))
-    response, refusal = error_response(raised.value), refusal_of(raised.value)
+    response, refusal = error_response(raised.value), status_for(raised.value)
     assert (response.status_code, "retry-after" in response.headers) == (400, False)
     assert check_error(bytes(response.body), code="unfollowable")["type"] == "invalid_request_error"
-    assert isinstance(error_of(refusal.code, refusal.message, [(DETAILS, refusal.details)]), UnfollowableError)
+    assert isinstance(error_from_status(refusal.code, refusal.message, [(DETAILS, refusal.details)]), UnsatisfiableSchemaError)

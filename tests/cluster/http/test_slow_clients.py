@@ -11,8 +11,16 @@ import ray.serve._private.replica
 from scripted_token_source import TOKENIZER, ScriptedSource, client_of, door_of
 from starlette.types import Message, Receive, Scope, Send
 
-from tramontane.cluster.http.slow_clients import LIMIT, MOST_UNREAD, PIECE, DropSlowReaders, SlowReaderError, num_unread, patient
-from tramontane.cluster.serve_patches.response_queues import note_queues_of_answers
+from tramontane.cluster.http.slow_clients import (
+    LIMIT,
+    MOST_UNREAD,
+    PIECE,
+    SlowClientMiddleware,
+    SlowReaderError,
+    num_buffered,
+    with_backpressure,
+)
+from tramontane.cluster.serve_patches.response_queues import track_response_queues
 
 NUM_TOKENS = 100
 
@@ -86,7 +94,7 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
 ) -> None:
     """Where Ray Serve is between, writing does not wait; its queue grows instead."""
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
-    note_queues_of_answers()
+    track_response_queues()
 
     async def scenario() -> int:
         source, num_sent = _source(), 0
@@ -126,7 +134,7 @@ def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked
 
 def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray.serve._private.replica, "MessageQueue", ray.serve._private.replica.MessageQueue)
-    note_queues_of_answers()
+    track_response_queues()
 
     async def scenario() -> None:
         queue: Any = ray.serve._private.replica.MessageQueue()  # type: ignore[attr-defined]
@@ -135,7 +143,7 @@ def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.
             got = b""
             while not got.endswith(b"[DONE]\n\n"):
                 await queue.wait_for_message()
-                assert num_unread() <= MOST_UNREAD + 1
+                assert num_buffered() <= MOST_UNREAD + 1
                 got += b"".join(message.get("body", b"") for message in queue.get_messages_nowait())
             return got
 
@@ -179,7 +187,7 @@ async def _told(limit: bytes | None, during: Callable[[Send], Awaitable[None]], 
     async def nothing() -> Message:
         raise AssertionError
 
-    await DropSlowReaders(app)({"type": "http"}, nothing, send)
+    await SlowClientMiddleware(app)({"type": "http"}, nothing, send)
 
 
 async def _one_write(send: Send) -> None:
@@ -263,4 +271,4 @@ def test_a_proxy_that_cannot_cut_says_so() -> None:
     with pytest.raises(SlowReaderError):
         asyncio.run(_told(b"0.05", _one_write, stuck))
     with pytest.raises(SlowReaderError):
-        asyncio.run(_one_write(patient(stuck, 0.05)))
+        asyncio.run(_one_write(with_backpressure(stuck, 0.05)))

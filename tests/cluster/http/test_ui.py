@@ -15,9 +15,9 @@ from pydantic import SecretStr
 from scripted_token_source import SAID, ScriptedSource, door_of
 
 from tramontane.cluster.config.api_keys import ApiKeys
-from tramontane.cluster.http.activity_endpoint import ActivityDoor
+from tramontane.cluster.http.activity_endpoint import ActivityEndpoint
 from tramontane.proto.errors import OverloadedError, PipelineError
-from tramontane.proto.request import SequenceSpec, TokenBatch
+from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.engine.activity_log import Activity
 
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
@@ -49,7 +49,7 @@ class HeldSource(ScriptedSource):
     held_at: int | None = None
     was_left = threading.Event()
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         told = 0
         async for batch in super().generate(specs):
             if told == self.held_at:
@@ -74,7 +74,9 @@ class Place:
 
     def __post_init__(self) -> None:
         keys = ApiKeys(map(SecretStr, self.keys))
-        self.server = LocalServer(door_of(self.source, keys=keys, more_routes=ActivityDoor(self.activity.ask).routes()).app())
+        self.server = LocalServer(
+            door_of(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.ask).routes()).app()
+        )
 
     def page(self, **settings: Any) -> Page:  # noqa: ANN401 - playwright's own
         page = self.chromium.new_page(**{"viewport": WIDE} | settings)

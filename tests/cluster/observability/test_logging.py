@@ -18,21 +18,21 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
-from tramontane.cluster.actors.step_guard import failures_logged
+from tramontane.cluster.actors.step_guard import log_failures
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.logging import LogSettings
-from tramontane.cluster.http.request_middleware import DoorGuard
-from tramontane.cluster.observability.logging import log_beside_ray_serve
-from tramontane.cluster.serving.token_channel import TokenChannels, meant_for
+from tramontane.cluster.http.request_middleware import AuthMiddleware
+from tramontane.cluster.observability.logging import use_serve_log
+from tramontane.cluster.serving.token_channel import IngressStreams, model_key
 from tramontane.proto import wire
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.log_fields import about, about_all, named
+from tramontane.proto.log_fields import format_request_ids, request_fields, requests_fields
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
-from tramontane.proto.step import Chunk, Decodes, MicroBatch
+from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger("tramontane.cluster.test")
@@ -41,17 +41,21 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
 
 def test_ids_are_named_once_and_not_without_end() -> None:
     ids = ["a", "", "b", "a", "c"]
-    assert about_all(ids) == {"request_ids": ["a", "b", "c"]}
-    assert (named(ids), named(ids, most=2), named([""])) == ("a, b, c", "a, b and 1 more", "")
-    assert about_all(["", ""]) == about("") == {}
-    assert about("a", status=200) == {"request_id": "a", "status": 200}
+    assert requests_fields(ids) == {"request_ids": ["a", "b", "c"]}
+    assert (format_request_ids(ids), format_request_ids(ids, most=2), format_request_ids([""])) == (
+        "a, b, c",
+        "a, b and 1 more",
+        "",
+    )
+    assert requests_fields(["", ""]) == request_fields("") == {}
+    assert request_fields("a", status=200) == {"request_id": "a", "status": 200}
 
 
 @pytest.mark.usefixtures("_own_logging")
 def test_a_line_of_json_has_all_that_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     LogSettings("json", "info").to_stderr("stage", pipeline="app-0", stage=3)
     logger.debug("not said")
-    logger.info("step %d\nfailed", 7, extra=about_all(["a", "b"]))
+    logger.info("step %d\nfailed", 7, extra=requests_fields(["a", "b"]))
     (line,) = capsys.readouterr().err.splitlines()
     said = json.loads(line)
     assert said["levelname"] == "INFO"
@@ -66,7 +70,7 @@ def test_a_line_of_json_has_all_that_is_known(capsys: pytest.CaptureFixture[str]
 def test_a_line_of_text_says_who_and_when(capsys: pytest.CaptureFixture[str]) -> None:
     LogSettings().to_stderr("supervisor", pipeline="app-0")
     logger.info("not said")
-    logger.warning("request mine failed", extra=about("mine"))
+    logger.warning("request mine failed", extra=request_fields("mine"))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("WARNING 20")
     assert line.endswith(" supervisor -- request mine failed")
@@ -93,10 +97,10 @@ def serves_handler() -> Iterator[_Kept]:
 
 @pytest.mark.usefixtures("_own_logging")
 def test_in_a_replica_lines_go_to_whatever_handlers_ray_serve_has_then(serves_handler: _Kept) -> None:
-    log_beside_ray_serve(LogSettings(), "door")
-    log_beside_ray_serve(LogSettings(), "router", pipeline="app-0")  # which replaces the first
+    use_serve_log(LogSettings(), "door")
+    use_serve_log(LogSettings(), "router", pipeline="app-0")  # which replaces the first
     logging.getLogger(SERVE_LOGGER_NAME).addHandler(serves_handler)
-    logger.warning("request mine failed", extra=about("mine"))
+    logger.warning("request mine failed", extra=request_fields("mine"))
     logger.info("not said")
     (line,) = serves_handler.lines
     said = json.loads(line)
@@ -111,7 +115,7 @@ async def _asked(*ids: str) -> list[int]:
         return PlainTextResponse("secret words")
 
     routes = [Route("/health", answer), Route("/here", answer)]
-    door = DoorGuard(Starlette(routes=routes), ApiKeys(), sends_id=True)
+    door = AuthMiddleware(Starlette(routes=routes), ApiKeys(), sends_id=True)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(door), base_url="http://door") as client:
         paths = ["/here", "/nowhere", "/health"]
         return [(await client.get(path, headers={"x-request-id": own})).status_code for own, path in zip(ids, paths, strict=True)]
@@ -129,7 +133,7 @@ def test_a_door_says_what_it_has_answered(caplog: pytest.LogCaptureFixture) -> N
     assert not caplog.records
 
 
-async def _through_a_router(num_failures: int, *specs: SequenceSpec) -> list[bytes]:
+async def _through_a_router(num_failures: int, *specs: SequenceRequest) -> list[bytes]:
     """What the router says at the end of each request: one after the other."""
     failures = [PipelineError("stage 1 died")] * num_failures
 
@@ -137,27 +141,27 @@ async def _through_a_router(num_failures: int, *specs: SequenceSpec) -> list[byt
         if failures:
             raise failures.pop()
 
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000)
-    router = Router(Scheduler(CACHE, limits, EvenPolicy(3, 64)), ScriptedChain(gate))
-    channels = TokenChannels("replica")
+    limits = SchedulerLimits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=256, vocab_size=1000)
+    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
+    channels = IngressStreams("replica")
     tasks = [asyncio.create_task(router.run()), asyncio.create_task(_read(channels))]
-    while not (router.has_begun and channels.num_open):
+    while not (router.is_attached and channels.num_open):
         await asyncio.sleep(0)
-    said = [await channels.generate(router, "/door", i, wire.encode_specs([spec]), meant_for("")) for i, spec in enumerate(specs)]
+    said = [await channels.generate(router, "/door", i, wire.encode_specs([spec]), model_key("")) for i, spec in enumerate(specs)]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     return said
 
 
-async def _read(channels: TokenChannels) -> None:
+async def _read(channels: IngressStreams) -> None:
     async for _ in channels.subscribe("/door", "replica"):
         pass
 
 
 def test_a_router_says_what_becomes_of_a_request(caplog: pytest.LogCaptureFixture) -> None:
-    good = SequenceSpec((991, 992), SamplingParams(max_tokens=3), request_id="good")
-    too_long = SequenceSpec((993,) * 300, SamplingParams(max_tokens=3), request_id="long")
+    good = SequenceRequest((991, 992), SamplingParams(max_tokens=3), request_id="good")
+    too_long = SequenceRequest((993,) * 300, SamplingParams(max_tokens=3), request_id="long")
     with caplog.at_level(logging.INFO, "tramontane"):
         asyncio.run(_through_a_router(0, good, too_long))
     lines = [(vars(record).get("request_id"), record.getMessage()) for record in caplog.records]
@@ -169,13 +173,13 @@ def test_a_router_says_what_becomes_of_a_request(caplog: pytest.LogCaptureFixtur
 
 def test_a_request_that_ends_with_an_error_is_not_complete(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "tramontane"):
-        asyncio.run(_through_a_router(2, SequenceSpec((1,), SamplingParams(max_tokens=3), request_id="poison")))
+        asyncio.run(_through_a_router(2, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="poison")))
     (end,) = [vars(record) for record in caplog.records if "is_complete" in vars(record)]
     assert (end["request_id"], end["is_complete"]) == ("poison", False)
 
 
 def test_a_failure_of_the_pipeline_names_whom_it_keeps_waiting(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(_through_a_router(1, SequenceSpec((1,), SamplingParams(max_tokens=3), request_id="waiting")))
+    asyncio.run(_through_a_router(1, SequenceRequest((1,), SamplingParams(max_tokens=3), request_id="waiting")))
     (failure,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert "stage 1 died" in failure.getMessage()
     assert vars(failure)["request_ids"] == ["waiting"]
@@ -189,12 +193,12 @@ def test_a_stage_names_the_requests_of_a_step_that_fails(
     worker = split_model(random_model(args), tiny_plan(args, 1, max_num_seqs=2))[0]
     worker.fence(0)
     worker.step(MicroBatch(0, 0, (Chunk(7, 0, (1, 2), ((0,),), GREEDY, True, 2, "known"),)), None)
-    failing = MicroBatch(0, 1, (Chunk(8, 0, (1, 2), ((1,),), SAMPLING, True, 2, "new"),), decodes=Decodes((7,), (2,), (3,)))
-    with pytest.raises(type(error)), failures_logged(worker, failing):
+    failing = MicroBatch(0, 1, (Chunk(8, 0, (1, 2), ((1,),), SAMPLING, True, 2, "new"),), decodes=DecodeColumns((7,), (2,), (3,)))
+    with pytest.raises(type(error)), log_failures(worker, failing):
         raise error
     (record,) = caplog.records
     assert vars(record)["request_ids"] == ["new", "known"]
     assert record.getMessage() == f"step 1 failed, of requests new, known: {error}"
     assert bool(record.exc_info) is has_traceback
-    worker.table.update(MicroBatch(0, 1, (), released=(7,)))
+    worker.table.update(MicroBatch(0, 1, (), freed_seq_ids=(7,)))
     assert worker.request_ids_of(failing) == ["new"], "whoever has ended is forgotten"

@@ -13,22 +13,22 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.observability.exporters import PipelineMetrics, RequestMetrics
 from tramontane.cluster.observability.metrics import (
-    KINDS,
     METRICS,
     OF_PIPELINES,
     OF_REQUESTS,
-    ExpertTokens,
-    ExpertWork,
-    Follower,
+    REQUEST_KINDS,
+    DeltaCounter,
+    ExpertTokenMetrics,
+    ExpertWorkMetrics,
     Metric,
 )
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import PipelineError
-from tramontane.proto.request import FinishReason, SamplingParams, SequenceSpec
+from tramontane.proto.request import FinishReason, SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.openai.request_stats import REFUSALS, RequestCounts
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.openai.request_stats import REFUSALS, RequestStats
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 
@@ -52,11 +52,11 @@ class StandIn:
 def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
     """However often it is told, and without a call where nothing was added."""
     counter, total = StandIn(), 0
-    follower = Follower(counter)
+    follower = DeltaCounter(counter)
     for number in added:
         total += number
-        follower.tell(total, {"of": "a"})
-        follower.tell(2 * total, {"of": "b"})
+        follower.update(total, {"of": "a"})
+        follower.update(2 * total, {"of": "b"})
         assert counter.totals[("of", "a"),] == total
         assert counter.totals[("of", "b"),] == 2 * total
     assert counter.num_calls == 2 * sum(number > 0 for number in added)
@@ -64,9 +64,9 @@ def test_a_counter_follows_what_was_counted(added: list[int]) -> None:
 
 def test_every_expert_of_a_stage_has_a_series() -> None:
     counter = StandIn()
-    tokens = ExpertTokens(counter, "app-0", 1)
-    tokens.tell({4: (1, 0), 5: (2, 3)})
-    tokens.tell({4: (1, 7), 5: (2, 4)})
+    tokens = ExpertTokenMetrics(counter, "app-0", 1)
+    tokens.export({4: (1, 0), 5: (2, 3)})
+    tokens.export({4: (1, 7), 5: (2, 4)})
     tags = {"pipeline": "app-0", "stage": "1"}
     expected = {("4", "0"): 1, ("4", "1"): 7, ("5", "0"): 2, ("5", "1"): 4}
     assert counter.totals == {
@@ -77,9 +77,9 @@ def test_every_expert_of_a_stage_has_a_series() -> None:
 
 def test_an_expert_actors_work_has_two_counters() -> None:
     busy_s, rows = StandIn(), StandIn()
-    work = ExpertWork(busy_s, rows, "app-0", 3)
+    work = ExpertWorkMetrics(busy_s, rows, "app-0", 3)
     for seconds, number in ((0.0, 0), (0.5, 10), (0.5, 10), (2.0, 30)):
-        work.tell(seconds, number)
+        work.export(seconds, number)
     series = (("actor", "3"), ("pipeline", "app-0"))
     assert (busy_s.totals, rows.totals) == ({series: 2.0}, {series: 30})
     assert busy_s.num_calls == rows.num_calls == 2
@@ -141,10 +141,10 @@ def chain() -> Iterator[LocalStageChain]:
 
 @asynccontextmanager
 async def _running(chain: LocalStageChain) -> AsyncIterator[Router]:
-    limits = Limits(8, 32, 64, ARGS.vocab_size)
-    router = Router(Scheduler(PLAN.cache, limits, EvenPolicy(2, 32)), chain)
+    limits = SchedulerLimits(8, 32, 64, ARGS.vocab_size)
+    router = Router(Scheduler(PLAN.cache, limits, FixedInFlightPolicy(2, 32)), chain)
     running = asyncio.create_task(router.run())
-    while not router.is_running:
+    while not router.is_ready:
         await asyncio.sleep(0)
     yield router
     running.cancel()
@@ -153,7 +153,7 @@ async def _running(chain: LocalStageChain) -> AsyncIterator[Router]:
 
 
 async def _generate(router: Router, num_prompt: int, num_tokens: int) -> None:
-    spec = SequenceSpec(tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+    spec = SequenceRequest(tuple(range(num_prompt)), SamplingParams(max_tokens=num_tokens, ignore_eos=True))
     async with aclosing(router.generate([spec])) as batches:
         async for _ in batches:
             pass
@@ -166,16 +166,16 @@ def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: Loc
     async def drive() -> None:
         async with _running(chain) as first:
             await _generate(first, 20, 4)
-            metrics.tell(first)
+            metrics.export(first)
             assert stand_ins.gauges["pipeline_running"].values == {"": 1.0}
             await _generate(first, 20, 4)  # of this the last is told with the next router
         async with _running(chain) as second:
-            metrics.tell(second)
+            metrics.export(second)
             await _generate(second, 20, 4)
-            second.recover(PipelineError("a stage has lost its sequences"))
+            second.request_recovery(PipelineError("a stage has lost its sequences"))
             await _generate(second, 3, 2)
-            metrics.tell(second)
-            metrics.tell(second)
+            metrics.export(second)
+            metrics.export(second)
 
     asyncio.run(drive())
     told = stand_ins.counted
@@ -196,16 +196,16 @@ def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: Loc
 
 
 def test_what_a_door_counts_is_told_once() -> None:
-    stand_ins, counts = StandIns(), RequestCounts(lambda: 3.0)
+    stand_ins, counts = StandIns(), RequestStats(lambda: 3.0)
     metrics = RequestMetrics(stand_ins, counts, "batch")
     counts.first_token_s.add(0.5)
     counts.refused["full"] += 2
     counts.finished[FinishReason.STOP] += 3
     counts.prompt_tokens += 40
-    metrics.tell()
-    metrics.tell()
+    metrics.export()
+    metrics.export()
     counts.finished[FinishReason.ABORT] += 1
-    metrics.tell()
+    metrics.export()
     assert stand_ins.histograms["time_to_first_token_seconds"].values == [0.5]
     assert stand_ins.counted("requests_refused") == {"full": 2}
     assert stand_ins.counted("request_success") == {"stop": 3, "abort": 1}
@@ -218,5 +218,5 @@ def test_the_table_of_the_readme_is_the_codes() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if line.startswith("| `ray_")]
     told = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
     assert [row[:4] for row in rows] == told
-    values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(KINDS)
+    values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(REQUEST_KINDS)
     assert all(f"`{value}`" in readme for value in values), "what labels may say"

@@ -12,12 +12,12 @@ from ray.serve._private import tracing_utils
 from ray.serve.schema import TracingConfig
 
 from tramontane.cluster.observability import tracing
-from tramontane.cluster.observability.logging import context_of
-from tramontane.cluster.observability.tracing import otlp, trace_ended, tracing_config
+from tramontane.cluster.observability.logging import request_context
+from tramontane.cluster.observability.tracing import otlp, record_spans, tracing_config
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.request import SamplingParams
-from tramontane.router.engine.active_request import LiveRequest
-from tramontane.router.engine.health import Progress
+from tramontane.router.engine.active_request import ActiveRequest
+from tramontane.router.engine.health import HealthTracker
 from tramontane.router.scheduling.sequence import Sequence
 
 
@@ -36,10 +36,10 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def _request(started_at: float = 2.0, first_token_at: float = 5.0) -> LiveRequest:
+def _request(started_at: float = 2.0, first_token_at: float = 5.0) -> ActiveRequest:
     sequence = Sequence(0, (1, 2), SamplingParams(), 9, request_id="mine")
-    request = LiveRequest([sequence], lambda _: None, 1.0)
-    request.started_at, request.first_token_at, request.told_at = started_at, first_token_at, first_token_at + 4
+    request = ActiveRequest([sequence], lambda _: None, 1.0)
+    request.started_at, request.first_token_at, request.last_token_at = started_at, first_token_at, first_token_at + 4
     return request
 
 
@@ -70,7 +70,7 @@ def test_a_proxy_goes_without_spans_where_it_cannot_make_them(monkeypatch: pytes
     monkeypatch.setattr(tracing, "ray", SimpleNamespace(**told))
     monkeypatch.setattr(tracing_utils, "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "")
     monkeypatch.setattr(tracing_utils, "RAY_SERVE_TRACING_SAMPLING_RATIO", 0.0)
-    tracing.trace_in_proxy()
+    tracing.enable_proxy_tracing()
     assert (path == tracing_utils.RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH) is is_taken
 
 
@@ -87,10 +87,10 @@ def test_a_collector_gets_spans_in_bunches() -> None:
 
 
 def test_a_router_tells_where_a_requests_time_went(spans: InMemorySpanExporter) -> None:
-    progress = Progress(lambda: 10.0)
-    progress.failed("stage 1 died")
+    progress = HealthTracker(lambda: 10.0)
+    progress.on_failure("stage 1 died")
     with trace.get_tracer("").start_as_current_span("call"):
-        trace_ended(_request(), progress, is_complete=True)
+        record_spans(_request(), progress, is_complete=True)
     *phases, call = spans.get_finished_spans()
     took = {span.name: ((span.end_time or 0) - (span.start_time or 0)) / 1e9 for span in phases}
     assert took == pytest.approx({"queue": 1.0, "prefill": 3.0, "decode": 4.0})
@@ -101,17 +101,17 @@ def test_a_router_tells_where_a_requests_time_went(spans: InMemorySpanExporter) 
 
 def test_a_request_that_never_began_was_in_the_queue_all_the_time(spans: InMemorySpanExporter) -> None:
     with trace.get_tracer("").start_as_current_span("call"):
-        trace_ended(_request(math.inf, math.inf), Progress(lambda: 10.0), is_complete=False)
+        record_spans(_request(math.inf, math.inf), HealthTracker(lambda: 10.0), is_complete=False)
     queue, call = spans.get_finished_spans()
     assert (queue.name, call.events) == ("queue", ())
     assert ((queue.end_time or 0) - (queue.start_time or 0)) / 1e9 == pytest.approx(9.0)
 
 
 def test_what_is_off_or_not_sampled_leaves_nothing(spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    trace_ended(_request(), Progress(lambda: 10.0), is_complete=True)  # of no trace
+    record_spans(_request(), HealthTracker(lambda: 10.0), is_complete=True)  # of no trace
     monkeypatch.setattr(tracing_utils, "_tracing_enabled", False)
     with trace.get_tracer("").start_as_current_span("call"):
-        trace_ended(_request(), Progress(lambda: 10.0), is_complete=True)
+        record_spans(_request(), HealthTracker(lambda: 10.0), is_complete=True)
     (call,) = spans.get_finished_spans()
     assert not call.attributes
 
@@ -122,5 +122,5 @@ def test_a_call_for_a_request_belongs_to_its_trace(is_on: bool, request_id: str,
     """The stream of a router's tokens is begun in a request, and nobody's."""
     monkeypatch.setattr(tracing_utils, "_tracing_enabled", is_on)
     with trace.get_tracer("").start_as_current_span("door") as door:
-        context = context_of(request_id)
+        context = request_context(request_id)
     assert (context.run(trace.get_current_span) is door) is (is_on and bool(request_id))

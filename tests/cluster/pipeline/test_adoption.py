@@ -35,14 +35,14 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
         raise PlanError("a new one is wanted")
 
     async def look() -> None:
-        async with looking.any_pipeline("app", new_spec):
+        async with looking.adopt_or_create_pipeline("app", new_spec):
             raise AssertionError("there is none")
 
-    monkeypatch.setattr(looking, "actor_as_holder", lambda _: "actor@0/me")
+    monkeypatch.setattr(looking, "actor_holder_name", lambda _: "actor@0/me")
     monkeypatch.setattr(looking, "_pipelines", lambda _: [SPEC.name])
     monkeypatch.setattr(looking, "_specification", specification)
     monkeypatch.setattr(pipeline, "create_supervisor", lambda _: None)
-    monkeypatch.setattr(pipeline, "answered_soon", claim)
+    monkeypatch.setattr(pipeline, "call_or_restart", claim)
     caplog.set_level(logging.INFO, looking.__name__)
     with pytest.raises(PlanError, match="a new one is wanted"):
         asyncio.run(look())

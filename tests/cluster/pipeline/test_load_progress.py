@@ -11,8 +11,8 @@ from tiny_models import tiny_args, tiny_plan, write_checkpoint, write_tokenizer
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.pipeline.adoption import pipeline_prefix
-from tramontane.cluster.pipeline.engine import checked_model, fingerprint_for, open_engine, pipeline_spec
-from tramontane.cluster.pipeline.load_progress import Loading, loading_of
+from tramontane.cluster.pipeline.engine import model_fingerprint, open_engine, pipeline_spec, validate_model
+from tramontane.cluster.pipeline.load_progress import LoadProgress, load_progress
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.planning.hardware import Hardware
 from tramontane.cluster.serving import served_model
@@ -42,20 +42,20 @@ def without_weights(tmp_path: Path) -> Path:
 
 def test_of_a_folder_only_what_is_beside_the_weights_is_read(without_weights: Path) -> None:
     config = _config(without_weights)
-    assert checked_model(config) == ARGS
-    assert [name for name, _digest in fingerprint_for(config)] == ["config.json", "tokenizer.model"]
+    assert validate_model(config) == ARGS
+    assert [name for name, _digest in model_fingerprint(config)] == ["config.json", "tokenizer.model"]
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
-        checked_model(_config(without_weights, "auto"))
+        validate_model(_config(without_weights, "auto"))
     shutil.rmtree(without_weights)
     with pytest.raises(CheckpointError, match="does not exist"):
-        fingerprint_for(config)
+        model_fingerprint(config)
 
 
 def test_of_a_published_geometry_nothing_is_read() -> None:
     config = _config("ministral-8b")
-    assert checked_model(config) == PRESETS["ministral-8b"]
-    assert fingerprint_for(config) == ()
-    spec = pipeline_spec(config, checked_model(config), Hardware((8,), (200 * GIB,)), "name", ())
+    assert validate_model(config) == PRESETS["ministral-8b"]
+    assert model_fingerprint(config) == ()
+    spec = pipeline_spec(config, validate_model(config), Hardware((8,), (200 * GIB,)), "name", ())
     assert spec.weights == RandomWeights()
     assert sum(stage.weight_bytes for stage in spec.plan.stages) > 16e9, "two bytes for each of eight billion"
 
@@ -63,7 +63,7 @@ def test_of_a_published_geometry_nothing_is_read() -> None:
 def test_a_published_geometry_is_served_without_a_tokenizer() -> None:
     """Its name stays what it is, also for replicas in other directories."""
     config = _config("ministral-8b", replicas=2)
-    model = served_model(config.for_other_directories())
+    model = served_model(config.with_absolute_paths())
     assert (model.name, model.tokenizer, model.max_model_len) == ("ministral-8b", None, 131_072)
     application(config)  # as ``serve build`` would
 
@@ -79,10 +79,10 @@ def test_a_folder_comes_before_a_geometry_of_its_name(
     without_weights.rename(tmp_path / "ministral-8b")
     monkeypatch.chdir(tmp_path)
     config = _config("ministral-8b")
-    assert checked_model(config) == ARGS
-    config = config.for_other_directories()
+    assert validate_model(config) == ARGS
+    config = config.with_absolute_paths()
     monkeypatch.chdir("/")
-    assert checked_model(config) == ARGS
+    assert validate_model(config) == ARGS
 
 
 def test_a_pipeline_with_random_weights_is_another_one(without_weights: Path) -> None:
@@ -95,16 +95,16 @@ def test_a_pipeline_with_random_weights_is_another_one(without_weights: Path) ->
 
 def test_stages_that_have_not_answered_have_loaded_nothing() -> None:
     first, second = PLAN.stages
-    assert loading_of(PLAN, {}) == [Loading(stage.label, 0, stage.weight_bytes) for stage in PLAN.stages]
-    assert loading_of(PLAN, {"a-0-stage-1": 7}) == [
-        Loading("Stage 1/2 layers 0-1", 0, first.weight_bytes),
-        Loading("Stage 2/2 layers 2-3", 7, second.weight_bytes),
+    assert load_progress(PLAN, {}) == [LoadProgress(stage.label, 0, stage.weight_bytes) for stage in PLAN.stages]
+    assert load_progress(PLAN, {"a-0-stage-1": 7}) == [
+        LoadProgress("Stage 1/2 layers 0-1", 0, first.weight_bytes),
+        LoadProgress("Stage 2/2 layers 2-3", 7, second.weight_bytes),
     ]
 
 
 def test_stages_of_several_pipelines_are_told_apart() -> None:
     loaded = {"a-1-stage-0": 5, "a-0-stage-1": 7, "a-1-stage-1": 6}
-    assert [(stage.label, stage.num_bytes) for stage in loading_of(PLAN, loaded, num_pipelines=3)] == [
+    assert [(stage.label, stage.num_bytes) for stage in load_progress(PLAN, loaded, num_pipelines=3)] == [
         ("pipeline 1: Stage 1/2 layers 0-1", 0),
         ("pipeline 1: Stage 2/2 layers 2-3", 7),
         ("pipeline 2: Stage 1/2 layers 0-1", 5),
@@ -112,11 +112,11 @@ def test_stages_of_several_pipelines_are_told_apart() -> None:
         ("pipeline 3: Stage 1/2 layers 0-1", 0),
         ("pipeline 3: Stage 2/2 layers 2-3", 0),
     ]
-    assert len(loading_of(PLAN, loaded, num_pipelines=1)) == 2, "one of an earlier command that is being removed is not shown"
+    assert len(load_progress(PLAN, loaded, num_pipelines=1)) == 2, "one of an earlier command that is being removed is not shown"
 
 
 def test_stages_in_this_process_tell_every_tensor() -> None:
-    shown: list[list[Loading]] = []
+    shown: list[list[LoadProgress]] = []
     LocalStageChain.load(PLAN, RandomWeights(), ["cpu"], lambda stages: shown.append([*stages])).close()
     sums = [sum(stage.num_bytes for stage in stages) for stages in shown]
     assert sums == sorted(set(sums))
@@ -124,8 +124,8 @@ def test_stages_in_this_process_tell_every_tensor() -> None:
     assert [stage.num_bytes for stage in shown[-1]] == [stage.weight_bytes for stage in PLAN.stages]
 
 
-def _stages(*num_gib: float) -> list[Loading]:
-    return [Loading(f"Stage {number}", int(n * GIB), 2 * GIB) for number, n in enumerate(num_gib, start=1)]
+def _stages(*num_gib: float) -> list[LoadProgress]:
+    return [LoadProgress(f"Stage {number}", int(n * GIB), 2 * GIB) for number, n in enumerate(num_gib, start=1)]
 
 
 def test_without_a_terminal_there_is_a_line_for_each_quarter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from ray._private import services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from tramontane.cluster.pipeline import ray_cluster as ray_address
-from tramontane.cluster.pipeline.lifecycle import joined_ray
+from tramontane.cluster.pipeline.lifecycle import join_ray_cluster
 from tramontane.cluster.pipeline.ray_cluster import ADVICE
 from tramontane.proto.errors import ConfigError
 
@@ -82,7 +82,7 @@ def runs_here(monkeypatch: pytest.MonkeyPatch) -> RunsHere:
 
 
 def _refusal(address: str) -> str:
-    with pytest.raises(ConfigError) as error, joined_ray(address):
+    with pytest.raises(ConfigError) as error, join_ray_cluster(address):
         pass
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -90,7 +90,7 @@ def _refusal(address: str) -> str:
 
 def test_a_cluster_that_answers_is_joined() -> None:
     """The next thing is ray.init, which no test calls by accident."""
-    with _head() as address, pytest.raises(AssertionError, match="must not start a cluster"), joined_ray(address):
+    with _head() as address, pytest.raises(AssertionError, match="must not start a cluster"), join_ray_cluster(address):
         pass
 
 
@@ -147,7 +147,7 @@ def test_a_cluster_that_asks_for_a_token(runs_here: RunsHere) -> None:
             "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
         )
         runs_here(address)
-        ray_address.check_cluster("auto")
+        ray_address.check_ray_address("auto")
 
 
 def test_a_mode_without_a_token(tmp_path: Path) -> None:

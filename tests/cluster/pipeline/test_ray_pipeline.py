@@ -25,16 +25,16 @@ from reference import Expected, assert_best_experts, assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.actors.stage_actor import StageActor, StageHealth, as_stage_actor
+from tramontane.cluster.actors.stage_actor import StageActor, StageHealth, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
 from tramontane.cluster.actors.worker_actor import NAMESPACE
-from tramontane.cluster.pipeline.load_progress import Loading, shown_loading
-from tramontane.cluster.pipeline.stage_chain import DirectStageChain, RayStageChain
+from tramontane.cluster.pipeline.load_progress import LoadProgress, show_progress
+from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto import wire
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import Layout, RandomWeights
 from tramontane.proto.plan import Link
-from tramontane.proto.request import SamplingParams, TokenBatch
+from tramontane.proto.request import RequestOutput, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine.stage_usage import overlap_share
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -81,24 +81,24 @@ def _spec(folder: Path, num_stages: int, page_size: int = 16, link: Link = "obje
 @contextmanager
 def _pipeline(
     folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
-) -> Iterator[tuple[PipelineSpec, RayStageChain]]:
+) -> Iterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     spec = _spec(folder, num_stages, page_size, link)
     with placed(spec) as chain:
         yield spec, chain
 
 
-def _check_tokens(spec: PipelineSpec, chain: RayStageChain, budget: int, together: bool) -> None:
+def _check_tokens(spec: PipelineSpec, chain: ObjectStoreStageChain, budget: int, together: bool) -> None:
     scheduler = scheduler_for(spec.plan, budget)
     prompts = [prompt for prompt in PROMPTS if budget > 7 or len(prompt) <= 130]
     _check_outputs(asyncio.run(run_prompts(chain, scheduler, prompts, together=together)), prompts)
 
 
-def _check_experts(spec: PipelineSpec, chain: RayStageChain) -> None:
+def _check_experts(spec: PipelineSpec, chain: ObjectStoreStageChain) -> None:
     """Of layers in the first, a middle and the last of several stages."""
     asking = replace(GREEDY, return_experts=(0, 4, 7))
     weights = random_model(ARGS).state_dict()
     prompts = [prompt for prompt in PROMPTS if len(prompt) <= 49]
-    answers: list[TokenBatch] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, asking))
+    answers: list[RequestOutput] = asyncio.run(run_answers(chain, scheduler_for(spec.plan, 20), prompts, asking))
     for prompt, answer in zip(prompts, answers, strict=True):
         told: dict[int, list[list[int]]] = {layer: [] for layer in asking.return_experts}
         for _, layer, start, expert_ids in answer.experts:
@@ -250,7 +250,7 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, 
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
         actor._steps.step = fails
-        own_failures.can_compute = lambda device: False
+        own_failures.device_self_test = lambda device: False
         return os.getpid()
 
     with _pipeline(folder, 2, link=link) as (spec, chain):
@@ -406,7 +406,7 @@ def _stage(kind: type[StageActor], folder: Path, name: str = "") -> Iterator["Ac
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)
     try:
-        actor = as_stage_actor(kind).options(name=name or None, namespace=NAMESPACE)
+        actor = remote_stage_class(kind).options(name=name or None, namespace=NAMESPACE)
         stage = actor.remote(tiny_plan(ARGS, 1).stages[0], folder, "cpu", 1)
     finally:
         ray.cloudpickle.unregister_pickle_by_value(this_module)
@@ -474,17 +474,17 @@ def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
     """Also of a stage that is not there yet."""
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
     plan = tiny_plan(ARGS, 2)
-    shown: list[list[Loading]] = []
+    shown: list[list[LoadProgress]] = []
 
-    def wait_for(num_bytes: int) -> list[Loading]:
+    def wait_for(num_bytes: int) -> list[LoadProgress]:
         while not shown or shown[-1][0].num_bytes <= num_bytes:
             time.sleep(0.01)
         return shown[-1]
 
-    with _stage(_HeldUpStage, folder, "watched-stage-0"), shown_loading("watched", plan, lambda stages: shown.append([*stages])):
+    with _stage(_HeldUpStage, folder, "watched-stage-0"), show_progress("watched", plan, lambda stages: shown.append([*stages])):
         first, absent = wait_for(0)
         assert (first.label, first.of_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
-        assert absent == Loading(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
+        assert absent == LoadProgress(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
         (folder / "1").touch()
         wait_for(first.num_bytes)
     assert [stages[0].num_bytes for stages in shown] == sorted(stages[0].num_bytes for stages in shown)

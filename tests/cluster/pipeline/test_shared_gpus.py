@@ -18,13 +18,13 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 from tiny_models import tiny_args, write_checkpoint
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.actors.stage_actor import placed_in
+from tramontane.cluster.actors.stage_actor import bundle_options
 from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import pipeline_spec
 from tramontane.cluster.planning.hardware import Gpu, Hardware
 from tramontane.cluster.serving import preflight as serve_checks
-from tramontane.cluster.serving.preflight import check_room
+from tramontane.cluster.serving.preflight import check_resources
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 
@@ -81,7 +81,10 @@ def _group_of(spec: PipelineSpec) -> Iterator[PlacementGroup]:
 
 def _holder(spec: PipelineSpec, group: PlacementGroup, stage_id: int) -> ActorHandle[Any]:
     """Placed as the stage is."""
-    options = placed_in(spec, spec.bundle_of_stage(stage_id), group, spec.gpu_share) | {"lifetime": None, "get_if_exists": False}
+    options = bundle_options(spec, spec.bundle_of_stage(stage_id), group, spec.gpu_share) | {
+        "lifetime": None,
+        "get_if_exists": False,
+    }
     made: ActorHandle[Any] = ray.remote(max_restarts=-1)(Holder).options(**options).remote()  # type: ignore[call-overload]
     return made
 
@@ -133,11 +136,11 @@ def test_what_is_asked_of_the_cluster_is_what_bundles_take(
 ) -> None:
     spec = _spec(hardware, folder, stages=5, stages_per_gpu=2)
     assert spec.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}]
-    assert spec.workers_of() == "5 stages, 2 to a GPU"
-    check_room(spec, 1)
+    assert spec.describe_workers() == "5 stages, 2 to a GPU"
+    check_resources(spec, 1)
     monkeypatch.setattr(serve_checks, "ROOM_TIMEOUT_S", 0.0)
     with pytest.raises(PlanError, match=r"2 x 5 stages of 0\.6 GPU each need 6, and the cluster has 3 free"):
-        check_room(spec, 2)
+        check_resources(spec, 2)
 
 
 def test_expert_actors_have_gpus_of_their_own(hardware: Hardware, folder: Path) -> None:

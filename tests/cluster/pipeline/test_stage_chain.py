@@ -9,7 +9,7 @@ import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
 from tramontane.cluster.pipeline import stage_chain as ray_chain
-from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_S, RayStageChain
+from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_S, ObjectStoreStageChain
 from tramontane.proto.errors import LeaseError
 
 EPOCH = 7
@@ -26,7 +26,7 @@ class _Method:
 
 
 class _Supervisor:
-    """Fences once ``replace_stuck`` has been asked for, and raises ``error`` until then."""
+    """Fences once ``replace_hung_workers`` has been asked for, and raises ``error`` until then."""
 
     def __init__(self, error: Exception) -> None:
         self.calls: list[str] = []
@@ -44,9 +44,9 @@ class _Supervisor:
         return "stage 1 did nothing for too long"
 
 
-def _chain(supervisor: _Supervisor) -> RayStageChain:
+def _chain(supervisor: _Supervisor) -> ObjectStoreStageChain:
     handle: Any = supervisor
-    return RayStageChain([], handle, "router")
+    return ObjectStoreStageChain([], handle, "router")
 
 
 @pytest.fixture(autouse=True)

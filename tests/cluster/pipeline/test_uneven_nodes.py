@@ -21,7 +21,7 @@ from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.actors.supervisor import _group
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import pipeline_spec
-from tramontane.cluster.planning.hardware import Hardware, joined_cluster
+from tramontane.cluster.planning.hardware import Hardware, probe_cluster
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import PlanError
 
@@ -51,7 +51,7 @@ def nodes() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def hardware(nodes: dict[str, str]) -> Hardware:
-    return joined_cluster(look=_look, measure=_measure)
+    return probe_cluster(look=_look, measure=_measure)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_every_gpu_is_known_with_its_node_and_speed(nodes: dict[str, str], hardw
 
 
 def test_what_was_measured_is_not_measured_again(hardware: Hardware) -> None:
-    assert joined_cluster(look=_look, measure=_fail) == hardware
+    assert probe_cluster(look=_look, measure=_fail) == hardware
 
 
 def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str, str]) -> None:
@@ -109,15 +109,15 @@ def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str,
         return [("A100", 80 * GIB)] * 2
 
     for measured, look in ((True, all_alike), (False, _look)):
-        assert {gpu.speed for gpu in joined_cluster(measured, look, _fail).gpus} == {1}
+        assert {gpu.speed for gpu in probe_cluster(measured, look, _fail).gpus} == {1}
 
 
 def test_nodes_that_cannot_say_what_they_have_are_named_in_one_line(nodes: dict[str, str]) -> None:
     address = ray.nodes()[0]["NodeManagerAddress"]
     with pytest.raises(PlanError, match=rf"node {address} offers [12] GPUs to Ray, but CUDA shows 0 there"):
-        joined_cluster()
+        probe_cluster()
     with pytest.raises(PlanError, match=r"the GPUs of the cluster cannot be looked at: ValueError: no such thing$"):
-        joined_cluster(look=_fail)
+        probe_cluster(look=_fail)
 
 
 def test_stages_land_where_the_plan_wants_them(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import GIB, tiny_args
 
-from tramontane.cluster.planning.expert_planner import ExpertRequest, moves, plan_experts, replanned
-from tramontane.cluster.planning.planner import StageRoom
+from tramontane.cluster.planning.expert_planner import ExpertRequest, plan_experts, plan_moves, replan
+from tramontane.cluster.planning.planner import StageBudget
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.model_args import ModelArgs, MoeArgs, Quantization
 from tramontane.proto.plan import ExpertId, ExpertPlan
@@ -36,7 +36,7 @@ def _size(args: ModelArgs, dtype: str, quantize: Quantization | None = None) -> 
 
 def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
     """Of the mean."""
-    found = plan.loads(loads)
+    found = plan.tokens_per_actor(loads)
     return max(found) * len(found) / sum(found)
 
 
@@ -50,10 +50,10 @@ def _check_memory(plan: ExpertPlan, request: ExpertRequest) -> None:
 def test_8x22b_on_16_actors_of_unequal_memory(seed: int) -> None:
     rng = random.Random(seed)
     memories = rng.sample(UNEQUAL, len(UNEQUAL))
-    request = ExpertRequest(tuple(StageRoom(memory * GIB) for memory in memories), "bfloat16")
+    request = ExpertRequest(tuple(StageBudget(memory * GIB) for memory in memories), "bfloat16")
     assumed = plan_experts(MIXTRAL_8X22B, request)
     assert _busiest(assumed, dict.fromkeys(_ids(MIXTRAL_8X22B), 1.0)) <= 1.1
-    assert all(len(holders) == 1 for holders in assumed.holders.values()), "where all are alike none is hot"
+    assert all(len(holders) == 1 for holders in assumed.placement.values()), "where all are alike none is hot"
     measured = {each: rng.lognormvariate(0, 0.7) for each in _ids(MIXTRAL_8X22B)}
     again = plan_experts(MIXTRAL_8X22B, replace(request, loads=measured))
     assert _busiest(again, measured) <= 1.1 < _busiest(assumed, measured)
@@ -64,7 +64,7 @@ def test_8x22b_on_16_actors_of_unequal_memory(seed: int) -> None:
 def test_a_layers_experts_work_side_by_side() -> None:
     """8 experts of a layer on 4 actors: two on each, in every layer."""
     args = _args(6)
-    plan = plan_experts(args, ExpertRequest((StageRoom(GIB),) * 4, "float32"))
+    plan = plan_experts(args, ExpertRequest((StageBudget(GIB),) * 4, "float32"))
     for actor in plan.actors:
         assert [sum(each.layer == layer for each in actor.experts) for layer in range(6)] == [2] * 6
 
@@ -74,33 +74,33 @@ def test_hot_experts_get_replicas(num_actors: int) -> None:
     """A gate that chooses the same two experts in every layer but the last: what the plan assumed is far off without replicas."""
     args = _args(5)
     loads = {each: 100.0 if each.expert < 2 and each.layer < 4 else 1.0 for each in _ids(args)}
-    request = ExpertRequest((StageRoom(GIB),) * num_actors, "float32", replicas=1)
+    request = ExpertRequest((StageBudget(GIB),) * num_actors, "float32", replicas=1)
     apart = plan_experts(args, request)
     plan = plan_experts(args, replace(request, replicas=None, loads=loads))
     for layer in range(4):
         own = {each: load if each.layer == layer else 0.0 for each, load in loads.items()}
         assert _busiest(plan, own) <= 1.5
         assert num_actors == 2 or _busiest(apart, own) > 1.8
-    assert all(len(plan.holders[each]) == 1 for each in _ids(args) if loads[each] == 1.0)
+    assert all(len(plan.placement[each]) == 1 for each in _ids(args) if loads[each] == 1.0)
 
 
 def test_replicas_are_as_many_as_were_asked_for_or_there_is_room_for() -> None:
     args = _args(2)
     loads = {each: 9.0 if each.expert == 0 else 1.0 for each in _ids(args)}
-    room = StageRoom(-(-10 * _size(args, "float32") * 10 // 9))  # ten experts each: 20 for 16
+    room = StageBudget(-(-10 * _size(args, "float32") * 10 // 9))  # ten experts each: 20 for 16
     plan = plan_experts(args, ExpertRequest((room,) * 2, "float32", loads=loads))
-    assert {each: len(holders) for each, holders in plan.holders.items() if len(holders) > 1} == {
+    assert {each: len(holders) for each, holders in plan.placement.items() if len(holders) > 1} == {
         ExpertId(0, 0): 2,
         ExpertId(1, 0): 2,
     }
-    twice = plan_experts(args, ExpertRequest((StageRoom(GIB),) * 3, "float32", replicas=2))
-    assert {len(set(holders)) for holders in twice.holders.values()} == {2}
+    twice = plan_experts(args, ExpertRequest((StageBudget(GIB),) * 3, "float32", replicas=2))
+    assert {len(set(holders)) for holders in twice.placement.values()} == {2}
 
 
 def test_room_that_only_holds_what_is_there_already_gives_no_replica() -> None:
     """One actor has room for all and one more, the other for none: the hot expert cannot be on two."""
     args = _args(1)
-    rooms = tuple(StageRoom(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
+    rooms = tuple(StageBudget(-(-count * _size(args, "float32") * 10 // 9)) for count in (0, 9))
     loads = {each: float(each.expert == 7) for each in _ids(args)}
     plan = plan_experts(args, ExpertRequest(rooms, "float32", None, None, loads))
     assert [len(actor.experts) for actor in plan.actors] == [0, 8]
@@ -114,35 +114,35 @@ def test_whatever_fits_is_placed(data: st.DataObject) -> None:
     places = data.draw(st.lists(st.integers(0, num_experts + 3), min_size=1, max_size=5))
     replicas = data.draw(st.none() | st.integers(1, len(places)))
     loads = data.draw(st.none() | st.fixed_dictionaries({each: st.sampled_from([0.0, 1.0, 7.0]) for each in _ids(args)}))
-    request = ExpertRequest(tuple(StageRoom(-(-count * size * 10 // 9)) for count in places), "float32", None, replicas, loads)
+    request = ExpertRequest(tuple(StageBudget(-(-count * size * 10 // 9)) for count in places), "float32", None, replicas, loads)
     if sum(min(count, num_experts) for count in places) < (replicas or 1) * num_experts:
         with pytest.raises(PlanError, match="too little memory"):
             plan_experts(args, request)
         return
     plan = plan_experts(args, request)
     _check_memory(plan, request)
-    assert plan.holders.keys() == set(_ids(args))
-    for holders in plan.holders.values():
+    assert plan.placement.keys() == set(_ids(args))
+    for holders in plan.placement.values():
         assert len(set(holders)) == len(holders)
         assert replicas is None or len(holders) == replicas
 
 
 def test_requests_that_make_no_sense_are_refused() -> None:
-    args, rooms = _args(2), (StageRoom(GIB),) * 2
+    args, rooms = _args(2), (StageBudget(GIB),) * 2
     with pytest.raises(ConfigError, match="models of several experts"):
         plan_experts(tiny_args(n_layers=2, moe=False), ExpertRequest(rooms, "float32"))
     with pytest.raises(ConfigError, match="--expert-replicas is 3; it can be at most --expert-actors, 2"):
         plan_experts(args, ExpertRequest(rooms, "float32", replicas=3))
     with pytest.raises(ConfigError, match="is of 1 layers with 1 experts each, and the model has 2 layers with 8 experts each"):
         plan_experts(args, ExpertRequest(rooms, "float32", loads={ExpertId(0, 0): 1.0}))
-    small = ExpertRequest((StageRoom(3 * _size(MIXTRAL_8X22B, "bfloat16")),) * 2, "bfloat16")
+    small = ExpertRequest((StageBudget(3 * _size(MIXTRAL_8X22B, "bfloat16")),) * 2, "bfloat16")
     with pytest.raises(PlanError, match=r"448 experts of 576 MiB on 2 expert actors, which may hold 2, 2; use more"):
         plan_experts(MIXTRAL_8X22B, small)
 
 
 @pytest.mark.parametrize("quantize", Quantization)
 def test_a_quantised_expert_takes_less(quantize: Quantization) -> None:
-    rooms = (StageRoom(20 * GIB),) * 8
+    rooms = (StageBudget(20 * GIB),) * 8
     with pytest.raises(PlanError, match="too little memory"):
         plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16"))
     plan = plan_experts(MIXTRAL_8X22B, ExpertRequest(rooms, "bfloat16", quantize))
@@ -157,15 +157,15 @@ def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_thro
     size, num_actors = _size(args, "float32"), data.draw(st.integers(2, 4))
     spare = data.draw(st.integers(1, 4))
     places = -(-16 // num_actors) + spare
-    room = StageRoom(-(-places * size * 10 // 9) + 1)
+    room = StageBudget(-(-places * size * 10 // 9) + 1)
     seeds = data.draw(st.tuples(st.integers(0, 99), st.integers(0, 99)))
     loads = [{each: random.Random(seed).random() for each in _ids(args)} for seed in seeds]
     old = plan_experts(args, ExpertRequest((room,) * num_actors, "float32", loads=loads[0]))
-    new = replanned(old, loads[1])
+    new = replan(old, loads[1])
     before = [set(actor.experts) for actor in old.actors]
-    for plan in moves(old, new):
+    for plan in plan_moves(old, new):
         after = [set(actor.experts) for actor in plan.actors]
-        assert plan.holders.keys() == set(_ids(args))
+        assert plan.placement.keys() == set(_ids(args))
         for was, now in zip(before, after, strict=True):
             assert len(was | now) * size <= room.usable
         before = after
@@ -174,22 +174,22 @@ def test_experts_move_from_any_plan_to_any_other_within_memory_and_are_held_thro
 
 def test_two_full_actors_exchange_experts_by_way_of_a_third() -> None:
     args = _args(n_layers=1)
-    places = StageRoom(-(-3 * _size(args, "float32") * 10 // 9) + 1)
+    places = StageBudget(-(-3 * _size(args, "float32") * 10 // 9) + 1)
     plan = plan_experts(args, ExpertRequest((places,) * 3, "float32"))
-    old = plan.holding([[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))])
-    new = plan.holding([[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))])
-    way = moves(old, new)
+    old = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 2), (3, 4, 5), (6, 7))])
+    new = plan.with_assignment([[ExpertId(0, e) for e in held] for held in ((0, 1, 3), (2, 4, 5), (6, 7))])
+    way = plan_moves(old, new)
     assert way[-1] == new
     assert all(len(actor.experts) <= 3 for step in way for actor in step.actors)
-    assert all(len(step.holders) == 8 for step in way)
+    assert all(len(step.placement) == 8 for step in way)
 
 
 def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     args = _args(n_layers=1)
-    room = StageRoom(-(-4 * _size(args, "float32") * 10 // 9) + 1)
+    room = StageBudget(-(-4 * _size(args, "float32") * 10 // 9) + 1)
     plan = plan_experts(args, ExpertRequest((room, room), "float32"))
-    other = plan.holding([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
+    other = plan.with_assignment([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
     assert other != plan
-    assert moves(plan, plan) == []
+    assert plan_moves(plan, plan) == []
     with pytest.raises(PlanError, match="no expert actor has room for one more"):
-        moves(plan, other)
+        plan_moves(plan, other)

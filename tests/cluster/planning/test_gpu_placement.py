@@ -12,10 +12,10 @@ from tiny_models import tiny_args
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.pipeline.engine import local_devices
-from tramontane.cluster.planning.gpu_placement import Place, expert_places, gpu_choices, place_choices, shared_out
+from tramontane.cluster.planning.gpu_placement import GpuSlot, expert_slots, gpu_choices, partition_gpus, placement_candidates
 from tramontane.cluster.planning.hardware import Gpu, Hardware
-from tramontane.cluster.planning.plan_search import best_plan, plan_for
-from tramontane.cluster.planning.planner import MEMORY_SHARE, StageRoom, layer_costs
+from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan
+from tramontane.cluster.planning.planner import MEMORY_SHARE, StageBudget, layer_costs
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.proto.plan import kv_bytes_per_position, ring_pages
@@ -24,8 +24,8 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 A = [Gpu("A100", 80 * GIB, "a", index, speed=2) for index in range(2)]
 B = [Gpu("L4", 24 * GIB, "b", index) for index in range(3)]
 C = [Gpu("A100", 80 * GIB - 2**20, "c", index, speed=2) for index in range(1)]
-BIG = Place(StageRoom(80 * GIB - 2**20, 2), ("a", "c"))
-SMALL = Place(StageRoom(24 * GIB), ("b",))
+BIG = GpuSlot(StageBudget(80 * GIB - 2**20, 2), ("a", "c"))
+SMALL = GpuSlot(StageBudget(24 * GIB), ("b",))
 
 
 def _hardware(gpus: Sequence[Gpu]) -> Hardware:
@@ -51,42 +51,42 @@ def test_of_equally_roomy_kinds_the_fastest_comes_first() -> None:
 
 
 def test_where_all_are_alike_stages_are_tied_to_no_node() -> None:
-    assert gpu_choices([*A, *C], 3, 1) == [(Place(StageRoom(80 * GIB - 2**20)),) * 3]
+    assert gpu_choices([*A, *C], 3, 1) == [(GpuSlot(StageBudget(80 * GIB - 2**20)),) * 3]
 
 
 def test_on_a_node_of_unlike_gpus_each_counts_as_the_poorest() -> None:
     """Ray chooses among them. Their speeds as well: the 24 GiB could be the faster ones."""
     mixed = [Gpu("A100", 80 * GIB, "m", 0, speed=20), Gpu("L4", 24 * GIB, "m", 1, speed=30)]
-    big, poorest = Place(StageRoom(80 * GIB, 2), ("a",)), Place(StageRoom(24 * GIB, 20), ("m",))
+    big, poorest = GpuSlot(StageBudget(80 * GIB, 2), ("a",)), GpuSlot(StageBudget(24 * GIB, 20), ("m",))
     assert gpu_choices([*mixed, *A], 4, 1) == [(big,) * 2 + (poorest,) * 2]
-    assert gpu_choices(mixed, 2, 1) == [(Place(StageRoom(24 * GIB)),) * 2]
+    assert gpu_choices(mixed, 2, 1) == [(GpuSlot(StageBudget(24 * GIB)),) * 2]
 
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
 def test_experts_and_stages_keep_to_the_kinds_that_they_were_planned_for(num_experts: int) -> None:
     """Although of the GPUs that are left to either all may be alike. Ray may take any GPU of a kind, whoever it was meant for."""
     hardware, config = _hardware([*B, *A, *C]), _config(stages=2, expert_actors=num_experts)
-    for_stages, for_experts = shared_out(config, hardware)
+    for_stages, for_experts = partition_gpus(config, hardware)
     assert {gpu.name for gpu in for_experts.gpus} == {"A100"}
-    assert expert_places(config, 2, for_experts, hardware) == (Place(StageRoom(BIG.room.memory), BIG.nodes),) * num_experts
-    choices = place_choices(config, 8, for_stages, hardware)
+    assert expert_slots(config, 2, for_experts, hardware) == (GpuSlot(StageBudget(BIG.room.memory), BIG.nodes),) * num_experts
+    choices = placement_candidates(config, 8, for_stages, hardware)
     if num_experts == 3:  # no A100 is left
-        assert choices == [(Place(StageRoom(SMALL.room.memory), SMALL.nodes),) * 2]
+        assert choices == [(GpuSlot(StageBudget(SMALL.room.memory), SMALL.nodes),) * 2]
     else:
         assert choices == [(BIG,) * n + (SMALL,) * (2 - n) for n in range(min(2, 3 - num_experts), -1, -1)]
 
 
 def test_in_a_cluster_of_one_kind_experts_and_stages_go_anywhere() -> None:
     hardware, config = _hardware([*A, *C]), _config(stages=1, expert_actors=2)
-    for_stages, for_experts = shared_out(config, hardware)
-    assert {place.nodes for place in expert_places(config, 1, for_experts, hardware)} == {()}
-    assert {place.nodes for place in place_choices(config, 8, for_stages, hardware)[0]} == {()}
+    for_stages, for_experts = partition_gpus(config, hardware)
+    assert {place.nodes for place in expert_slots(config, 1, for_experts, hardware)} == {()}
+    assert {place.nodes for place in placement_candidates(config, 8, for_stages, hardware)[0]} == {()}
 
 
 def test_pipelines_share_each_kind_evenly() -> None:
     """Three big and three small for two pipelines: one of each. If they need all six, all count as small."""
     assert gpu_choices([*A, *B, *C], 2, 2) == [(BIG, SMALL)]
-    assert gpu_choices([*A, *B, *C], 3, 2) == [(Place(StageRoom(24 * GIB)),) * 3]
+    assert gpu_choices([*A, *B, *C], 3, 2) == [(GpuSlot(StageBudget(24 * GIB)),) * 3]
 
 
 @settings(derandomize=True, deadline=None)
@@ -112,21 +112,21 @@ def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, nu
 
 def test_a_given_size_is_that_stages_and_never_more_than_its_gpu_has() -> None:
     hardware = _hardware([*A, *B])
-    places = place_choices(_config(gpu_memory="20GiB,90GiB,20GiB"), 8, hardware)[0]
+    places = placement_candidates(_config(gpu_memory="20GiB,90GiB,20GiB"), 8, hardware)[0]
     assert [(place.room.memory // GIB, place.nodes) for place in places] == [(20, ("a",)), (80, ("a",)), (20, ("b",))]
-    assert {place.room.memory // GIB for place in place_choices(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
+    assert {place.room.memory // GIB for place in placement_candidates(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
 
 
 def test_given_speeds_are_those_of_the_stages_in_order() -> None:
-    places = place_choices(_config(gpu_speed="1,5"), 8, _hardware([*A, *B]))[0]
+    places = placement_candidates(_config(gpu_speed="1,5"), 8, _hardware([*A, *B]))[0]
     assert [(place.room.speed, place.nodes) for place in places] == [(1, ("a",)), (5, ("a",))]
-    assert {place.room.speed for place in place_choices(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
+    assert {place.room.speed for place in placement_candidates(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
 
 
 @pytest.mark.parametrize("local", [False, True])
 def test_without_a_gpu_a_given_size_is_what_a_stage_may_use(local: bool) -> None:
     hardware = Hardware(node_cpus=(8,), node_memory=(4 * GIB,))
-    (places,) = place_choices(_config(gpu_memory=["1GiB", 2**29, "3GiB"], local=local), 8, hardware)
+    (places,) = placement_candidates(_config(gpu_memory=["1GiB", 2**29, "3GiB"], local=local), 8, hardware)
     assert [place.room.memory for place in places] == [GIB, 2**29, 4 * GIB // 3]
 
 
@@ -143,13 +143,13 @@ def test_without_a_gpu_a_given_size_is_what_a_stage_may_use(local: bool) -> None
 )
 def test_what_does_not_go_together_is_named(settings_: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        place_choices(_config(**settings_), 8, _hardware([*A, *B]))
+        placement_candidates(_config(**settings_), 8, _hardware([*A, *B]))
     assert message in str(refused.value)
 
 
 def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() -> None:
     with pytest.raises(PlanError, match="6 stages need a GPU each, and there are 5"):
-        place_choices(_config(gpu_memory="1GiB,1GiB,1GiB", replicas=2), 8, _hardware([*A, *B]))
+        placement_candidates(_config(gpu_memory="1GiB,1GiB,1GiB", replicas=2), 8, _hardware([*A, *B]))
 
 
 # ---- several stages on a GPU
@@ -157,19 +157,19 @@ def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() ->
 
 def test_stages_of_a_gpu_are_neighbours_with_equal_shares() -> None:
     """Of what the GPU has, or is said to have; and of each kind as many GPUs as there are."""
-    (places, *_) = place_choices(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
+    (places, *_) = placement_candidates(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
     assert [(place.nodes[0], place.room.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
     given = _config(stages_per_gpu=2, gpu_memory="24GiB,60GiB", gpu_speed="1,3")
-    places = place_choices(given, 8, _hardware(A))[0]
+    places = placement_candidates(given, 8, _hardware(A))[0]
     assert [(place.room.memory // GIB, place.room.speed) for place in places] == [(12, 1), (12, 1), (30, 3), (30, 3)]
-    (places,) = place_choices(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
+    (places,) = placement_candidates(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
     assert [place.room.memory for place in places] == [GIB] * 3, "without a GPU, of the stage"
 
 
 @pytest.mark.parametrize(("stages", "shares"), [(2, 2), (3, 2), (4, 2), (5, 4), (9, 6)])
 def test_in_one_process_gpus_take_turns_at_groups_of_stages(stages: int, shares: int) -> None:
     """5 stages, 2 together, on 2 GPUs: 0 and 1 on the first, 2 and 3 on the second, 4 on the first, so parts of a fourth."""
-    (places,) = place_choices(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
+    (places,) = placement_candidates(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
     assert {place.room.memory for place in places} == {24 * GIB // shares}
     devices = local_devices(2, 2)
     used = Counter(devices[stage_id % len(devices)] for stage_id in range(stages))
@@ -190,7 +190,7 @@ def test_in_one_process_gpus_take_turns_at_groups_of_stages(stages: int, shares:
 )
 def test_too_many_stages_to_a_gpu_are_refused_with_both_numbers(settings_: dict[str, object], message: str) -> None:
     with pytest.raises((ConfigError, PlanError)) as refused:
-        place_choices(_config(stages_per_gpu=2, **settings_), 16, _hardware([*A, *B]))
+        placement_candidates(_config(stages_per_gpu=2, **settings_), 16, _hardware([*A, *B]))
     assert message in str(refused.value)
 
 
@@ -207,12 +207,12 @@ def _least(span: range) -> int:
     return weights + pages * 16 * kv_bytes_per_position(ARGS, "float32")
 
 
-def _slowest(spans: Sequence[range], rooms: Sequence[StageRoom]) -> Fraction:
+def _slowest(spans: Sequence[range], rooms: Sequence[StageBudget]) -> Fraction:
     costs = layer_costs(ARGS)
     return max(Fraction(sum(costs[layer] for layer in span), room.speed) for span, room in zip(spans, rooms, strict=True))
 
 
-def _best(rooms: Sequence[StageRoom]) -> Fraction | None:
+def _best(rooms: Sequence[StageBudget]) -> Fraction | None:
     """The slowest stage of the best split that there is."""
     found = []
     for cuts in itertools.combinations(range(1, 6), len(rooms) - 1):
@@ -244,15 +244,15 @@ def test_plans_keep_to_every_gpus_memory_and_are_as_fast_as_the_best_there_is(
     )
     roomiest_first = sorted(gpus, key=lambda gpu: (-gpu.memory, -gpu.speed))
     choices = [
-        [StageRoom(gpu.memory, speed if speed_given else gpu.speed) for gpu, speed in zip(chosen, speeds, strict=True)]
+        [StageBudget(gpu.memory, speed if speed_given else gpu.speed) for gpu, speed in zip(chosen, speeds, strict=True)]
         for chosen in itertools.combinations(roomiest_first, num_stages)
     ]
     best = min((time for rooms in choices if (time := _best(rooms)) is not None), default=None)
     if best is None:
         with pytest.raises(PlanError):
-            plan_for(config, ARGS, _hardware(gpus))
+            plan_pipeline(config, ARGS, _hardware(gpus))
         return
-    plan, places = best_plan(config, ARGS, _hardware(gpus))
+    plan, places = search_plan(config, ARGS, _hardware(gpus))
     rooms = [place.room for place in places]
     by_node = {gpu.node: gpu for gpu in gpus}
     if len(kinds) > 1:

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_args
 
-from tramontane.cluster.planning.planner import PlanRequest, StageRoom, can_be_split, layer_costs, make_plan, split_layers
+from tramontane.cluster.planning.planner import PlanRequest, StageBudget, is_splittable, layer_costs, make_plan, split_layers
 from tramontane.proto.errors import PlanError
 
 repeatable = settings(derandomize=True, deadline=None)
@@ -34,7 +34,7 @@ def test_it_is_known_without_the_best_split_whether_there_is_any(data: st.DataOb
         return own <= rooms[stage]
 
     any_split = any(all(map(fits, itertools.count(), spans)) for spans in _every_split(len(weights), len(rooms)))
-    assert can_be_split(len(weights), len(rooms), fits) == any_split
+    assert is_splittable(len(weights), len(rooms), fits) == any_split
 
 
 @st.composite
@@ -83,9 +83,9 @@ ARGS = tiny_args(n_layers=6, windows=[None, 24, 24] * 2, max_seq_len=300)
 @given(st.lists(st.tuples(st.integers(50_000, 600_000), st.integers(1, 4)), min_size=1, max_size=4))
 @example([(90_000, 1), (600_000, 1)])  # an even split does not fit, another one does
 def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits(given_rooms: list[tuple[int, int]]) -> None:
-    rooms = tuple(StageRoom(memory, speed) for memory, speed in given_rooms)
+    rooms = tuple(StageBudget(memory, speed) for memory, speed in given_rooms)
     request = PlanRequest(rooms, "float32", max_model_len=300, max_num_seqs=8, page_size=16)
-    roomy = PlanRequest((StageRoom(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16)
+    roomy = PlanRequest((StageBudget(2**30),), "float32", max_model_len=300, max_num_seqs=1, page_size=16)
 
     def least(span: range) -> int:
         """Weights and one sequence, layer by layer, from plans of the span alone."""

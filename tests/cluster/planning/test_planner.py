@@ -17,14 +17,14 @@ from tiny_models import GIB, tiny_args, tiny_plan
 
 from tramontane.cluster.cli.main import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
-from tramontane.cluster.pipeline.engine import scheduler_for
+from tramontane.cluster.pipeline.engine import make_scheduler
 from tramontane.cluster.planning.hardware import Gpu, Hardware
-from tramontane.cluster.planning.plan_search import plan_for
-from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageRoom, layer_costs, make_plan, split_layers
-from tramontane.proto.byte_size import readable_size
+from tramontane.cluster.planning.plan_search import plan_pipeline
+from tramontane.cluster.planning.planner import MEMORY_SHARE, PlanRequest, StageBudget, layer_costs, make_plan, split_layers
+from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.errors import ConfigError, PlanError, RequestError
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
-from tramontane.proto.plan import ClusterPlan, kv_bytes_per_position, ring_pages
+from tramontane.proto.plan import PipelinePlan, kv_bytes_per_position, ring_pages
 from tramontane.proto.presets import PRESETS
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
 from tramontane.workers.model.transformer import StageModel
@@ -151,7 +151,7 @@ def test_a_plan_says_who_holds_what() -> None:
 
 def _request(args: ModelArgs, num_stages: int = 1, stage_memory: int = GIB, **changes: Any) -> PlanRequest:  # noqa: ANN401
     fields: dict[str, Any] = {
-        "rooms": (StageRoom(stage_memory),) * num_stages,
+        "rooms": (StageBudget(stage_memory),) * num_stages,
         "dtype": "float32",
         "max_model_len": args.max_seq_len,
         "max_num_seqs": 64,
@@ -283,19 +283,19 @@ def test_too_little_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(PlanError) as refusal:
         make_plan(args, _request(args, 2, stage_memory=memory))
     assert str(refusal.value) == (
-        f"too little memory for stage 1/2 (layers 0-1): it needs {readable_size(weights)} for weights and "
-        f"{readable_size(sequence)} of cache (one sequence of 1024 positions takes {readable_size(sequence)}) and may use "
-        f"{readable_size(int(memory * MEMORY_SHARE))}"
+        f"too little memory for stage 1/2 (layers 0-1): it needs {format_bytes(weights)} for weights and "
+        f"{format_bytes(sequence)} of cache (one sequence of 1024 positions takes {format_bytes(sequence)}) and may use "
+        f"{format_bytes(int(memory * MEMORY_SHARE))}"
     )
     hardware = Hardware(node_cpus=(8,), node_memory=(2 * memory,))
     with pytest.raises(PlanError) as refusal:
-        plan_for(EngineConfig(stages=2), args, hardware)
+        plan_pipeline(EngineConfig(stages=2), args, hardware)
     words = str(refusal.value).split("possible: ")[1].split()
     assert words[0] == "--max-model-len", "not more stages, which would share the same memory"
-    plan_for(EngineConfig(stages=2, max_model_len=int(words[1].strip(","))), args, hardware)
+    plan_pipeline(EngineConfig(stages=2, max_model_len=int(words[1].strip(","))), args, hardware)
     on_gpus = Hardware((8,), (GIB,), gpus=(Gpu("H200", memory),) * 2)
     with pytest.raises(PlanError, match=r"; possible: 4 GPUs of"):
-        plan_for(EngineConfig(stages=2), args, on_gpus)
+        plan_pipeline(EngineConfig(stages=2), args, on_gpus)
 
 
 def test_the_last_stage_may_be_the_one_that_does_not_fit() -> None:
@@ -342,13 +342,13 @@ def test_stages_follow_the_hardware_unless_told() -> None:
     cpu = Hardware(node_cpus=(8,), node_memory=(GIB,))
     gpus = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 3)
     many = Hardware(node_cpus=(8,), node_memory=(GIB,), gpus=(Gpu("A100", GIB),) * 16)
-    assert [len(plan_for(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
-    assert len(plan_for(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
+    assert [len(plan_pipeline(config, args, hardware).stages) for hardware in (cpu, gpus, many)] == [2, 3, 4]
+    assert len(plan_pipeline(EngineConfig(stages=4, local=True), args, gpus).stages) == 4
     with pytest.raises(PlanError, match="4 stages need a GPU each, and there are 3"):
-        plan_for(EngineConfig(stages=4), args, gpus)
-    assert len(plan_for(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
-    assert plan_for(config, args, cpu).stages[0].quantize is None
-    assert plan_for(EngineConfig.build(None, {"quantize": "int8"}), args, cpu).stages[0].quantize == "int8"
+        plan_pipeline(EngineConfig(stages=4), args, gpus)
+    assert len(plan_pipeline(config, tiny_args(n_layers=1), cpu).stages) == 1, "no stage may be empty"
+    assert plan_pipeline(config, args, cpu).stages[0].quantize is None
+    assert plan_pipeline(EngineConfig.build(None, {"quantize": "int8"}), args, cpu).stages[0].quantize == "int8"
 
 
 def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
@@ -359,20 +359,20 @@ def test_stages_share_the_smallest_node_or_own_a_gpu() -> None:
     assert nodes.stages_at_once(4, threads=4, num_pipelines=2) == 1
     assert replace(nodes, gpus=(Gpu("H200", 141),)).stages_at_once(4, threads=9) == 4
     roomy = replace(nodes, node_memory=(GIB, GIB))
-    assert plan_for(EngineConfig(stages=4), tiny_args(), roomy).stages_at_once == 4
-    assert plan_for(EngineConfig(stages=4, threads_per_stage=4), tiny_args(), roomy).stages_at_once == 3
+    assert plan_pipeline(EngineConfig(stages=4), tiny_args(), roomy).max_concurrent_stages == 4
+    assert plan_pipeline(EngineConfig(stages=4, threads_per_stage=4), tiny_args(), roomy).max_concurrent_stages == 3
 
 
 def test_stages_that_share_cores_get_one_micro_batch() -> None:
     node, config = Hardware((2,), (GIB,)), EngineConfig(stages=2, threads_per_stage=2)
-    plan = plan_for(config, tiny_args(), node)
-    assert plan.takes_turns
-    policy = scheduler_for(config, plan).policy
+    plan = plan_pipeline(config, tiny_args(), node)
+    assert plan.is_oversubscribed
+    policy = make_scheduler(config, plan).policy
     assert isinstance(policy, BalancedPolicy)
     assert policy.max_in_flight == 1
-    apart = plan_for(EngineConfig(stages=2), tiny_args(), node)
-    assert not apart.takes_turns
-    assert scheduler_for(config, apart).policy.max_in_flight == 3
+    apart = plan_pipeline(EngineConfig(stages=2), tiny_args(), node)
+    assert not apart.is_oversubscribed
+    assert make_scheduler(config, apart).policy.max_in_flight == 3
     gpus = (Gpu("A100", 77), Gpu("A100", 99))
     assert [Hardware((7,), (1200,), gpus).stage_memory(n) for n in (2, 3)] == [77, 38]
 
@@ -380,22 +380,22 @@ def test_stages_that_share_cores_get_one_micro_batch() -> None:
 def test_stages_that_share_a_gpu_get_equal_parts_of_it() -> None:
     args, gpus = tiny_args(n_layers=8), (Gpu("A100", 77 * GIB, "a"), Gpu("A100", 99 * GIB, "b", 0))
     two_nodes = Hardware(node_cpus=(8, 8), node_memory=(GIB, GIB), gpus=gpus)
-    plan = plan_for(EngineConfig(stages_per_gpu=3), args, two_nodes)
-    assert (len(plan.stages), plan.stages_at_once) == (6, 2)
-    assert scheduler_for(EngineConfig(), plan).policy.max_in_flight == 2
-    assert plan_for(EngineConfig(stages_per_gpu=3, stages=4), args, two_nodes).stages_at_once == 2
-    assert len(plan_for(EngineConfig(stages_per_gpu=5), args, two_nodes).stages) == 8, "no stage may be empty"
-    assert plan_for(EngineConfig(stages_per_gpu=8), args, two_nodes).stages_at_once == 1
+    plan = plan_pipeline(EngineConfig(stages_per_gpu=3), args, two_nodes)
+    assert (len(plan.stages), plan.max_concurrent_stages) == (6, 2)
+    assert make_scheduler(EngineConfig(), plan).policy.max_in_flight == 2
+    assert plan_pipeline(EngineConfig(stages_per_gpu=3, stages=4), args, two_nodes).max_concurrent_stages == 2
+    assert len(plan_pipeline(EngineConfig(stages_per_gpu=5), args, two_nodes).stages) == 8, "no stage may be empty"
+    assert plan_pipeline(EngineConfig(stages_per_gpu=8), args, two_nodes).max_concurrent_stages == 1
     assert [two_nodes.threads_per_stage(n, 4) for n in (1, 4, 6, 8, 9)] == [8, 2, 2, 2, 1], "those of a GPU are on one node"
     on_cpu = replace(two_nodes, gpus=())
-    assert plan_for(EngineConfig(stages_per_gpu=3), args, on_cpu) == plan_for(EngineConfig(), args, on_cpu)
+    assert plan_pipeline(EngineConfig(stages_per_gpu=3), args, on_cpu) == plan_pipeline(EngineConfig(), args, on_cpu)
 
 
 def test_a_stage_may_have_the_cores_of_the_largest_node() -> None:
     nodes = Hardware(node_cpus=(7, 9), node_memory=(GIB, GIB))
-    assert len(plan_for(EngineConfig(threads_per_stage=9, stages=4), tiny_args(), nodes).stages) == 4
+    assert len(plan_pipeline(EngineConfig(threads_per_stage=9, stages=4), tiny_args(), nodes).stages) == 4
     with pytest.raises(PlanError, match="--threads-per-stage is 10, but no machine here has more cores than 9; use at most 9"):
-        plan_for(EngineConfig(threads_per_stage=10), tiny_args(), nodes)
+        plan_pipeline(EngineConfig(threads_per_stage=10), tiny_args(), nodes)
 
 
 # ---- the configuration
@@ -601,6 +601,6 @@ def test_sampling_flags_and_their_defaults(configured: Any) -> None:  # noqa: AN
 
 
 def test_a_plan_is_frozen() -> None:
-    plan: ClusterPlan = tiny_plan(tiny_args())
+    plan: PipelinePlan = tiny_plan(tiny_args())
     with pytest.raises(AttributeError):
         plan.max_model_len = 1  # type: ignore[misc]

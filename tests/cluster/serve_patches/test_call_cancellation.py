@@ -8,7 +8,7 @@ import pytest
 from ray.serve import context as serve_context
 from starlette.types import Message, Receive, Scope, Send
 
-from tramontane.cluster.serve_patches.call_cancellation import EndCalls, ending_calls
+from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls, cancel_on_disconnect
 
 SCOPE: Scope = {"type": "http"}
 
@@ -45,7 +45,7 @@ def test_the_call_of_a_request_that_ends_while_it_is_written_to_is_cancelled_and
         await asyncio.Event().wait()
 
     async def run() -> None:
-        app = EndCalls(serve)
+        app = CancelAbandonedCalls(serve)
         staying, leaving = (asyncio.create_task(app({**SCOPE, "id": name}, _nothing, stand_still)) for name in ("a", "b"))
         await asyncio.sleep(0)
         leaving.cancel()
@@ -67,7 +67,7 @@ def test_what_the_application_raises_is_raised_when_the_call_is_cancelled(calls:
         raise ConnectionError("reset by the client")
 
     with pytest.raises(ConnectionError, match="reset by the client"):
-        asyncio.run(EndCalls(serve)(SCOPE, _nothing, fail))
+        asyncio.run(CancelAbandonedCalls(serve)(SCOPE, _nothing, fail))
     assert calls[0].was_cancelled
 
 
@@ -77,7 +77,7 @@ def test_a_request_that_got_no_replica_ends_no_call_of_nobodys(calls: list[_Call
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         calls.append(_Call(""))
 
-    asyncio.run(EndCalls(serve)(SCOPE, _nothing, _nothing))  # type: ignore[arg-type]
+    asyncio.run(CancelAbandonedCalls(serve)(SCOPE, _nothing, _nothing))  # type: ignore[arg-type]
     assert not calls[0].was_cancelled
 
 
@@ -99,7 +99,7 @@ def test_a_grpc_stream_ends_its_call_once_it_is_over(calls: list[_Call]) -> None
 
     async def run() -> None:
         context = _Context()
-        messages = ending_calls(answer)("a", context)
+        messages = cancel_on_disconnect(answer)("a", context)
         assert [await anext(messages), await anext(messages)] == ["a 0", "a 1"]
         assert len(context.callbacks) == 1
         assert not calls[0].was_cancelled
@@ -116,7 +116,7 @@ def test_a_grpc_stream_that_has_said_nothing_yet_ends_its_call_with_itself(calls
         yield "never"
 
     async def run() -> None:
-        asking = asyncio.ensure_future(anext(ending_calls(answer)("a", _Context())))
+        asking = asyncio.ensure_future(anext(cancel_on_disconnect(answer)("a", _Context())))
         await asyncio.sleep(0)
         asking.cancel()
         await asyncio.wait([asking])

@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from tramontane.cluster.serve_patches.grpc_proxy import LISTS_APPLICATIONS, mended
+from tramontane.cluster.serve_patches.grpc_proxy import LISTS_APPLICATIONS, wrap_handler_factory
 
 STREAMS = (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
 
@@ -44,7 +44,7 @@ def _make(_method: str, streaming_type: gRPCStreamingType) -> Callable[..., Any]
 
 
 def _answers(context: _Context, streaming_type: gRPCStreamingType, method: str = "/tramontane.v1.Inference/Any") -> list[str]:
-    handler = mended(_make, method, streaming_type)
+    handler = wrap_handler_factory(_make, method, streaming_type)
 
     async def run() -> list[str]:
         if streaming_type in STREAMS:

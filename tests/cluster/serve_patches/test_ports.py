@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.serve_patches.ports import is_from_here
+from tramontane.cluster.serve_patches.ports import is_loopback
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.preflight import check_ports
 from tramontane.proto.errors import ConfigError
@@ -24,12 +24,12 @@ ELSEWHERE = [
 
 @pytest.mark.parametrize("peer", HERE)
 def test_loopback_is_here(peer: str) -> None:
-    assert is_from_here(peer)
+    assert is_loopback(peer)
 
 
 @pytest.mark.parametrize("peer", ELSEWHERE)
 def test_everything_else_is_not(peer: str) -> None:
-    assert not is_from_here(peer)
+    assert not is_loopback(peer)
 
 
 def test_the_two_ports_are_two() -> None:

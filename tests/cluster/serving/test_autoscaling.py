@@ -10,15 +10,15 @@ from ray.serve._private.config import DeploymentConfig
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import application
-from tramontane.cluster.serving.autoscaling import SHARE, TOKENS, WantedPipelines, as_metrics, number_of_routers
+from tramontane.cluster.serving.autoscaling import SHARE, TOKENS, PipelineAutoscalingPolicy, router_scaling_options, to_metrics
 from tramontane.proto.errors import ConfigError
-from tramontane.router.scheduling.running_set import Demand
+from tramontane.router.scheduling.running_set import PipelineLoad
 
 ID = DeploymentID("Router", "tramontane")
 
 
 def _wanted(
-    told: dict[str, Demand],
+    told: dict[str, PipelineLoad],
     running: int | None = None,
     target: int = 1,
     requests: float = 0.0,
@@ -27,7 +27,7 @@ def _wanted(
     """Of routers that have told this; ``running`` is how many there are, if some have not told."""
     metrics: dict[str, dict[str, float]] = {SHARE: {}, TOKENS: {}}
     for name, demand in told.items():
-        for key, value in as_metrics(demand).items():
+        for key, value in to_metrics(demand).items():
             metrics[key][name] = value
     context: Any = SimpleNamespace(
         current_num_replicas=len(told) if running is None else running,
@@ -36,28 +36,30 @@ def _wanted(
         total_num_requests=requests,
         config=SimpleNamespace(get_target_ongoing_requests=lambda: 6.0),
     )
-    wanted, remembered = WantedPipelines(0.75, target_tokens)(context)
+    wanted, remembered = PipelineAutoscalingPolicy(0.75, target_tokens)(context)
     assert remembered == {}
     return wanted
 
 
 def test_so_many_as_what_all_have_would_fill() -> None:
-    assert _wanted({"a": Demand(0.75, 10)}) == pytest.approx(1.0)
-    assert _wanted({"a": Demand(2.0, 10), "b": Demand(0.25, 10)}) == pytest.approx(3.0)
-    assert _wanted({"a": Demand(0.0, 0), "b": Demand(0.0, 0)}) == 0.0, "the least that there are is Ray Serve's to see to"
+    assert _wanted({"a": PipelineLoad(0.75, 10)}) == pytest.approx(1.0)
+    assert _wanted({"a": PipelineLoad(2.0, 10), "b": PipelineLoad(0.25, 10)}) == pytest.approx(3.0)
+    assert _wanted({"a": PipelineLoad(0.0, 0), "b": PipelineLoad(0.0, 0)}) == 0.0, (
+        "the least that there are is Ray Serve's to see to"
+    )
 
 
 def test_tokens_in_flight_count_where_they_are_to() -> None:
     """Two sequences of 64 places are little; that they are long is not, if a pipeline is meant for 1000 tokens."""
-    long = {"a": Demand(2 / 64, 2500)}
+    long = {"a": PipelineLoad(2 / 64, 2500)}
     assert _wanted(long) < 0.1
     assert _wanted(long, target_tokens=1000) == pytest.approx(2.5)
-    assert _wanted({"a": Demand(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), "and the places still do"
+    assert _wanted({"a": PipelineLoad(3.0, 10)}, target_tokens=1000) == pytest.approx(4.0), "and the places still do"
 
 
 def test_a_router_that_has_told_nothing_is_judged_by_its_requests() -> None:
-    assert _wanted({"a": Demand(0.0, 0)}, running=2, requests=12.0) == pytest.approx(2.0)
-    assert _wanted({"a": Demand(0.0, 0)}, running=1, requests=12.0) == 0.0, "what they tell is better, where all do"
+    assert _wanted({"a": PipelineLoad(0.0, 0)}, running=2, requests=12.0) == pytest.approx(2.0)
+    assert _wanted({"a": PipelineLoad(0.0, 0)}, running=1, requests=12.0) == 0.0, "what they tell is better, where all do"
 
 
 def test_without_any_router_nothing_changes() -> None:
@@ -66,7 +68,7 @@ def test_without_any_router_nothing_changes() -> None:
 
 def _state(**settings: Any) -> DeploymentAutoscalingState:  # noqa: ANN401
     """Ray Serve's own, as its controller has it."""
-    scaling = number_of_routers(EngineConfig(max_replicas=3, **settings))["autoscaling_config"]
+    scaling = router_scaling_options(EngineConfig(max_replicas=3, **settings))["autoscaling_config"]
     state = DeploymentAutoscalingState(ID)
     info: Any = SimpleNamespace(
         deployment_config=DeploymentConfig(autoscaling_config=scaling),
@@ -78,29 +80,29 @@ def _state(**settings: Any) -> DeploymentAutoscalingState:  # noqa: ANN401
     return state
 
 
-def _tell(state: DeploymentAutoscalingState, at: float, **demands: Demand) -> None:
+def _tell(state: DeploymentAutoscalingState, at: float, **demands: PipelineLoad) -> None:
     for name, demand in demands.items():
-        series = {key: [TimeStampedValue(at, value)] for key, value in as_metrics(demand).items()}
+        series = {key: [TimeStampedValue(at, value)] for key, value in to_metrics(demand).items()}
         state.record_request_metrics_for_replica(ReplicaMetricReport(ReplicaID(name, ID), series, at))
     state.update_running_replica_ids([ReplicaID(name, ID) for name in demands])
 
 
 def test_ray_serve_keeps_to_the_bounds_and_to_the_delays() -> None:
     now = _state(upscale_delay=0, downscale_delay=0)
-    _tell(now, 1.0, a=Demand(10.0, 0))
+    _tell(now, 1.0, a=PipelineLoad(10.0, 0))
     assert now.get_decision_num_replicas(1) == 3
-    _tell(now, 2.0, a=Demand(0.0, 0), b=Demand(0.0, 0), c=Demand(0.0, 0))
+    _tell(now, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
     assert now.get_decision_num_replicas(3) == 1
     later = _state(upscale_delay=1000, downscale_delay=1000)
-    _tell(later, 1.0, a=Demand(10.0, 0))
+    _tell(later, 1.0, a=PipelineLoad(10.0, 0))
     assert later.get_decision_num_replicas(1) == 1
-    _tell(later, 2.0, a=Demand(0.0, 0), b=Demand(0.0, 0), c=Demand(0.0, 0))
+    _tell(later, 2.0, a=PipelineLoad(0.0, 0), b=PipelineLoad(0.0, 0), c=PipelineLoad(0.0, 0))
     assert later.get_decision_num_replicas(3) == 3
 
 
 def test_what_a_dead_router_had_told_does_not_count() -> None:
     state = _state(upscale_delay=0, downscale_delay=0)
-    _tell(state, 1.0, a=Demand(0.3, 0), b=Demand(2.0, 0))
+    _tell(state, 1.0, a=PipelineLoad(0.3, 0), b=PipelineLoad(2.0, 0))
     assert state.get_decision_num_replicas(2) == 3
     state.on_replica_stopped(ReplicaID("b", ID))
     state.update_running_replica_ids([ReplicaID("a", ID)])
@@ -108,15 +110,15 @@ def test_what_a_dead_router_had_told_does_not_count() -> None:
 
 
 def test_the_policy_travels_with_its_settings() -> None:
-    scaling = number_of_routers(EngineConfig(max_replicas=2, target_load=0.5, target_tokens=7))["autoscaling_config"]
+    scaling = router_scaling_options(EngineConfig(max_replicas=2, target_load=0.5, target_tokens=7))["autoscaling_config"]
     policy: Any = _resolve_policy_callable(scaling.policy)
     assert (policy._target_load, policy._target_tokens) == (0.5, 7)
     assert (scaling.min_replicas, scaling.max_replicas, scaling.get_target_ongoing_requests()) == (1, 2, 32)
 
 
 def test_a_fixed_number_is_not_scaled() -> None:
-    assert number_of_routers(EngineConfig(replicas=2)) == number_of_routers(EngineConfig(replicas=2, max_replicas=2))
-    assert number_of_routers(EngineConfig(replicas=2)) == {"num_replicas": 2}
+    assert router_scaling_options(EngineConfig(replicas=2)) == router_scaling_options(EngineConfig(replicas=2, max_replicas=2))
+    assert router_scaling_options(EngineConfig(replicas=2)) == {"num_replicas": 2}
 
 
 def test_never_fewer_at_the_most_than_at_the_least() -> None:
@@ -152,6 +154,6 @@ def test_settings_that_make_no_sense_are_left_out_and_said(
     context: Any = SimpleNamespace(
         current_num_replicas=1, target_num_replicas=1, aggregated_metrics={SHARE: {"a": 3.0}, TOKENS: {"a": 10.0}}, config=None
     )
-    policy = WantedPipelines(**settings)
+    policy = PipelineAutoscalingPolicy(**settings)
     assert policy(context) == (pytest.approx(wanted), {})
     assert ("make no sense" in caplog.text) is bool(settings)

@@ -10,9 +10,9 @@ from http_fuzz import check_error
 from starlette.applications import Starlette
 
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.http.batch_endpoints import BatchDoor
+from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.serving.batch_replica import LOOK_EVERY_S, OneMachineService, batch_service, job_settings
+from tramontane.cluster.serving.batch_replica import LOOK_EVERY_S, SingleNodeBatchService, batch_service, job_settings
 from tramontane.proto.errors import PipelineError
 from tramontane.router.batch.jobs import JobOptions
 
@@ -32,7 +32,7 @@ POSTGRES = "postgresql://somewhere/jobs"
 def test_what_is_given_as_shared_is_for_any_number_of_machines(settings: dict[str, str], on_one: bool) -> None:
     service = batch_service(EngineConfig.build(None, settings))
     service.close()
-    assert isinstance(service, OneMachineService) is on_one
+    assert isinstance(service, SingleNodeBatchService) is on_one
 
 
 @pytest.mark.parametrize(("given", "keep_s"), [({}, 30 * 86_400), ({"jobs_retention": 1}, 86_400), ({"jobs_retention": 0}, None)])
@@ -50,8 +50,8 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
     async def scenario() -> None:
         nonlocal num_machines, now
         config = EngineConfig.build(None, {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)})
-        service = OneMachineService(job_settings(config), machines, lambda: now)
-        app = Starlette(routes=BatchDoor(service).routes(), exception_handlers=ERROR_HANDLERS)
+        service = SingleNodeBatchService(job_settings(config), machines, lambda: now)
+        app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://door") as client:
             form = {"files": {"file": ("in.jsonl", requests(2))}, "data": {"purpose": "batch"}}
@@ -91,7 +91,7 @@ def test_a_database_is_the_same_from_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database: str, absolute: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = EngineConfig.build(None, {"jobs_database": database}).for_other_directories()
+    config = EngineConfig.build(None, {"jobs_database": database}).with_absolute_paths()
     assert job_settings(config).database == absolute.format(here=tmp_path)
 
 
@@ -108,5 +108,5 @@ def test_a_storage_is_the_same_from_other_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str, absolute: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = EngineConfig.build(None, {"jobs_storage": storage}).for_other_directories()
+    config = EngineConfig.build(None, {"jobs_storage": storage}).with_absolute_paths()
     assert job_settings(config).storage == absolute.format(here=tmp_path)

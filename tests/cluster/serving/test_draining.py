@@ -15,12 +15,12 @@ from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
-from tramontane.cluster.common.signals import ENDING, CountedSignals
-from tramontane.cluster.http.app import HttpDoor
+from tramontane.cluster.common.signals import ENDING, SignalCounter
+from tramontane.cluster.http.app import HttpApp
 from tramontane.cluster.pipeline import lifecycle as pipeline
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
-from tramontane.cluster.serving.remote_routers import RemoteRouters
+from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.proto.errors import DrainingError, PipelineError
 
 
@@ -38,7 +38,7 @@ def test_what_runs_ends_well_and_what_is_new_is_refused() -> None:
                 await asyncio.sleep(0)
             assert routers.drain() == 1
             with pytest.raises(DrainingError):
-                routers.check_room(1)
+                routers.check_capacity(1)
             with pytest.raises(DrainingError):
                 await _ask(routers)
             release.set()
@@ -69,7 +69,7 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back
 
 @pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
 def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "joined_ray", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(pipeline, "join_ray_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
     monkeypatch.setattr(draining, "drain", lambda *_: left)
     with pytest.raises(PipelineError, match=words):
@@ -80,9 +80,9 @@ def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pyt
 def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         handle: Any = Handle([Replica("a", no_gate)])
-        routers = RemoteRouters(handle, max_unaccepted=10)
+        routers = RouterClient(handle, max_unaccepted=10)
         routers.drain()
-        door = HttpDoor(MODEL, routers, routers.is_ready, routers.expert_load, 2**16, 10**9, chat=None)
+        door = HttpApp(MODEL, routers, routers.is_ready, routers.expert_load, 2**16, 10**9, chat=None)
         async with client_of(door.app()) as client:
             body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
             response = await (client.get(path) if path == "/health" else client.post(path, json=body))
@@ -117,8 +117,8 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(method)
         return next(left) if method == "drain" else []
 
-    monkeypatch.setattr(draining, "_each", each)
-    monkeypatch.setattr(draining, "note_drained", lambda application: asked.append(f"noted {application}"))
+    monkeypatch.setattr(draining, "_one_by_one", each)
+    monkeypatch.setattr(draining, "mark_drained", lambda application: asked.append(f"noted {application}"))
     return asked
 
 
@@ -139,13 +139,13 @@ def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:
 @pytest.mark.parametrize("number", ENDING)
 def test_signals_are_counted(number: signal.Signals) -> None:
     before = [signal.getsignal(each) for each in ENDING]
-    with CountedSignals() as signals:
+    with SignalCounter() as signals:
         os.kill(os.getpid(), number)
-        assert signals.another()
-        assert not signals.another(0.0)
+        assert signals.wait_next()
+        assert not signals.wait_next(0.0)
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
-        assert signals.another(3600)
+        assert signals.wait_next(3600)
     assert [signal.getsignal(each) for each in ENDING] == before
 
 
@@ -156,12 +156,12 @@ def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytes
     monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
     monkeypatch.setattr(deployments, "_internal_kv_del", kept.pop)
     assert not deployments.is_drained("app", 7)
-    deployments.note_drained("app")
+    deployments.mark_drained("app")
     assert not deployments.is_drained("app", 7), "of no deployment that is known"
-    deployments.note_deployment("app", 7)
-    deployments.note_drained("app")
-    deployments.note_deployment("app", 8)
+    deployments.record_deployment("app", 7)
+    deployments.mark_drained("app")
+    deployments.record_deployment("app", 8)
     assert [deployments.is_drained("app", at) for at in (6, 7, 8)] == [True, True, False]
     assert not deployments.is_drained("another", 7)
-    deployments.forget_drained("app")
+    deployments.clear_drained("app")
     assert not deployments.is_drained("app", 7)

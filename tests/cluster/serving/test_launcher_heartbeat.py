@@ -11,8 +11,8 @@ from ray.exceptions import GetTimeoutError
 
 from tramontane.cluster.actors import supervisor as applications
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.pipeline_spec import Application
-from tramontane.cluster.serving import launcher_heartbeat as signs_of_life
+from tramontane.cluster.actors.pipeline_spec import OwnerApplication
+from tramontane.cluster.serving import launcher_heartbeat as send_heartbeats
 
 
 def test_supervisors_hear_of_the_command_also_while_nobody_can_tell_which_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +39,8 @@ def test_supervisors_hear_of_the_command_also_while_nobody_can_tell_which_there_
         return SimpleNamespace(keep=SimpleNamespace(options=lambda concurrency_group: keep))
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(signs_of_life, "RENEW_EVERY_S", 0.001)
-    with signs_of_life.signs_of_life(names):
+    monkeypatch.setattr(send_heartbeats, "RENEW_EVERY_S", 0.001)
+    with send_heartbeats.send_heartbeats(names):
         is_away.wait()
         for _ in range(heard.qsize()):
             heard.get()
@@ -52,7 +52,7 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers = [True, False, False]
 
-    def head_answers() -> bool:
+    def is_head_alive() -> bool:
         answer = answers.pop() if answers else True
         told.put("there" if answer else "away")
         return answer
@@ -61,14 +61,14 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
         told.put("removed")
         threading.Event().wait()  # the thread that watches has nothing more to do
 
-    monkeypatch.setattr(supervisor_module, "lease_in_stages", lambda _spec: None)
+    monkeypatch.setattr(supervisor_module, "recover_lease", lambda _spec: None)
     for name, value in {"WATCH_EVERY_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
         monkeypatch.setattr(supervisor_module, name, value)
-    monkeypatch.setattr(supervisor_module, "is_claimable", lambda _application: True)
-    monkeypatch.setattr(supervisor_module, "end_application", lambda _application: told.put("ended"))
-    monkeypatch.setattr(supervisor_module, "head_answers", head_answers)
+    monkeypatch.setattr(supervisor_module, "may_be_claimed", lambda _application: True)
+    monkeypatch.setattr(supervisor_module, "delete_application", lambda _application: told.put("ended"))
+    monkeypatch.setattr(supervisor_module, "is_head_alive", is_head_alive)
     monkeypatch.setattr(supervisor_module, "remove_pipeline", remove)
-    spec: Any = SimpleNamespace(name="a", application=Application("b", launched=True))
+    spec: Any = SimpleNamespace(name="a", application=OwnerApplication("b", launched=True))
     supervisor_module.Supervisor(spec)
     for expected in ("away", "away", "there", "ended", "removed"):
         assert told.get() == expected
@@ -79,7 +79,7 @@ def test_a_head_node_that_let_us_wait_was_away(monkeypatch: pytest.MonkeyPatch, 
     times = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(applications, "time", SimpleNamespace(monotonic=lambda: next(times)))
     monkeypatch.setattr(ray.util, "list_named_actors", lambda: [])
-    assert applications.head_answers() is is_there
+    assert applications.is_head_alive() is is_there
 
 
 def test_a_head_node_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,4 @@ def test_a_head_node_that_does_not_answer_is_away(monkeypatch: pytest.MonkeyPatc
         raise GetTimeoutError("the head node is away")
 
     monkeypatch.setattr(ray.util, "list_named_actors", away)
-    assert not applications.head_answers()
+    assert not applications.is_head_alive()

@@ -13,18 +13,18 @@ from scripted_chain import TellingChain, answer
 
 from tramontane.cluster.serving import retry_policy as patience
 from tramontane.cluster.serving import router_queries as router_questions
-from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.retry_policy import Patience, Waiting, refusal_to_go_by
-from tramontane.cluster.serving.token_channel import TokenChannels
+from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.retry_policy import FailoverBudget, WaitingRequest, most_useful_error
+from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto.errors import (
-    DeadlineError,
+    DeadlineExceededError,
     DrainingError,
-    FullError,
-    HandedOverError,
-    NotRunningError,
-    OtherModelError,
+    ModelMismatchError,
     OverloadedError,
     PipelineError,
+    PipelineSupersededError,
+    PipelineUnavailableError,
+    QueueFullError,
     RouterLostError,
     TramontaneError,
 )
@@ -32,18 +32,18 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import (
     FinishReason,
-    RequestTimes,
+    RequestOutput,
+    RequestTimings,
     SamplingParams,
-    SequenceSpec,
-    TokenBatch,
+    SequenceRequest,
     TokenEvent,
 )
 from tramontane.proto.step import MicroBatch
-from tramontane.router.engine.resumable_request import AnswersSoFar
+from tramontane.router.engine.resumable_request import ResumableRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.openai.request_context import Asked
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.openai.request_context import RequestTokenSource
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
@@ -55,8 +55,10 @@ class Replica:
     def __init__(self, name: str, rng: random.Random, is_stuck: bool = False) -> None:
         self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
         self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
-        self.router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), TellingChain(self._gate))
-        self.channels = TokenChannels(name)
+        self.router = Router(
+            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), TellingChain(self._gate)
+        )
+        self.channels = IngressStreams(name)
         self._running = asyncio.create_task(self.router.run())
 
     async def _gate(self, _batch: MicroBatch) -> None:
@@ -132,7 +134,7 @@ class Response:
 
     async def _answer(self, replica: Replica, args: Any) -> bytes:  # noqa: ANN401
         if replica.is_superseded:
-            return replica.channels.refusal(HandedOverError("a newer version has the pipeline"))
+            return replica.channels.refusal(PipelineSupersededError("a newer version has the pipeline"))
         return await replica.channels.generate(replica.router, *args)
 
     def __await__(self) -> Any:  # noqa: ANN401
@@ -143,19 +145,19 @@ class Response:
 async def _house(num_replicas: int, rng: random.Random) -> AsyncGenerator[tuple[Any, Any], None]:
     routing: Any = Routing(rng)
     routing.replicas += [Replica(f"r{n}", rng) for n in range(num_replicas)]
-    routers = RemoteRouters(routing, max_unaccepted=1000)
+    routers = RouterClient(routing, max_unaccepted=1000)
     yield routing, routers
     routers.close()
     await asyncio.gather(*(replica.kill() for replica in routing.replicas))
 
 
-async def _told(routers: TokenSource, specs: list[SequenceSpec]) -> list[TokenBatch]:
+async def _told(routers: TokenSource, specs: list[SequenceRequest]) -> list[RequestOutput]:
     return [batch async for batch in routers.generate(specs)]
 
 
-def _check(specs: list[SequenceSpec], batches: list[TokenBatch]) -> None:
+def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
     """Tokens, and what was told beside them, for each position once and in order."""
-    merged = TokenBatch.merged(batches)
+    merged = RequestOutput.merged(batches)
     for number, spec in enumerate(specs):
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]
@@ -166,20 +168,20 @@ def _check(specs: list[SequenceSpec], batches: list[TokenBatch]) -> None:
         assert experts == [(position,) for position in range(end - 1)]
 
 
-def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceSpec]]:
+def _requests(rng: random.Random, num_requests: int) -> list[list[SequenceRequest]]:
     """Of up to three sequences each, which end at different times."""
 
-    def sequence() -> SequenceSpec:
+    def sequence() -> SequenceRequest:
         prompt = tuple(rng.randrange(900) for _ in range(rng.randint(1, 100)))
         sampling = SamplingParams(max_tokens=rng.randint(1, 60), return_experts=(3,), logprobs=0, prompt_logprobs=0)
-        return SequenceSpec(prompt, sampling)
+        return SequenceRequest(prompt, sampling)
 
     return [[sequence() for _ in range(rng.randint(1, 3))] for _ in range(num_requests)]
 
 
-def _batch(*events: tuple[int, int, bool]) -> TokenBatch:
+def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
     told = tuple(TokenEvent(number, token_id, FinishReason.STOP if ends else None) for number, token_id, ends in events)
-    return TokenBatch(told, RequestTimes(0.0, 0.0, 0.0))
+    return RequestOutput(told, RequestTimings(0.0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -216,7 +218,7 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytes
     async def scenario() -> None:
         async with _house(0, random.Random(0)) as (routing, routers):
             routing.replicas = [Replica("r0", random.Random(0), is_stuck=True)]
-            asked = asyncio.create_task(_told(routers, [SequenceSpec((1,), SamplingParams(max_tokens=1))]))
+            asked = asyncio.create_task(_told(routers, [SequenceRequest((1,), SamplingParams(max_tokens=1))]))
             num_killed = 0
             while not asked.done():
                 if routing.replicas[0].name in dict(routers._streams_of.values()).values():  # which is known to work on it
@@ -234,16 +236,16 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytes
 def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
     monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
-    new = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+    new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
     tokens = answer(new.prompt_ids, 5)
 
     async def scenario() -> None:
         async with _house(1, random.Random(0)) as (routing, others):
             routing.replicas[0]._running.cancel()
-            with pytest.raises(NotRunningError):
+            with pytest.raises(PipelineUnavailableError):
                 await _told(others, [new])
-            routers = RemoteRouters(routing, max_unaccepted=1)
-            routers._room.unaccepted[-1] = Waiting(1, 0.0)  # somebody else's sequence is on its way
+            routers = RouterClient(routing, max_unaccepted=1)
+            routers._room.unaccepted[-1] = WaitingRequest(1, 0.0)  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
             told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
@@ -266,32 +268,32 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
         monkeypatch.setattr(loop, "time", lambda: now)
-        lasting = Patience()
+        lasting = FailoverBudget()
         for _ in range(patience.MAX_LOSSES - 1):
-            lasting.bear(RouterLostError("lost"))
+            lasting.on_error(RouterLostError("lost"))
             assert lasting.since == now
-            now += patience.LOADING_S - 1
-            lasting.bear(NotRunningError("is being started"))
-            now += patience.LOADING_S
+            now += patience.LOAD_TIMEOUT_S - 1
+            lasting.on_error(PipelineUnavailableError("is being started"))
+            now += patience.LOAD_TIMEOUT_S
         with pytest.raises(PipelineError, match="no router could go on"):
-            lasting.bear(NotRunningError("is being started"))
+            lasting.on_error(PipelineUnavailableError("is being started"))
 
     asyncio.run(scenario())
 
 
-OTHER_MODEL = OtherModelError("another model or version")
+OTHER_MODEL = ModelMismatchError("another model or version")
 SILENT = PipelineError("no router has answered in time")
 
 
 @pytest.mark.parametrize(
     ("was_accepted", "error", "limit_s"),
     [
-        (True, SILENT, patience.LOADING_S),
-        (True, NotRunningError("is being started"), patience.LOADING_S),
-        (True, HandedOverError("a newer version has it"), patience.LOADING_S),
+        (True, SILENT, patience.LOAD_TIMEOUT_S),
+        (True, PipelineUnavailableError("is being started"), patience.LOAD_TIMEOUT_S),
+        (True, PipelineSupersededError("a newer version has it"), patience.LOAD_TIMEOUT_S),
         (True, OTHER_MODEL, patience.NEW_VERSION_S),
-        (False, HandedOverError("a newer version has it"), patience.NEW_VERSION_S),
-        (False, SILENT, patience.UNACCEPTED_S),
+        (False, PipelineSupersededError("a newer version has it"), patience.NEW_VERSION_S),
+        (False, SILENT, patience.ADMISSION_TIMEOUT_S),
         (False, OTHER_MODEL, -1.0),
     ],
 )
@@ -301,32 +303,36 @@ def test_patience_is_as_long_as_it_helps(
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 1000.0
         monkeypatch.setattr(loop, "time", lambda: now)
-        trying = Patience(was_accepted=was_accepted)
+        trying = FailoverBudget(was_accepted=was_accepted)
         if limit_s > 0:
-            trying.bear(error)
+            trying.on_error(error)
             now += limit_s
-            trying.bear(error)
+            trying.on_error(error)
             now += 1.0
         with pytest.raises(PipelineError) as refused:
-            trying.bear(error)
-        assert isinstance(refused.value, NotRunningError) is not was_accepted, "it has not begun, and may try elsewhere"
+            trying.on_error(error)
+        assert isinstance(refused.value, PipelineUnavailableError) is not was_accepted, "it has not begun, and may try elsewhere"
 
     asyncio.run(scenario())
 
 
 def test_a_router_of_another_model_is_believed_last() -> None:
     """Another one that is being started may still go on with the request."""
-    starting, full, over = NotRunningError("is being started"), FullError("full", 3), HandedOverError("a newer version has it")
-    assert refusal_to_go_by([OTHER_MODEL, starting]) is starting
-    assert refusal_to_go_by([OTHER_MODEL, starting, full]) is full
-    assert refusal_to_go_by([OTHER_MODEL, full, over]) is over
+    starting, full, over = (
+        PipelineUnavailableError("is being started"),
+        QueueFullError("full", 3),
+        PipelineSupersededError("a newer version has it"),
+    )
+    assert most_useful_error([OTHER_MODEL, starting]) is starting
+    assert most_useful_error([OTHER_MODEL, starting, full]) is full
+    assert most_useful_error([OTHER_MODEL, full, over]) is over
 
 
-async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource) -> "asyncio.Task[list[TokenBatch]]":  # noqa: ANN401
+async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource) -> "asyncio.Task[list[RequestOutput]]":  # noqa: ANN401
     """A request whose only router dies once it has accepted it; there is no other."""
     (dies,) = routing.replicas
     dies.is_stuck = True
-    asked = asyncio.create_task(_told(source, [SequenceSpec((1, 2), SamplingParams(max_tokens=5))]))
+    asked = asyncio.create_task(_told(source, [SequenceRequest((1, 2), SamplingParams(max_tokens=5))]))
     while not routers._streams_of:
         await asyncio.sleep(0)
     routing.replicas = []
@@ -363,11 +369,11 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
         real_time = loop.time
         monkeypatch.setattr(loop, "time", lambda: real_time() + later_s)
         async with _house(1, random.Random(0)) as (routing, routers):
-            source = Asked(routers, owner=0, deadline=loop.time() + 3000.0)
+            source = RequestTokenSource(routers, owner=0, deadline=loop.time() + 3000.0)
             asked = await _left_without_a_router(routing, routers, source)
-            monkeypatch.setattr(patience, "LOADING_S", 1e6)
+            monkeypatch.setattr(patience, "LOAD_TIMEOUT_S", 1e6)
             later_s = 3001.0
-            with pytest.raises(DeadlineError):
+            with pytest.raises(DeadlineExceededError):
                 await asked
             routing.replicas = [Replica("r1", random.Random(0))]
             asked = await _left_without_a_router(routing, routers, routers)
@@ -382,22 +388,22 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
 
 def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
-    specs = [SequenceSpec((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
+    specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
     async def scenario() -> None:
         async with _house(1, random.Random(0)) as (routing, _):
             routing.replicas[0].is_superseded = True
-            routers = RemoteRouters(routing, max_unaccepted=2)
+            routers = RouterClient(routing, max_unaccepted=2)
             asked = [asyncio.create_task(_told(routers, [spec])) for spec in specs[:2]]
             for turn in range(50):
                 await asyncio.sleep(0)
                 if turn > 10:  # whether they wait for an answer, or for the time to ask again
                     with pytest.raises(OverloadedError):
-                        routers.check_room(1)
+                        routers.check_capacity(1)
             routing.replicas.append(Replica("r1", random.Random(0)))
             for spec, batches in zip(specs, await asyncio.gather(*asked), strict=False):
                 assert [event.token_id for batch in batches for event in batch.events] == answer(spec.prompt_ids, 5)
-            routers.check_room(2)
+            routers.check_capacity(2)
             routers.close()
 
     asyncio.run(scenario())
@@ -406,13 +412,13 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytes
 def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_questions, "LOOK_EVERY_S", 0.0)
     monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
-    spec = SequenceSpec((1, 2), SamplingParams(max_tokens=5))
+    spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
 
     async def scenario() -> None:
         async with _house(1, random.Random(0)) as (routing, _):
             (leaving,) = routing.replicas
             leaving.is_stuck = True
-            routers = RemoteRouters(routing, max_unaccepted=10, stays_s=0.0)
+            routers = RouterClient(routing, max_unaccepted=10, handover_grace_s=0.0)
             asked = asyncio.create_task(_told(routers, [spec]))
             for _turn in range(100):
                 await asyncio.sleep(0)
@@ -427,14 +433,14 @@ def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(
 
 
 def test_the_rest_of_a_request_is_numbered_anew() -> None:
-    specs = [SequenceSpec((n,), SamplingParams(max_tokens=3)) for n in range(3)]
-    so_far = AnswersSoFar(specs)
-    assert [spec.output_ids for spec in so_far.rest()] == [(), (), ()]
+    specs = [SequenceRequest((n,), SamplingParams(max_tokens=3)) for n in range(3)]
+    so_far = ResumableRequest(specs)
+    assert [spec.output_ids for spec in so_far.remaining_specs()] == [(), (), ()]
     first = _batch((0, 5, False), (1, 6, True))
-    assert so_far.add(first) is first
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((0,), (5,)), ((2,), ())]
-    assert so_far.add(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
+    assert so_far.record(first) is first
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [((0,), (5,)), ((2,), ())]
+    assert so_far.record(_batch((1, 7, False), (0, 8, True))) == _batch((2, 7, False), (0, 8, True))
     assert not so_far.is_complete
-    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.rest()] == [((2,), (7,))]
-    so_far.add(_batch((0, 9, True)))
+    assert [(spec.prompt_ids, spec.output_ids) for spec in so_far.remaining_specs()] == [((2,), (7,))]
+    so_far.record(_batch((0, 9, True)))
     assert so_far.is_complete

@@ -19,20 +19,20 @@ from tramontane.cluster.serving import remote_routers, token_channel
 from tramontane.cluster.serving import retry_policy as patience
 from tramontane.cluster.serving import retry_policy as room
 from tramontane.cluster.serving import router_queries as router_questions
-from tramontane.cluster.serving.least_loaded_router import LeastLoaded
-from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.token_channel import TokenChannels
-from tramontane.proto.errors import FullError, OverloadedError, PipelineError, RequestError
+from tramontane.cluster.serving.least_loaded_router import LeastLoadedRouter
+from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.token_channel import IngressStreams
+from tramontane.proto.errors import OverloadedError, PipelineError, QueueFullError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-LIMITS = Limits(8, 64, 256, 1000, max_queued_seqs=4)
+LIMITS = SchedulerLimits(8, 64, 256, 1000, max_queued_seqs=4)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
@@ -43,8 +43,8 @@ class Replica:
     def __init__(self, name: str, gate: Gate = no_gate) -> None:
         self.name, self.asked = name, Counter[str]()
         self.by_reference: defaultdict[str, set[bool]] = defaultdict(set)
-        self.router = Router(Scheduler(CACHE, LIMITS, EvenPolicy(3, 64)), ScriptedChain(gate))
-        self._channels = TokenChannels(name)
+        self.router = Router(Scheduler(CACHE, LIMITS, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
+        self._channels = IngressStreams(name)
         self.num_messages = math.inf
         self.load: ExpertLoad | None = None  # it cannot tell
         self.told: dict[str, Any] | None = None
@@ -72,7 +72,7 @@ class Replica:
             yield message
 
     async def is_ready(self) -> tuple[bool, str]:
-        return self.router.is_running, self.name
+        return self.router.is_ready, self.name
 
     async def expert_load(self) -> tuple[ExpertLoad | None, str]:
         if self.is_dead:
@@ -113,9 +113,9 @@ class Broadcast:
         return self.calls
 
 
-def policy() -> LeastLoaded:
+def policy() -> LeastLoadedRouter:
     """Without the parts of Ray Serve's routing that need a cluster."""
-    made = LeastLoaded.__new__(LeastLoaded)
+    made = LeastLoadedRouter.__new__(LeastLoadedRouter)
     made.initialize_state()
     return made
 
@@ -135,7 +135,7 @@ class Handle:
 
     replicas: list[Replica]
     wish: dict[str, Any] = field(default_factory=dict)
-    policy: LeastLoaded = field(default_factory=policy)
+    policy: LeastLoadedRouter = field(default_factory=policy)
 
     def options(self, **wish: Any) -> "Handle":  # noqa: ANN401
         return replace(self, wish=wish)
@@ -186,10 +186,10 @@ async def _asked(replica: Replica, method: str, *args: Any) -> Any:  # noqa: ANN
 
 
 @asynccontextmanager
-async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RemoteRouters]:
+async def _house(replicas: list[Replica], running: str) -> AsyncIterator[RouterClient]:
     """The routers named in ``running`` are driven; the others are as after a failure."""
     handle: Any = Handle(replicas)
-    routers = RemoteRouters(handle, max_unaccepted=100)
+    routers = RouterClient(handle, max_unaccepted=100)
     async with _driven([each for each in replicas if each.name in running]):
         await asyncio.sleep(0.01)
         try:
@@ -210,9 +210,9 @@ async def _driven(replicas: list[Replica]) -> AsyncIterator[None]:
                 await task
 
 
-async def _ask(routers: RemoteRouters, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
+async def _ask(routers: RouterClient, num_sequences: int = 1, prompt: tuple[int, ...] = (1, 2)) -> int:
     """How many tokens came."""
-    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=5))] * num_sequences
+    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=5))] * num_sequences
     return sum([len(batch.events) async for batch in routers.generate(specs)])
 
 
@@ -336,7 +336,7 @@ async def _stuck(_batch: MicroBatch) -> None:
 
 
 def _fill(replica: Replica) -> None:
-    replica.router.submit([SequenceSpec((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None)  # 8 places, 4 may wait
+    replica.router.submit([SequenceRequest((1,), SamplingParams(max_tokens=5))] * 12, lambda _: None)  # 8 places, 4 may wait
 
 
 def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
@@ -358,7 +358,7 @@ def test_a_full_pipeline_passes_a_request_on_to_one_with_room() -> None:
 
 def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they said holds for the same owner's requests, until one of our own ends or it is old."""
-    monkeypatch.setattr(room, "FULL_FOR_S", 3600.0)
+    monkeypatch.setattr(room, "FULL_TTL_S", 3600.0)
 
     async def scenario() -> None:
         release = asyncio.Event()
@@ -373,40 +373,40 @@ def test_routers_that_are_full_are_not_asked_again_at_once(monkeypatch: pytest.M
                 await asyncio.sleep(0)
             with pytest.raises(OverloadedError) as large:
                 await _ask(routers, num_sequences=2)
-            assert not isinstance(large.value, FullError), "one sequence could still wait"
-            routers.check_room(1)
+            assert not isinstance(large.value, QueueFullError), "one sequence could still wait"
+            routers.check_capacity(1)
             ours.append(asyncio.create_task(_ask(routers)))
             while replica.router.num_requests < 3:
                 await asyncio.sleep(0)
-            with pytest.raises(FullError):
+            with pytest.raises(QueueFullError):
                 await _ask(routers)
             num_asked = replica.asked["generate"]
             for _ in range(3):
-                with pytest.raises(FullError):
-                    routers.check_room(1)
-                with pytest.raises(FullError):
+                with pytest.raises(QueueFullError):
+                    routers.check_capacity(1)
+                with pytest.raises(QueueFullError):
                     await _ask(routers)
             assert replica.asked["generate"] == num_asked
-            routers.check_room(1, owner=5)
+            routers.check_capacity(1, owner=5)
             release.set()
             await asyncio.gather(*ours)
-            routers.check_room(1)
+            routers.check_capacity(1)
             assert await _ask(routers) == 5
 
     asyncio.run(scenario())
 
 
 def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "FULL_FOR_S", 0.0)
+    monkeypatch.setattr(room, "FULL_TTL_S", 0.0)
 
     async def scenario() -> None:
         replica = Replica("a", _stuck)
         async with _house([replica], running="a") as routers:
             _fill(replica)
             for number in range(1, 4):
-                with pytest.raises(FullError):
+                with pytest.raises(QueueFullError):
                     await _ask(routers)
-                routers.check_room(1)
+                routers.check_capacity(1)
                 assert replica.asked["generate"] >= number
 
     asyncio.run(scenario())
@@ -415,12 +415,12 @@ def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.Monk
 def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
     monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
-    monkeypatch.setattr(patience, "UNACCEPTED_S", 0.05)
+    monkeypatch.setattr(patience, "ADMISSION_TIMEOUT_S", 0.05)
     monkeypatch.setattr(patience, "TRY_EVERY_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
-        routers = RemoteRouters(handle, max_unaccepted=10)
+        routers = RouterClient(handle, max_unaccepted=10)
         with pytest.raises(PipelineError, match="no pipeline was ready in time"):
             await _ask(routers)
         waiting = [asyncio.create_task(_ask(routers, num_sequences=5)) for _ in range(2)]
@@ -445,11 +445,11 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
         loop, now = asyncio.get_running_loop(), 1000.0
         monkeypatch.setattr(loop, "time", lambda: now)
         handle: Any = Handle([])
-        routers = RemoteRouters(handle, max_unaccepted=10)
+        routers = RouterClient(handle, max_unaccepted=10)
 
         def check() -> None:
             with pytest.raises(OverloadedError, match="on their way to a pipeline") as refused:
-                routers.check_room(10)
+                routers.check_capacity(10)
             assert refused.value.retry_after_s == told_s
 
         async def number_after(last: int) -> int:
@@ -457,7 +457,7 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
                 await asyncio.sleep(0)
             return max(routers._mailboxes)
 
-        routers.check_room(10)
+        routers.check_capacity(10)
         asked = asyncio.create_task(_ask(routers))
         number = await number_after(-1)
         now += waited_s
@@ -473,7 +473,7 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
         for each in (asked, later):
             each.cancel()
         await asyncio.gather(asked, later, return_exceptions=True)
-        routers.check_room(10)
+        routers.check_capacity(10)
 
     asyncio.run(scenario())
 
@@ -600,7 +600,7 @@ def test_a_large_request_does_not_go_where_messages_are_bounded(monkeypatch: pyt
 
 
 def test_the_policy_is_one_that_ray_serve_takes() -> None:
-    assert RequestRouterConfig(request_router_class=LeastLoaded).get_request_router_class() is LeastLoaded
+    assert RequestRouterConfig(request_router_class=LeastLoadedRouter).get_request_router_class() is LeastLoadedRouter
 
 
 def test_requests_that_come_together_are_spread() -> None:

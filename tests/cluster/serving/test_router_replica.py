@@ -16,17 +16,17 @@ from tiny_models import tiny_args, tiny_plan
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import ExpertLoad
 from tramontane.cluster.pipeline import adoption as any_pipeline_module
-from tramontane.cluster.pipeline.adoption import any_pipeline, pipeline_prefix
+from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.planning.hardware import TooFewNodesError
 from tramontane.cluster.serving import router_replica
 from tramontane.cluster.serving.router_replica import MAX_FAILED_STARTS, RouterReplica
-from tramontane.cluster.serving.token_channel import TokenChannels
+from tramontane.cluster.serving.token_channel import IngressStreams
 from tramontane.proto import wire
-from tramontane.proto.errors import HandedOverError, LeaseError, PipelineError
+from tramontane.proto.errors import LeaseError, PipelineError, PipelineSupersededError
 from tramontane.proto.request import SamplingParams
 from tramontane.router.engine.activity_log import PipelineActivity
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -34,28 +34,28 @@ from tramontane.router.scheduling.sequence import Sequence
 @dataclass
 class StubRouter:
     epoch: int
-    is_running: bool = True
+    is_ready: bool = True
     failure: PipelineError | None = None
     loss: PipelineError | None = None
-    makes_progress: bool = True
-    is_fruitless: bool = False
+    is_healthy: bool = True
+    is_failing: bool = False
 
     @property
     def progress(self) -> Any:  # noqa: ANN401
-        return SimpleNamespace(is_fruitless=self.is_fruitless)
+        return SimpleNamespace(is_failing=self.is_failing)
 
     async def run(self) -> None:
         """It has ended."""
 
     @property
-    def has_begun(self) -> bool:
-        return self.is_running
+    def is_attached(self) -> bool:
+        return self.is_ready
 
     @property
     def scheduler(self) -> Any:  # noqa: ANN401
         return SimpleNamespace(epoch=self.epoch, is_idle=True)
 
-    def recover(self, error: PipelineError) -> None:
+    def request_recovery(self, error: PipelineError) -> None:
         self.loss = error
 
 
@@ -113,7 +113,7 @@ def test_a_pipeline_that_runs_again_is_healthy_however_often_it_failed_to_start(
     async def scenario() -> None:
         driving: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failure = PipelineError("a stage is loading")
-        down = StubRouter(0, is_running=False, failure=failure)
+        down = StubRouter(0, is_ready=False, failure=failure)
         await _replica(down, driving, MAX_FAILED_STARTS - 1).check_health()
         with pytest.raises(PipelineError, match="a stage is loading"):
             await _replica(down, driving, MAX_FAILED_STARTS).check_health()
@@ -131,10 +131,10 @@ def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_nex
         replica = _replica(router, asyncio.create_task(asyncio.Event().wait()))
         replica._exit = AsyncExitStack()
         replica._exit.callback(closed.append, "the pipeline")
-        router.makes_progress = False
+        router.is_healthy = False
         with pytest.raises(PipelineError, match="nothing was done"):
             await replica.check_health()
-        router.makes_progress = makes_progress
+        router.is_healthy = makes_progress
         with suppress(PipelineError):
             await replica.check_health()
         await RouterReplica.__del__(replica)
@@ -146,10 +146,10 @@ def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_nex
 def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None:
     async def scenario() -> None:
         replica = _replica(StubRouter(7, False, LeaseError("driven by another")), asyncio.get_running_loop().create_future())
-        replica.is_superseded, replica._channels = True, TokenChannels("replica")
+        replica.is_superseded, replica._channels = True, IngressStreams("replica")
         await replica.check_health()
-        refusal, name = wire.decode_refusal(await replica.generate("ingress", 1, b"", ""))
-        assert (type(refusal), name) == (HandedOverError, "replica")
+        refusal, name = wire.decode_error(await replica.generate("ingress", 1, b"", ""))
+        assert (type(refusal), name) == (PipelineSupersededError, "replica")
 
     asyncio.run(scenario())
 
@@ -172,7 +172,7 @@ def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch
 
     async def scenario() -> None:
         replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
-        replica._new_router = lambda _before: StubRouter(8, is_fruitless=True)
+        replica._new_router = lambda _before: StubRouter(8, is_failing=True)
         driving = asyncio.create_task(RouterReplica._drive(replica))
         while replica._num_failed_starts < MAX_FAILED_STARTS:
             await replica.check_health()
@@ -213,14 +213,14 @@ def test_a_stage_that_obeys_nobody_is_found_by_asking() -> None:
 
 def test_health_is_progress() -> None:
     async def scenario() -> None:
-        router, chain = StubRouter(7, makes_progress=False), Chain(7)
+        router, chain = StubRouter(7, is_healthy=False), Chain(7)
         chain.answers.set()
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._chain = chain
         assert await replica.is_ready() == (False, "replica")
         with pytest.raises(PipelineError, match="nothing was done"):
             await replica.check_health()
-        router.is_running = False
+        router.is_ready = False
         await replica.check_health()  # stages are loading again
         assert await replica.is_ready() == (False, "replica")
 
@@ -289,7 +289,7 @@ def test_the_experts_load_is_that_of_all_layers(told: Any, expected: ExpertLoad 
 
 def test_a_pipeline_tells_what_it_is_and_does() -> None:
     plan = tiny_plan(tiny_args(n_layers=8), 2)
-    scheduler = Scheduler(plan.cache, Limits(8, 64, 256, 96), EvenPolicy(2, 64), epoch=5)
+    scheduler = Scheduler(plan.cache, SchedulerLimits(8, 64, 256, 96), FixedInFlightPolicy(2, 64), epoch=5)
     scheduler.add(Sequence(0, (1,) * 20, SamplingParams(max_tokens=4), 24))
     scheduler.schedule()
 
@@ -334,11 +334,11 @@ def _nodes_join(
         yield holder
 
     async def drive(patience_s: float) -> None:
-        async with any_pipeline("app", new_spec, nodes_timeout_s=patience_s):  # type: ignore[arg-type]
+        async with adopt_or_create_pipeline("app", new_spec, nodes_timeout_s=patience_s):  # type: ignore[arg-type]
             pass
 
     monkeypatch.setattr(any_pipeline_module, "actor_names", lambda _: [])
-    monkeypatch.setattr(any_pipeline_module, "actor_as_holder", lambda _: "me")
+    monkeypatch.setattr(any_pipeline_module, "actor_holder_name", lambda _: "me")
     monkeypatch.setattr(any_pipeline_module, "running_pipeline", running)
     monkeypatch.setattr(any_pipeline_module, "NODES_POLL_S", 0.0)
     return driven, drive

@@ -10,14 +10,14 @@ from chaos_load import Load, undisturbed
 from ray import serve
 from serve_cluster import free_port, jobs_in, leftovers, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import own_ray
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
 pytestmark = [
     pytest.mark.ray,
     pytest.mark.serve,
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),  # see ``number_of_routers``
+    pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning"),  # see ``router_scaling_options``
 ]
 
 OF_A_PIPELINE = 3  # its supervisor, its stage, their placement group
@@ -28,7 +28,7 @@ SETTINGS |= {"max_replicas": 3, "upscale_delay": 0, "downscale_delay": 1, "place
 @pytest.fixture
 def url() -> Iterator[str]:
     port, grpc_port = free_port(), free_port()
-    with own_ray(num_cpus=2), TemporaryDirectory() as folder:
+    with local_ray_cluster(num_cpus=2), TemporaryDirectory() as folder:
         start_serve(port, grpc_port)
         serve.run(build(SETTINGS | jobs_in(folder)), name=APPLICATION, route_prefix="/")
         wait_until_ready(f"http://127.0.0.1:{port}")

@@ -59,23 +59,23 @@ from serve_cluster import (
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.expert_load import MeasuredLoad, read_load
-from tramontane.cluster.console.server_client import ask_activity, known_of
+from tramontane.cluster.console.server_client import ask_activity, last_seen
 from tramontane.cluster.pipeline.engine import open_engine
-from tramontane.cluster.pipeline.lifecycle import own_ray
-from tramontane.cluster.planning.hardware import joined_cluster, this_machine
+from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.planning.hardware import probe_cluster, probe_local
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.app import APPLICATION
-from tramontane.cluster.serving.preflight import check_doors
+from tramontane.cluster.serving.preflight import check_running_serve
 from tramontane.proto.errors import (
+    AuthenticationError,
     ConfigError,
-    DeadlineError,
+    DeadlineExceededError,
     ParameterError,
     RequestError,
     UnknownJobError,
     UnknownModelError,
-    WrongKeyError,
 )
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
@@ -99,14 +99,14 @@ WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING
 
 @pytest.fixture(scope="module", autouse=True)
 def _app() -> Iterator[None]:
-    with own_ray(num_cpus=4), served(**SETTINGS):
+    with local_ray_cluster(num_cpus=4), served(**SETTINGS):
         yield
 
 
 def test_a_cluster_of_our_own_has_no_more_cores_than_the_machine() -> None:
     """However many CPUs Ray was promised, so that it places all stages."""
     assert ray.cluster_resources()["CPU"] == 4  # type: ignore[no-untyped-call]
-    assert joined_cluster().node_cpus == this_machine().node_cpus
+    assert probe_cluster().node_cpus == probe_local().node_cpus
 
 
 def _prompt(rng: random.Random, most: int = 12) -> str:
@@ -120,7 +120,7 @@ def _local(prompts: list[tuple[int, ...]], sampling: SamplingParams) -> list[lis
         async with open_engine(EngineConfig(local=True, dtype="float32", stages=1)) as engine:
 
             async def one(ids: tuple[int, ...]) -> list[int]:
-                batches = [batch async for batch in engine.router.generate([SequenceSpec(ids, sampling)])]
+                batches = [batch async for batch in engine.router.generate([SequenceRequest(ids, sampling)])]
                 return [event.token_id for batch in batches for event in batch.events]
 
             return list(await asyncio.gather(*map(one, prompts)))
@@ -171,7 +171,7 @@ def test_grpc_clients_that_leave_or_are_late_give_their_places_back() -> None:
         async with AsyncClient(GRPC) as client:
             async with aclosing(client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8)) as pieces:
                 await anext(pieces)
-            with pytest.raises(DeadlineError):
+            with pytest.raises(DeadlineExceededError):
                 async for _ in client.generate("ROMEO:", max_tokens=2000, ignore_eos=True, n=8, timeout_s=1):
                     pass
 
@@ -226,7 +226,7 @@ def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_door
     text = "\n".join([*map(json.dumps, lines), "no JSON", json.dumps(lines[0] | {"custom_id": "late", "body": {"prompt": []}})])
     with Client(GRPC) as client:
         job = client.submit_job(text.encode())
-        assert (job.num_lines, job.num_bad) == (10, 1)
+        assert (job.num_lines, job.num_invalid) == (10, 1)
         assert [seen.state for seen in client.watch_job(job.job_id)][-1] == JobState.COMPLETED
         results = list(client.results(job.job_id))
     assert [result.line for result in results] == list(range(1, 11))
@@ -244,12 +244,15 @@ def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
     deployment = serve.deployment(JobsOnly).options(ray_actor_options={"num_cpus": 0})
     try:
         serve.run(deployment.bind(), name="jobs", route_prefix="/jobs")
-        with Client(GRPC, application="jobs") as stranger, pytest.raises(WrongKeyError, match="API key is missing or wrong"):
+        with (
+            Client(GRPC, application="jobs") as stranger,
+            pytest.raises(AuthenticationError, match="API key is missing or wrong"),
+        ):
             stranger.list_jobs()
         with Client(GRPC, "wrong", application="jobs") as stranger:
-            with pytest.raises(WrongKeyError):
+            with pytest.raises(AuthenticationError):
                 list(stranger.results("job-1"))
-            with pytest.raises(WrongKeyError):
+            with pytest.raises(AuthenticationError):
                 stranger.submit_job(b"{}\n" * 10**6)
         with Client(GRPC, "right", application="jobs") as client:
             job = client.submit_job(b"{}\n" * 10**6, JobOptions(metadata={"owner": "me"}))
@@ -270,14 +273,14 @@ def test_who_comes_later_takes_the_ports_as_they_are_or_is_told_them(monkeypatch
     def config(**ports: int) -> EngineConfig:
         return EngineConfig.build(None, {"port": PORT, "grpc_port": GRPC_PORT} | ports)
 
-    assert check_doors(config())
-    assert not check_doors(config(grpc_port=0))
+    assert check_running_serve(config())
+    assert not check_running_serve(config(grpc_port=0))
     with pytest.raises(ConfigError, match=f"give --grpc-port {GRPC_PORT}, or 0 for none"):
-        check_doors(config(grpc_port=1234))
+        check_running_serve(config(grpc_port=1234))
     with pytest.raises(ConfigError, match=f"give --host 127.0.0.1 --port {PORT}"):
-        check_doors(config(port=1234))
+        check_running_serve(config(port=1234))
     monkeypatch.setattr(serve_checks, "GRPC_FUNCTIONS", ("somebody.elses",))
-    assert not check_doors(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
+    assert not check_running_serve(config(grpc_port=1234)), "Ray Serve was started without our gRPC"
 
 
 # ---- official clients
@@ -406,7 +409,7 @@ def test_the_activity_is_what_was_asked(tmp_path: Path, capsys: pytest.CaptureFi
         before = ask_activity(client)
         usage = complete(prompt="ROMEO:", max_tokens=20, ignore_eos=True)["usage"]
         wait_until_idle()
-        (told,) = ask_activity(client, known_of(before)).pipelines
+        (told,) = ask_activity(client, last_seen(before)).pipelines
     assert sum(batch.prefill_tokens for batch in told.micro_batches) == usage["prompt_tokens"]
     assert sum(batch.decodes for batch in told.micro_batches) == 19, "the first token is the prompt's"
     for batch in told.micro_batches:

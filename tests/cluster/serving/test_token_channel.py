@@ -11,21 +11,21 @@ from ray.serve.handle import DeploymentHandle
 from scripted_chain import ScriptedChain, all_chunks
 
 from tramontane.cluster.common import node_watch as lost_nodes
-from tramontane.cluster.common.node_watch import LostNodes
-from tramontane.cluster.serving.remote_routers import RemoteRouters
-from tramontane.cluster.serving.token_channel import MAX_MESSAGE_BYTES, NOTHING_NEW, TokenChannel, TokenChannels
+from tramontane.cluster.common.node_watch import DeadNodeWatcher
+from tramontane.cluster.serving.remote_routers import RouterClient
+from tramontane.cluster.serving.token_channel import KEEPALIVE, MAX_MESSAGE_BYTES, IngressStream, IngressStreams
 from tramontane.proto import wire
-from tramontane.proto.errors import OtherModelError
+from tramontane.proto.errors import ModelMismatchError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import ExpertChoices, RequestTimes, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import ExpertChoices, RequestOutput, RequestTimings, SamplingParams, SequenceRequest, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
-LONG = SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))
+LONG = SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))
 
 
 class Response:
@@ -42,7 +42,7 @@ class Response:
 class Handle:
     """As Ray Serve's, to a router in this process."""
 
-    def __init__(self, channels: TokenChannels, router: Router) -> None:
+    def __init__(self, channels: IngressStreams, router: Router) -> None:
         self._channels, self._router = channels, router
         self.num_calls = 0
 
@@ -83,13 +83,13 @@ class StepByStep(ScriptedChain):
 
 @asynccontextmanager
 async def _remote(
-    chain: StepByStep, max_num_seqs: int = 8, nodes: LostNodes | None = None, node: str = ""
-) -> AsyncIterator[tuple[RemoteRouters, Router, Handle]]:
+    chain: StepByStep, max_num_seqs: int = 8, nodes: DeadNodeWatcher | None = None, node: str = ""
+) -> AsyncIterator[tuple[RouterClient, Router, Handle]]:
     """With micro-batches so small that not all sequences can be in flight."""
-    router = Router(Scheduler(CACHE, Limits(max_num_seqs, 2, 256, 1000), EvenPolicy(3, 2)), chain)
+    router = Router(Scheduler(CACHE, SchedulerLimits(max_num_seqs, 2, 256, 1000), FixedInFlightPolicy(3, 2)), chain)
     running = asyncio.create_task(router.run())
-    handle = Handle(TokenChannels("replica", nodes=nodes), router)
-    routers = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
+    handle = Handle(IngressStreams("replica", nodes=nodes), router)
+    routers = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node=node)
     yield routers, router, handle
     routers.close()
     running.cancel()
@@ -104,8 +104,8 @@ def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.
 
     async def scenario() -> None:
         chain = StepByStep()
-        async with _remote(chain, nodes=LostNodes(lambda: dead), node="far") as (vanishing, router, handle):
-            staying = RemoteRouters(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
+        async with _remote(chain, nodes=DeadNodeWatcher(lambda: dead), node="far") as (vanishing, router, handle):
+            staying = RouterClient(cast("DeploymentHandle[Any]", handle), max_unaccepted=100, node="near")
             going, lost = (asyncio.create_task(_num_tokens(each, LONG)) for each in (staying, vanishing))
             await _until(lambda: router.num_requests == 2)
             dead.add("far")
@@ -118,12 +118,12 @@ def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("meant_for", ["another/" + wire.FORMAT, "/other"])
+@pytest.mark.parametrize("meant_for", ["another/" + wire.PROTOCOL_HASH, "/other"])
 def test_what_is_meant_for_another_model_or_written_in_another_form_is_not_read(meant_for: str) -> None:
     async def scenario() -> None:
         async with _remote(StepByStep()) as (_, router, handle):
-            refusal, _ = wire.decode_refusal(await handle._generate("door", 1, b"no specs at all", meant_for))
-            assert isinstance(refusal, OtherModelError)
+            refusal, _ = wire.decode_error(await handle._generate("door", 1, b"no specs at all", meant_for))
+            assert isinstance(refusal, ModelMismatchError)
             assert "another model or version" in str(refusal)
             assert router.num_requests == 0
 
@@ -136,7 +136,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def _num_tokens(routers: RemoteRouters, *specs: SequenceSpec) -> int:
+async def _num_tokens(routers: RouterClient, *specs: SequenceRequest) -> int:
     async with aclosing(routers.generate(specs)) as batches:
         return sum([len(batch.events) async for batch in batches])
 
@@ -151,7 +151,7 @@ def test_tokens_come_back_to_whom_they_belong() -> None:
         chain = StepByStep()
         chain.complete(10_000)
         async with _remote(chain) as (routers, router, handle):
-            specs = [SequenceSpec((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
+            specs = [SequenceRequest((1,) * n, SamplingParams(max_tokens=n)) for n in range(1, 21)]
             assert await asyncio.gather(*(_num_tokens(routers, spec) for spec in specs)) == list(range(1, 21))
             assert handle.num_calls == 40, "each was told to open a stream first"
             assert await _num_tokens(routers, LONG) == 200
@@ -187,13 +187,13 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
             await _until(lambda: router.scheduler.num_running == 1)
             router.scheduler.check_integrity()
             (other,) = router.scheduler._admitted.by_id.values()
-            assert len(other.pages[0]) == CACHE.classes[0].num_pages - router.scheduler.ledger.num_free[0]
+            assert len(other.pages[0]) == CACHE.classes[0].num_pages - router.scheduler.allocator.num_free[0]
 
             chain.complete(1000)
             assert await staying == 200
             later = chain.submitted[len(before) :]
             assert _in(later) == {6}
-            forgotten = {seq_id for batch in chain.submitted for seq_id in batch.released}
+            forgotten = {seq_id for batch in chain.submitted for seq_id in batch.freed_seq_ids}
             assert forgotten == left & _in(before), "by the stages"
 
     asyncio.run(scenario())
@@ -236,24 +236,24 @@ def test_a_request_whose_stream_breaks_goes_on_over_a_new_one() -> None:
 
 def test_no_message_is_larger_than_a_stream_takes() -> None:
     """Unless one delivery alone is. What is delivered comes in its order, however it is cut."""
-    times = RequestTimes(0.0, 0.0, 0.0)
+    times = RequestTimings(0.0, 0.0, 0.0)
 
-    def delivery(number: int, num_tokens: int) -> tuple[int, TokenBatch]:
+    def delivery(number: int, num_tokens: int) -> tuple[int, RequestOutput]:
         experts = ExpertChoices(0, 3, 0, ((1, 2),) * num_tokens)
-        return number, TokenBatch((TokenEvent(0, 7),), times, (experts,))
+        return number, RequestOutput((TokenEvent(0, 7),), times, (experts,))
 
     ready = [delivery(number, size) for number, size in enumerate((1, 600_000, 5, 600_000, 600_000, 1, 800_000, 1, 1))]
 
     async def scenario() -> None:
-        channel = TokenChannel()
+        channel = IngressStream()
         messages = channel.messages()
-        assert await anext(messages) == NOTHING_NEW
+        assert await anext(messages) == KEEPALIVE
         for number, what in ready:
             channel.put(number, what)
-        got: list[tuple[int, TokenBatch | str]] = []
+        got: list[tuple[int, RequestOutput | str]] = []
         while len(got) < len(ready):
             message = await anext(messages)
-            got += (deliveries := wire.decode_deliveries(message))
+            got += (deliveries := wire.decode_outputs(message))
             assert len(message) <= MAX_MESSAGE_BYTES or len(deliveries) == 1
         assert got == ready
         await messages.aclose()

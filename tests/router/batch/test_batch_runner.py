@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tramontane.proto.errors import JobStoreError, OverloadedError, PipelineError, RequestError, UnknownJobError
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S
-from tramontane.router.batch.input_lines import LineSplitter, NewLine
+from tramontane.router.batch.input_lines import LineSplitter, ParsedLine
 from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import MAX_TRIES, THREADS
 from tramontane.router.batch.storage import JobStorage
@@ -79,7 +79,7 @@ def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: i
 def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_order: bool) -> None:
     text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
     job, told = asyncio.run(_whole(place, text, JobOptions(keeps_order=keeps_order)))
-    assert (job.state, job.num_lines, job.num_bad) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
+    assert (job.state, job.num_lines, job.num_invalid) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
     assert (job.num_done, job.num_failed) == (2, len(BAD))
     good = {custom_id: body for _, custom_id, is_error, body in told if not is_error}
     assert good == {"a": {"said": 1}, "z": {"said": 2}}
@@ -96,7 +96,7 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps
         service = place.service()
         text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
         job = await service.submit(pieces(text), JobOptions(keeps_order=keeps_order))
-        assert (job.state, job.num_lines, job.num_bad, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
+        assert (job.state, job.num_lines, job.num_invalid, job.num_failed) == (JobState.FAILED, 1200, 1200, 1200)
         assert job.ended_at == place.clock.now
         assert job.error is not None
         assert job.error.startswith("none of the 1200 lines is a request: line 2: url is '/v1/embeddings'")
@@ -153,38 +153,38 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place)
 def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
     async def scenario() -> None:
         service = place.service()
-        begun = service._submissions.begin(JobOptions(), request_key="k")
-        await service.tidy()
+        begun = service._submissions.create(JobOptions(), request_key="k")
+        await service.collect_garbage()
         with pytest.raises(OverloadedError):
-            service._submissions.begin(JobOptions(), request_key="k")
+            service._submissions.create(JobOptions(), request_key="k")
         place.clock.now += 1000
-        await service.tidy()
+        await service.collect_garbage()
         with pytest.raises(RequestError, match="stood still"):
             await asyncio.to_thread(service._submissions.accept, begun)
-        service._submissions.begin(JobOptions(), request_key="k")
+        service._submissions.create(JobOptions(), request_key="k")
 
     asyncio.run(scenario())
 
 
 def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -> None:
     store = place.service()._submissions
-    dead = store.begin(JobOptions(), request_key="k")
-    store.add_lines(dead, 0, [NewLine(1, "a", "{}", None)])
+    dead = store.create(JobOptions(), request_key="k")
+    store.add_lines(dead, 0, [ParsedLine(1, "a", "{}", None)])
     place.clock.now += TAKEN_OVER_AFTER_S
     with pytest.raises(OverloadedError, match="being submitted"):
-        store.begin(JobOptions(), request_key="k")
+        store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 1, [])
     place.clock.now += 1
     with pytest.raises(OverloadedError, match="being submitted"):
-        store.begin(JobOptions(), request_key="k")
+        store.create(JobOptions(), request_key="k")
     place.clock.now += TAKEN_OVER_AFTER_S
-    again = store.begin(JobOptions(), request_key="k")
+    again = store.create(JobOptions(), request_key="k")
     with pytest.raises(RequestError, match="stood still"):
         store.accept(dead)
-    store.add_lines(again, 0, [NewLine(1, "a", "{}", None)])
+    store.add_lines(again, 0, [ParsedLine(1, "a", "{}", None)])
     assert store.accept(again).job.num_lines == 1
     with pytest.raises(OverloadedError):  # what was accepted never gives way
-        store.begin(JobOptions(), request_key="k")
+        store.create(JobOptions(), request_key="k")
 
 
 @pytest.mark.parametrize("text", [requests(900), b"x" * 900], ids=["lines", "one line"])
@@ -195,7 +195,7 @@ def test_a_slow_submission_does_not_stand_still(place: Place, text: bytes) -> No
         for piece in text.splitlines(keepends=True) if b"\n" in text else (text[i : i + 1] for i in range(len(text))):
             place.clock.now += 1
             if place.clock.now % 60 == 0:
-                await service.tidy()
+                await service.collect_garbage()
             yield piece
 
     service = place.service()
@@ -454,7 +454,7 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> N
         real, loop = place.claims(), asyncio.get_running_loop()
         claims = place.claims()
         claims.next_lines = lambda *arguments: go_on.wait() and real.next_lines(*arguments)  # type: ignore[method-assign]
-        held = claims.held
+        held = claims.claimed
 
         def renewed(running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
             found = held(running, renew)
@@ -462,7 +462,7 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> N
                 loop.call_soon_threadsafe(has_renewed.set)
             return found
 
-        claims.held = renewed  # type: ignore[method-assign]
+        claims.claimed = renewed  # type: ignore[method-assign]
         service._jobs.cancel = lambda job_id: go_on.wait() and service._jobs.get(job_id)  # type: ignore[assignment, method-assign]
         try:
             waiting = [asyncio.create_task(service.cancel(job.job_id)) for _ in range(100)]

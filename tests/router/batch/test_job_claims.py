@@ -9,7 +9,7 @@ import pytest
 from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
-from tramontane.router.batch.claims import LEASE_S, Claim, JobClaims
+from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore
 from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.batch.runner import LONGEST_WAIT_S, BatchRunner
 from tramontane.router.batch.storage import JobStorage
@@ -22,7 +22,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
     place.close()
 
 
-def _loses_the_answer(claims: JobClaims) -> None:
+def _loses_the_answer(claims: JobClaimStore) -> None:
     """Of the first claim that takes anything: the database has it, and the runner hears of an error."""
     real = claims.claim
     lost: list[Claim] = []
@@ -37,7 +37,7 @@ def _loses_the_answer(claims: JobClaims) -> None:
     claims.claim = claim  # type: ignore[method-assign, assignment]
 
 
-def _cannot_release(claims: JobClaims) -> None:
+def _cannot_release(claims: JobClaimStore) -> None:
     """A job stops by a defect, once, just when the database cannot be used."""
     real_end, real_release = claims.end, claims.release
     ended: list[Any] = []
@@ -57,7 +57,7 @@ def _cannot_release(claims: JobClaims) -> None:
 
 
 @pytest.mark.parametrize("goes_wrong", [_loses_the_answer, _cannot_release])
-def test_a_job_that_its_runner_does_not_know_of_goes_on(place: Place, goes_wrong: Callable[[JobClaims], None]) -> None:
+def test_a_job_that_its_runner_does_not_know_of_goes_on(place: Place, goes_wrong: Callable[[JobClaimStore], None]) -> None:
     """With the same runner, which has another job all the while."""
 
     async def scenario() -> None:
@@ -91,7 +91,7 @@ def test_a_runner_renews_and_claims_by_what_it_runs(place: Place) -> None:
         asyncio.run(service.submit(pieces(requests(1)), JobOptions()))
     known, lost = claims.claim(5)
     place.clock.now += 0.9 * LEASE_S
-    assert list(claims.held([known.number], renew=True)) == [known.number]
+    assert list(claims.claimed([known.number], renew=True)) == [known.number]
     assert claims.claim(5, [known.number]) == []
     place.clock.now += 0.2 * LEASE_S
     (again,) = claims.claim(5, [known.number])

@@ -10,7 +10,7 @@ from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobRefusedError
 from tramontane.router.batch import submissions as job_intake
-from tramontane.router.batch.input_lines import LineSplitter, RawLine
+from tramontane.router.batch.input_lines import InputLine, LineSplitter
 from tramontane.router.batch.jobs import JobOptions
 
 
@@ -25,7 +25,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
     """Blank ones too, of which a piece may have millions."""
     real, cut_by, sizes = LineSplitter.feed, set[int](), list[int]()
 
-    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[RawLine]:
+    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
         cut_by.add(threading.get_ident())
         sizes.append(len(piece))
         yield from real(splitter, piece)
@@ -34,7 +34,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
     monkeypatch.setattr(job_intake, "CUT_AT_ONCE", 1000)
     text = b"\n" * 3000 + b"\n".join(requests(500).splitlines(keepends=True))
     job = asyncio.run(place.service().submit(pieces(text, 10_000), JobOptions()))
-    assert (job.num_lines, job.num_bad) == (500, 0)
+    assert (job.num_lines, job.num_invalid) == (500, 0)
     assert threading.get_ident() not in cut_by
     assert (max(sizes), sum(sizes)) == (1000, len(text))
 
@@ -42,7 +42,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
 def test_many_small_pieces_are_cut_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sizes = LineSplitter.feed, list[int]()
 
-    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[RawLine]:
+    def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
         sizes.append(len(piece))
         return real(splitter, piece)
 

@@ -19,7 +19,7 @@ from postgres import new_database, postgres
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
 from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
 from tramontane.router.batch.database import Database
-from tramontane.router.batch.input_lines import NewLine
+from tramontane.router.batch.input_lines import ParsedLine
 from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import UrlReader
@@ -81,13 +81,13 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
     (old,) = first.claim(5)
     assert second.claim(5) == first.claim(5) == []
     place.clock.now += 0.9 * LEASE_S
-    assert first.held([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
+    assert first.claimed([old.number], renew=True) == {old.number: (old.epoch, JobState.RUNNING)}
     place.clock.now += 0.9 * LEASE_S
     assert second.claim(5) == []
     place.clock.now += 0.2 * LEASE_S
     (new,) = second.claim(5)
     assert new.epoch == old.epoch + 1
-    assert first.held([old.number], renew=True) == {}
+    assert first.claimed([old.number], renew=True) == {}
     for write in (
         lambda: first.finish(old, _done(0)),
         lambda: first.cancel_some(old, -1),
@@ -96,7 +96,7 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
         with pytest.raises(JobLostError):
             write()
     first.release(old)
-    assert second.held([new.number], renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
+    assert second.claimed([new.number], renew=False) == {new.number: (new.epoch, JobState.RUNNING)}
     assert len(second.next_lines(new, -1, 5)) == 3
     second.release(new)
     (again,) = first.claim(5)
@@ -140,13 +140,13 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
         service = place.service()
         work, there, go_on = getattr(service._submissions, step), threading.Event(), threading.Event()
 
-        def held_back(*arguments: Any) -> Any:  # noqa: ANN401
+        def defer_signals(*arguments: Any) -> Any:  # noqa: ANN401
             done = None if is_late else work(*arguments)
             there.set()
             go_on.wait()
             return work(*arguments) if is_late else done
 
-        setattr(service._submissions, step, held_back)
+        setattr(service._submissions, step, defer_signals)
         client = asyncio.create_task(service.submit(pieces(requests(5)), JobOptions()))
         await asyncio.to_thread(there.wait)
         client.cancel()
@@ -167,21 +167,21 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
 def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: Place) -> None:
     service = place.service()
     store = service._submissions
-    line = NewLine(1, "a", "{}", None)
-    slow, half = store.begin(JobOptions(), request_key="slow"), store.begin(JobOptions(), request_key="half")
+    line = ParsedLine(1, "a", "{}", None)
+    slow, half = store.create(JobOptions(), request_key="slow"), store.create(JobOptions(), request_key="half")
     store.add_lines(half, 0, [line])
     place.clock.now += 10
     store.add_lines(slow, 0, [line])
     for job in (slow, half):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
-            store.discard(job.number, place.clock.now)
+            store.delete(job.number, place.clock.now)
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
         with pytest.raises(RequestError, match="stood still"):
             change()
-    assert (service._jobs.list(5), store.by_request("half")) == ([], None)
+    assert (service._jobs.list(5), store.find_by_request_key("half")) == ([], None)
     assert _rows(service) == (2, 2)
-    store.discard_abandoned()
+    store.delete_abandoned()
     assert _rows(service) == (1, 1)
     assert store.accept(slow).job.num_lines == 1
 
@@ -205,7 +205,7 @@ def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
         assert [line.offset for line in results] == list(range(40))
         assert sorted(line.line for line in results) == list(range(1, 41))
         assert all(json.loads(line.body)["said"] == line.line - 1 for line in results)
-        ended = await service.stored(job.job_id)
+        ended = await service.get_stored(job.job_id)
         assert (ended.job.state, ended.job.num_done, ended.job.num_failed) == (JobState.COMPLETED, 40, 0)
         assert ended.error_file is None
         assert ended.output_file is not None
@@ -247,15 +247,15 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -
             async for _ in service.watch(done.job.job_id):
                 pass
         bad = await service.submit(pieces(b"x\n"), JobOptions())
-        ended = await service.stored(done.job.job_id)
+        ended = await service.get_stored(done.job.job_id)
         assert ended.output_file is not None
         place.clock.now += 1000
         waiting = await service.submit(pieces(requests(2)), JobOptions())
-        await service.tidy()
+        await service.collect_garbage()
         assert len(await service.list(9)) == 3, "it is not late yet"
         assert len(await service.list_files(9)) == 2
         place.clock.now += 1
-        await service.tidy()
+        await service.collect_garbage()
         assert [job.job_id for job in await service.list(9)] == [waiting.job_id]
         assert _rows(service) == (1, 2)
         assert await service.list_files(9) == []
@@ -264,7 +264,7 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -
                 await gone
         for_ever = place.service()
         place.clock.now += 1e9
-        await for_ever.tidy()
+        await for_ever.collect_garbage()
         async with place.running(place.runner()):
             assert len(await all_results(service, waiting.job_id)) == 2
         again = await service.upload("in.jsonl", "batch", iter([requests(3)]))
@@ -283,10 +283,10 @@ def test_a_removal_that_was_killed_half_way_is_finished(place: Place) -> None:
     late = place.service(keep_s=5.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(late._submissions, "_delete", lambda _number: None)  # as if killed there
-        asyncio.run(late.tidy())
+        asyncio.run(late.collect_garbage())
     assert asyncio.run(service.list(5)) == []
     assert _rows(service) == (1, 3)
-    asyncio.run(service.tidy())
+    asyncio.run(service.collect_garbage())
     assert _rows(service) == (0, 0)
 
 
@@ -352,7 +352,7 @@ def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.Fixtur
     place = _on_postgres(request)
     service = place.service()
     ask = service._submissions
-    for call in (lambda: ask.by_request("a\0"), lambda: ask.begin(JobOptions(), request_key="k" * 300)):
+    for call in (lambda: ask.find_by_request_key("a\0"), lambda: ask.create(JobOptions(), request_key="k" * 300)):
         with pytest.raises(RequestError, match="the database cannot hold"):
             call()
     assert _rows(service) == (0, 0)

@@ -9,14 +9,14 @@ import pytest
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
+from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
 from tramontane.router.engine import activity_log as activity_module
-from tramontane.router.engine.active_request import LiveRequest
+from tramontane.router.engine.active_request import ActiveRequest
 from tramontane.router.engine.activity_log import ActivityLog
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
 
@@ -29,10 +29,10 @@ class Clock:
 
 
 def _batch(step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 2, busy_s: float = 0.5) -> tuple[Any, Any]:
-    chunk = Chunk(9, 0, (1,) * prefill, ((),), None, wants_token=True)
+    chunk = Chunk(9, 0, (1,) * prefill, ((),), None, needs_sample=True)
     seq_ids = tuple(range(decodes))
-    batch = MicroBatch(1, step, (chunk,) if prefill else (), (), Decodes(seq_ids, seq_ids, seq_ids))
-    timings = tuple(StageTiming(stage, 990.0 + stage, busy_s, 7, open_s=2 * busy_s) for stage in range(num_stages))
+    batch = MicroBatch(1, step, (chunk,) if prefill else (), (), DecodeColumns(seq_ids, seq_ids, seq_ids))
+    timings = tuple(StageTiming(stage, 990.0 + stage, busy_s, 7, elapsed_s=2 * busy_s) for stage in range(num_stages))
     return batch, StepResult(1, step, (5,) * (decodes + bool(prefill)), timings)
 
 
@@ -43,7 +43,7 @@ def _numbers(told: dict[str, Any]) -> list[int]:
 def test_a_micro_batch_is_told_as_it_was() -> None:
     clock = Clock()
     log = ActivityLog(clock)
-    log.note(*_batch(step=4))
+    log.record(*_batch(step=4))
     told = log.as_data(2)
     stages = [(0, 990.0, 0.5, 1.0), (1, 991.0, 0.5, 1.0)]
     expected = {"number": 1, "step": 4, "epoch": 1, "prefill_tokens": 3, "decodes": 2, "stages": stages}
@@ -56,7 +56,7 @@ def test_whoever_asks_again_is_told_what_is_new_and_misses_nothing() -> None:
     clock = Clock()
     log = ActivityLog(clock)
     for step in range(3):
-        log.note(*_batch(step))
+        log.record(*_batch(step))
     assert _numbers(log.as_data(2, after=1)) == [2, 3]
     nothing = log.as_data(2, after=3)
     assert (nothing["micro_batches"], nothing["last"]) == ([], 3)
@@ -70,7 +70,7 @@ def test_an_answer_has_a_bound_and_the_next_goes_on_from_there(monkeypatch: pyte
     monkeypatch.setattr(activity_module, "MAX_TOLD", 4)
     log = ActivityLog(Clock())
     for step in range(10):
-        log.note(*_batch(step))
+        log.record(*_batch(step))
     assert _numbers(log.as_data(2)) == [7, 8, 9, 10], "the newest"
     seen, last = [], 0
     while more := _numbers(told := log.as_data(2, after=last)):
@@ -84,7 +84,7 @@ def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_
     monkeypatch.setattr(activity_module, "MAX_KEPT", 100)
     log = ActivityLog(Clock())
     for step in range(200):
-        log.note(*_batch(step, num_stages))
+        log.record(*_batch(step, num_stages))
     assert _numbers(log.as_data(num_stages, after=0)) == list(range(201 - num_kept, 201))
     assert len(log._batches) == num_kept
 
@@ -92,9 +92,9 @@ def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_
 def test_shares_are_of_the_last_ten_seconds() -> None:
     clock = Clock()
     log = ActivityLog(clock)
-    log.note(*_batch(busy_s=3.0))
+    log.record(*_batch(busy_s=3.0))
     clock.now += 8
-    log.note(*_batch(num_stages=1, busy_s=1.0, prefill=0))
+    log.record(*_batch(num_stages=1, busy_s=1.0, prefill=0))
     young = log.as_data(2)
     assert (young["busy"], young["tokens_per_s"]) == ([4 / 8, 3 / 8], 5 / 8), "it is 8 s old"
     clock.now += 4
@@ -111,14 +111,14 @@ def test_shares_are_of_what_is_kept_where_that_is_less(monkeypatch: pytest.Monke
     log = ActivityLog(clock)
     for step in range(100):
         clock.now += 0.5
-        log.note(*_batch(step, num_stages=1, busy_s=0.25))
+        log.record(*_batch(step, num_stages=1, busy_s=0.25))
     assert log.as_data(1)["busy"] == [pytest.approx(4 * 0.25 / 1.5)]
 
 
-def _request(now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = ()) -> LiveRequest:
+def _request(now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = ()) -> ActiveRequest:
     sampling = SamplingParams(max_tokens=9)
     sequences = [Sequence(i, (1, 2), sampling, 16, output_ids=list(output_ids)) for i in range(num_choices)]
-    return LiveRequest(sequences, lambda _: None, now)
+    return ActiveRequest(sequences, lambda _: None, now)
 
 
 def test_waits_for_tokens() -> None:
@@ -140,17 +140,19 @@ def test_waits_for_tokens() -> None:
 @pytest.mark.parametrize(("num", "p50", "p95"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)])
 def test_percentiles(num: int, p50: int, p95: int) -> None:
     log = ActivityLog(Clock())
-    log.note_tokens([SimpleNamespace(told_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
+    log.note_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
     assert log.as_data(0)["inter_token_s"] == {"p50": p50, "p95": p95}
 
 
 def test_the_router_notes_what_comes_back() -> None:
     async def scenario() -> None:
-        scheduler = Scheduler(CachePlan(16, (WindowClass(64, 5, 10),)), Limits(8, 4, 256, 1000), EvenPolicy(3, 4))
+        scheduler = Scheduler(
+            CachePlan(16, (WindowClass(64, 5, 10),)), SchedulerLimits(8, 4, 256, 1000), FixedInFlightPolicy(3, 4)
+        )
         log = ActivityLog()
         router = Router(scheduler, ScriptedChain(no_gate), activity=log)
         running = asyncio.create_task(router.run())
-        async for _ in router.generate([SequenceSpec((1,) * 10, SamplingParams(max_tokens=4))]):
+        async for _ in router.generate([SequenceRequest((1,) * 10, SamplingParams(max_tokens=4))]):
             pass
         told = log.as_data(2)
         running.cancel()

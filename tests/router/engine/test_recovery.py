@@ -10,15 +10,15 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 from scripted_chain import RememberingChain, ScriptedChain, all_chunks, answer, no_gate
 
-from tramontane.proto.errors import LeaseError, PipelineError, PoisonError
+from tramontane.proto.errors import LeaseError, PipelineError, PoisonRequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine import in_flight
-from tramontane.router.engine.in_flight import StepWatch
-from tramontane.router.engine.router import MAX_VERDICTS, Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.engine.in_flight import StepDeadline
+from tramontane.router.engine.router import MAX_CONSECUTIVE_POISON, Router
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
@@ -27,7 +27,7 @@ MOST_FAILURES_OF_ONE = 3  # in company, in company again, alone
 
 @asynccontextmanager
 async def _running(chain: ScriptedChain, num_places: int = 8, in_flight: int = 3) -> AsyncIterator[Router]:
-    router = Router(Scheduler(CACHE, Limits(num_places, 64, 256, 1000), EvenPolicy(in_flight, 64)), chain)
+    router = Router(Scheduler(CACHE, SchedulerLimits(num_places, 64, 256, 1000), FixedInFlightPolicy(in_flight, 64)), chain)
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()
@@ -36,7 +36,7 @@ async def _running(chain: ScriptedChain, num_places: int = 8, in_flight: int = 3
 
 
 async def _tokens(router: Router, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=num_tokens))]
+    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=num_tokens))]
     return [event.token_id async for batch in router.generate(specs) for event in batch.events]
 
 
@@ -95,7 +95,7 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
         async with _running(chain) as router:
             asked = [_tokens(router, prompt, 60) for prompt in prompts]
             refused, *results = await asyncio.gather(*asked, return_exceptions=True)
-            assert isinstance(refused, PoisonError)
+            assert isinstance(refused, PoisonRequestError)
             assert "stage 1 died" in str(refused)
             assert results == [answer(prompt, 60) for prompt in prompts[1:]]
             assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
@@ -118,7 +118,7 @@ def test_two_poisons_in_company_are_both_found() -> None:
         async with _running(RememberingChain(dies_of_it)) as router:
             asked = [_tokens(router, prompt, 9) for prompt in prompts]
             results = await asyncio.gather(*asked, return_exceptions=True)
-            assert [isinstance(result, PoisonError) for result in results] == [True, False, True, False]
+            assert [isinstance(result, PoisonRequestError) for result in results] == [True, False, True, False]
             assert results[1::2] == [answer(prompt, 9) for prompt in prompts[1::2]]
 
     asyncio.run(scenario())
@@ -159,9 +159,9 @@ def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() ->
     async def scenario() -> None:
         async with _running(ScriptedChain(broken)) as router:
             results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
-            assert sum(isinstance(result, PoisonError) for result in results) == MAX_VERDICTS - 1
-            others = [str(result) for result in results if not isinstance(result, PoisonError)]
-            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_VERDICTS + 1)
+            assert sum(isinstance(result, PoisonRequestError) for result in results) == MAX_CONSECUTIVE_POISON - 1
+            others = [str(result) for result in results if not isinstance(result, PoisonRequestError)]
+            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
             with pytest.raises(PipelineError, match="disk is full"):
                 await _tokens(router, (1,), 1)
 
@@ -192,7 +192,7 @@ def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(err
         async with _running(LostChain(error)) as router:
             results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(3)), return_exceptions=True)
             assert [str(result) for result in results] == [str(error)] * 3
-            assert not router.is_running
+            assert not router.is_ready
 
     asyncio.run(scenario())
 
@@ -218,7 +218,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
                 await asyncio.sleep(0)
             late = asyncio.create_task(_tokens(router, (3,), 9))
             await asyncio.sleep(0)
-            assert not router.is_running
+            assert not router.is_ready
             fenced.set()
             assert (await early, await late) == (answer((1, 2), 9), answer((3,), 9))
 
@@ -237,7 +237,7 @@ class StuckChain(RememberingChain):
         if batch.epoch == 0 and batch.step_id < 2:
             await self._freed.wait()
 
-    async def replace_stuck(self, limit_s: float) -> str:
+    async def replace_hung_workers(self, limit_s: float) -> str:
         self.limits.append(limit_s)
         reason = self._reasons.pop(0) if self._reasons else ""
         if not self._reasons:
@@ -250,7 +250,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
-    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     async def scenario() -> None:
         now, chain = [0.0], StuckChain(list(reasons))
@@ -259,7 +259,12 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
             now[0] += 0.01
             return now[0]
 
-        router = Router(Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64)), chain, clock=clock, step_timeout_s=1.0)
+        router = Router(
+            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)),
+            chain,
+            clock=clock,
+            step_timeout_s=1.0,
+        )
         running = asyncio.create_task(router.run())
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
         assert router.progress.num_recoveries == num_recoveries
@@ -272,7 +277,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
 
 def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
-    monkeypatch.setattr(in_flight, "LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     class Defective(StuckChain):
         async def replace_stuck(self, limit_s: float) -> str:
@@ -280,7 +285,7 @@ def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_wait
 
     async def scenario() -> None:
         times = itertools.count()
-        scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+        scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
         router = Router(scheduler, Defective([""]), clock=lambda: float(next(times)), step_timeout_s=1.0)
         running = asyncio.create_task(router.run())
         with pytest.raises(PipelineError, match="ZeroDivisionError"):
@@ -301,25 +306,28 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
             await gate.wait()
 
     async def scenario() -> None:
-        limits = Limits(8, 8, 256, 1000)
+        limits = SchedulerLimits(8, 8, 256, 1000)
         router = Router(
-            Scheduler(CACHE, limits, EvenPolicy(1, 8)), RememberingChain(slowly), clock=lambda: now[0], step_timeout_s=4.0
+            Scheduler(CACHE, limits, FixedInFlightPolicy(1, 8)),
+            RememberingChain(slowly),
+            clock=lambda: now[0],
+            step_timeout_s=4.0,
         )
-        assert not router.makes_progress, "nothing has begun"
+        assert not router.is_healthy, "nothing has begun"
         running = asyncio.create_task(router.run())
         asked = asyncio.create_task(_tokens(router, (1,) * 200, 2))
         while now[0] <= 30.0:
             await asyncio.sleep(0)
-            assert router.makes_progress or not router.has_begun
+            assert router.is_healthy or not router.is_attached
         now[0] += 2 * router.step_limit_s
-        assert not router.makes_progress
+        assert not router.is_healthy
         gate.set()
         assert await asked == answer((1,) * 200, 2)
         now[0] += 1e6
-        assert router.makes_progress, "there is nothing to do"
+        assert router.is_healthy, "there is nothing to do"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert not router.makes_progress
+        assert not router.is_healthy
 
     asyncio.run(scenario())
 
@@ -349,23 +357,23 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
         nonlocal is_ill
         chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
         while not was_ill:
-            scheduler = Scheduler(CACHE, Limits(8, 64, 256, 1000), EvenPolicy(3, 64))
+            scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
             router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, before=before)
             running = asyncio.create_task(router.run())
             asked = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
             while router.failure is None and not was_ill:
                 await asyncio.sleep(0)
                 num_looks += 1
-                was_ill = router.has_begun and not router.makes_progress
+                was_ill = router.is_attached and not router.is_healthy
                 assert num_looks < 100_000
             before = router.progress
         assert before is not None
-        assert before.is_fruitless
+        assert before.is_failing
         is_ill = False
         await asyncio.gather(*asked, return_exceptions=True)
         assert await _tokens(router, (7,), 5) == answer((7,), 5)
-        assert router.makes_progress, "a micro-batch came back"
-        assert not before.is_fruitless
+        assert router.is_healthy, "a micro-batch came back"
+        assert not before.is_failing
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -373,18 +381,18 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
 
 
 def test_a_limit_follows_what_micro_batches_take() -> None:
-    watch = StepWatch(30.0)
+    watch = StepDeadline(30.0)
     watch.submitted(100.0)
     assert watch.overdue_s(219.0) == -1.0
     watch.submitted(105.0)
-    watch.came_back(110.0, num_in_flight=1)  # after 10 s
+    watch.completed(110.0, num_in_flight=1)  # after 10 s
     assert watch.limit_s == 40.0
     assert watch.overdue_s(151.0) == 1.0, "since the first one came back"
-    watch.came_back(118.0, num_in_flight=0)
+    watch.completed(118.0, num_in_flight=0)
     assert watch.overdue_s(1e9) == -math.inf, "nothing is waited for"
     for _ in range(100):
         watch.submitted(0.0)
-        watch.came_back(1.0, num_in_flight=0)
+        watch.completed(1.0, num_in_flight=0)
     assert watch.limit_s == 30.0, "slow ones are forgotten in time"
 
 

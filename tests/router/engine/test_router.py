@@ -10,11 +10,11 @@ from scripted_chain import ScriptedChain, all_chunks, no_gate
 
 from tramontane.proto.errors import PipelineError, RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import ExpertChoices, RequestOutput, SamplingParams, SequenceRequest, TokenEvent
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
@@ -22,7 +22,7 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
 
 @asynccontextmanager
 async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3, cache: CachePlan = CACHE) -> AsyncIterator[Router]:
-    router = Router(Scheduler(cache, Limits(8, budget, 256, 1000), EvenPolicy(in_flight, budget)), chain)
+    router = Router(Scheduler(cache, SchedulerLimits(8, budget, 256, 1000), FixedInFlightPolicy(in_flight, budget)), chain)
     task = asyncio.create_task(router.run())
     yield router
     task.cancel()
@@ -31,7 +31,7 @@ async def _running(chain: ScriptedChain, budget: int = 64, in_flight: int = 3, c
 
 
 async def _all(router: Router, prompt: tuple[int, ...], max_tokens: int) -> list[TokenEvent]:
-    specs = [SequenceSpec(prompt, SamplingParams(max_tokens=max_tokens))]
+    specs = [SequenceRequest(prompt, SamplingParams(max_tokens=max_tokens))]
     return [event async for batch in router.generate(specs) for event in batch.events]
 
 
@@ -52,7 +52,7 @@ def test_many_at_once_fill_the_pipeline() -> None:
 def test_closing_the_stream_frees_everything_within_a_step() -> None:
     async def scenario() -> None:
         async with _running(ScriptedChain(no_gate)) as router:
-            stream = router.generate([SequenceSpec((1, 2, 3), SamplingParams(max_tokens=200))])
+            stream = router.generate([SequenceRequest((1, 2, 3), SamplingParams(max_tokens=200))])
             await anext(stream)
             await stream.aclose()
             steps = router.scheduler._next_step
@@ -159,12 +159,12 @@ class ExpertChain(ScriptedChain):
         return replace(await super()._run(batch), choices=tuple(told))
 
 
-async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[TokenBatch]:
+async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[RequestOutput]:
     sampling = SamplingParams(max_tokens=max_tokens, return_experts=(0, 9))
-    return [batch async for batch in router.generate([SequenceSpec(prompt, sampling) for prompt in prompts])]
+    return [batch async for batch in router.generate([SequenceRequest(prompt, sampling) for prompt in prompts])]
 
 
-def _check_experts(prompts: list[tuple[int, ...]], batches: list[TokenBatch]) -> None:
+def _check_experts(prompts: list[tuple[int, ...]], batches: list[RequestOutput]) -> None:
     """After every delivery, those of every token of a sequence but the last are known, in order and once."""
     known = {(index, layer): 0 for index in range(len(prompts)) for layer in (0, 9)}
     num_tokens = [0] * len(prompts)

@@ -21,43 +21,43 @@ from scripted_chain import ScriptedChain, no_gate
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
+    AuthenticationError,
     ConfigError,
     ConnectionLostError,
-    DeadlineError,
-    NotHereError,
+    DeadlineExceededError,
     OverloadedError,
     ParameterError,
     PipelineError,
     RequestError,
     TramontaneError,
+    UnimplementedError,
     UnknownJobError,
     UnknownModelError,
-    WrongKeyError,
 )
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
 from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.client.types import Patience, generate_request
+from tramontane.router.client.types import RetryPolicy, generate_request
 from tramontane.router.engine.router import Router
-from tramontane.router.grpc.coalesce import together
+from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
 from tramontane.router.grpc.job_messages import submit
-from tramontane.router.grpc.messages import parsed_generate, score_of, token_logprobs
+from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.served_model import ServedModel
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 CONTEXT = 256
 MODEL = ServedModel("tiny", SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model"), CONTEXT, 8, 1000)
 CACHE = CachePlan(16, (WindowClass(64, 5, 10),))
-IMPATIENT = Patience(total_s=30, retry_s=0.01)
+IMPATIENT = RetryPolicy(total_s=30, retry_s=0.01)
 
 Gate = Callable[[MicroBatch], Awaitable[None]]
 
@@ -97,8 +97,8 @@ async def _server(servicer: GrpcServicer, target: str) -> grpc.aio.Server:
 
 @asynccontextmanager
 async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None = None, **more: Any) -> AsyncIterator[House]:  # noqa: ANN401
-    limits = Limits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
-    router = Router(Scheduler(CACHE, limits, EvenPolicy(3, 64)), ScriptedChain(gate))
+    limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
+    router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     running = asyncio.create_task(router.run())
     jobs = ListedJobs()
     servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
@@ -212,14 +212,14 @@ def test_a_response_format_is_the_grammar_that_it_is_over_http(response_format: 
         return spec.sampling.grammar
 
     over_http = parse_completion(json.dumps({"prompt": "a", "response_format": response_format}).encode())
-    over_grpc = parsed_generate(generate_request("a", {"response_format": response_format}))
+    over_grpc = parse_generate(generate_request("a", {"response_format": response_format}))
     assert asyncio.run(grammar(over_grpc)) == asyncio.run(grammar(over_http)) != ""
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "9" * 5000, '{"type": "json_object"}, "echo": true'])
 def test_a_response_format_that_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(ParameterError, match="response_format must be JSON") as refused:
-        parsed_generate(pb.GenerateRequest(text="a", response_format=text))
+        parse_generate(pb.GenerateRequest(text="a", response_format=text))
     assert refused.value.parameter == "response_format"
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
             with pytest.raises(PipelineError, match="stage 1 died"):
                 await anext(house.client.generate("a"))
         async with _house(jobs=None) as house:
-            with pytest.raises(NotHereError, match="no batch jobs"):
+            with pytest.raises(UnimplementedError, match="no batch jobs"):
                 await house.client.get_job("a")
         async with AsyncClient(house.target) as client:
             with pytest.raises(ConnectionLostError):
@@ -337,7 +337,7 @@ def test_a_deadline_ends_the_work() -> None:
             asking = asyncio.create_task(_all(house, timeout_s=0.2))
             while not house.router.num_requests:
                 await asyncio.sleep(0)
-            with pytest.raises(DeadlineError, match=r"within timeout_s=0\.2$"):
+            with pytest.raises(DeadlineExceededError, match=r"within timeout_s=0\.2$"):
                 await asking
             while house.router.num_requests:
                 await asyncio.sleep(0)
@@ -354,14 +354,14 @@ def test_without_the_key_nothing_is_done() -> None:
             assert [model.name for model in await house.client.models()] == ["tiny"]
             for key in (None, "wrong", "right "):
                 async with AsyncClient(house.target, key) as stranger:
-                    with pytest.raises(WrongKeyError, match=r"API key is missing or wrong; give api_key="):
+                    with pytest.raises(AuthenticationError, match=r"API key is missing or wrong; give api_key="):
                         await anext(stranger.generate("a"))
             async with grpc.aio.insecure_channel(house.target) as channel:
                 codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
             assert set(codes) == {StatusCode.UNAUTHENTICATED}
             assert house.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
         async with _house(admits=lambda peer: not peer.startswith("ipv4:127.")) as house:
-            with pytest.raises(WrongKeyError, match="its --host says so"):
+            with pytest.raises(AuthenticationError, match="its --host says so"):
                 await house.client.models()
 
     asyncio.run(scenario())
@@ -428,7 +428,7 @@ def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFi
 def test_a_score_is_read_from_a_completion_with_its_prompt() -> None:
     told = {"tokens": ["a", "b"], "token_logprobs": [None, -0.5], "top_logprobs": [None, {"b": -0.5, "c": -2.0}]}
     usage = {"prompt_tokens": 2, "completion_tokens": 0, "total_tokens": 2}
-    score = score_of({"choices": [{"logprobs": told}], "usage": usage})
+    score = to_score_response({"choices": [{"logprobs": told}], "usage": usage})
     first, second = score.tokens
     assert (first.token, first.HasField("logprob")) == ("a", False)
     assert (second.token, second.logprob) == ("b", -0.5)
@@ -545,11 +545,11 @@ def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
 
 def test_patience_ends() -> None:
     lost = ConnectionLostError("gone")
-    assert Patience(10, 2).pause(lost, 8) == 2
+    assert RetryPolicy(10, 2).pause(lost, 8) == 2
     with pytest.raises(ConnectionLostError):
-        Patience(10, 2).pause(lost, 8.5)
+        RetryPolicy(10, 2).pause(lost, 8.5)
     with pytest.raises(UnknownJobError):
-        Patience(10, 2).pause(UnknownJobError("no"), 0)
+        RetryPolicy(10, 2).pause(UnknownJobError("no"), 0)
 
 
 def test_what_is_ready_travels_together() -> None:
@@ -564,17 +564,17 @@ def test_what_is_ready_travels_together() -> None:
             yield size
 
     async def bunches(*sizes: int) -> list[list[int]]:
-        return [bunch async for bunch in together(source(*sizes), lambda size: size, 8)]
+        return [bunch async for bunch in coalesce(source(*sizes), lambda size: size, 8)]
 
     async def scenario() -> None:
         assert await bunches(3, 4, 5) == [[3, 4], [5]]
         assert await bunches(9, 1, 7, 1) == [[9], [1, 7], [1]]
         assert await bunches() == []
-        async with aclosing(together(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
+        async with aclosing(coalesce(source(1, 2, 0, 3), lambda size: size, 8)) as slow:
             assert await anext(slow) == [1, 2]
             gate.set()
             assert await anext(slow) == [0, 3]
-        failing = together(source(1, -1), lambda size: size, 8)
+        failing = coalesce(source(1, -1), lambda size: size, 8)
         assert await anext(failing) == [1]
         with pytest.raises(ZeroDivisionError):
             await anext(failing)

@@ -9,9 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.proto.errors import UnfollowableError
+from tramontane.proto.errors import UnsatisfiableSchemaError
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.openai.choice_text import ChoiceText, StopMatcher
+from tramontane.router.openai.choice_text import ChoiceDetokenizer, StopMatcher
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
@@ -209,7 +209,7 @@ def test_no_stop_string_ends_a_choice_before_min_tokens(tokenizer: Tokenizer) ->
     ids = tokenizer.encode("one, two, three, four")
     commas = [number for number, token_id in enumerate(ids, start=1) if "," in tokenizer.decode((token_id,))]
     for min_tokens, expected in ((commas[0], " one"), (commas[0] + 1, " one, two"), (len(ids), " one, two, three, four")):
-        choice = ChoiceText(tokenizer, [","], min_tokens)
+        choice = ChoiceDetokenizer(tokenizer, [","], min_tokens)
         assert "".join(choice.push(event) for event in _events(ids, FinishReason.LENGTH)) == expected
         assert choice.num_tokens >= min_tokens
 
@@ -224,7 +224,7 @@ def _events(token_ids: Sequence[int], finish: FinishReason) -> list[TokenEvent]:
 
 def test_every_token_counts_the_end_token_too(tokenizer: Tokenizer) -> None:
     ids = (*tokenizer.encode("Speak, my lord."), EOS)
-    choice = ChoiceText(tokenizer, [])
+    choice = ChoiceDetokenizer(tokenizer, [])
     shown = [choice.push(event) for event in _events(ids, FinishReason.STOP)]
     assert "".join(shown) == " Speak, my lord."
     assert choice.num_tokens == len(ids)
@@ -232,7 +232,7 @@ def test_every_token_counts_the_end_token_too(tokenizer: Tokenizer) -> None:
 
 
 def test_a_choice_goes_on_until_its_last_token(tokenizer: Tokenizer) -> None:
-    choice = ChoiceText(tokenizer, [])
+    choice = ChoiceDetokenizer(tokenizer, [])
     for number, token_id in enumerate(tokenizer.encode("Speak, my"), start=1):
         choice.push(_event(token_id))
         assert choice.finish is None
@@ -243,7 +243,7 @@ def test_a_choice_goes_on_until_its_last_token(tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("finish", [FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT])
 def test_the_reason_of_the_end_is_the_last_tokens(tokenizer: Tokenizer, finish: FinishReason) -> None:
-    choice = ChoiceText(tokenizer, ["never met"])
+    choice = ChoiceDetokenizer(tokenizer, ["never met"])
     choice.push(_event(7, finish))
     assert choice.finish is finish
 
@@ -252,7 +252,7 @@ def test_the_token_that_completes_a_stop_string_counts_and_later_ones_do_not(tok
     ids = tokenizer.encode("one, two, three")
     pieces = [tokenizer.decode((token_id,)) for token_id in ids]
     first_comma = next(index for index, piece in enumerate(pieces) if "," in piece)
-    choice = ChoiceText(tokenizer, [","])
+    choice = ChoiceDetokenizer(tokenizer, [","])
     shown = [choice.push(event) for event in _events(ids, FinishReason.LENGTH)]
     assert "".join(shown) == " one"
     assert choice.num_tokens == first_comma + 1
@@ -261,7 +261,7 @@ def test_the_token_that_completes_a_stop_string_counts_and_later_ones_do_not(tok
 
 def test_a_stop_string_met_by_the_last_allowed_token_is_a_stop(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one, two")
-    choice = ChoiceText(tokenizer, ["two"])
+    choice = ChoiceDetokenizer(tokenizer, ["two"])
     shown = [choice.push(event) for event in _events(ids, FinishReason.LENGTH)]
     assert "".join(shown) == " one, "
     assert choice.finish is FinishReason.STOP
@@ -270,7 +270,7 @@ def test_a_stop_string_met_by_the_last_allowed_token_is_a_stop(tokenizer: Tokeni
 
 def test_what_was_held_back_comes_with_the_last_token(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("one, two")
-    choice = ChoiceText(tokenizer, ["two thousand"])
+    choice = ChoiceDetokenizer(tokenizer, ["two thousand"])
     events = _events(ids, FinishReason.LENGTH)
     before = "".join(choice.push(event) for event in events[:-1])
     assert "two" not in before
@@ -280,19 +280,19 @@ def test_what_was_held_back_comes_with_the_last_token(tokenizer: Tokenizer) -> N
 
 def test_an_unfinished_character_ends_as_a_replacement_of_each_byte(tokenizer: Tokenizer) -> None:
     smiley = tokenizer.encode("\U0001f600")[-4:]
-    choice = ChoiceText(tokenizer, ["\ufffd!"])
+    choice = ChoiceDetokenizer(tokenizer, ["\ufffd!"])
     assert [choice.push(event) for event in _events(smiley[:2], FinishReason.LENGTH)] == ["", "\ufffd\ufffd"]
 
 
 def test_a_replacement_character_at_the_end_may_complete_a_stop_string(tokenizer: Tokenizer) -> None:
     smiley = tokenizer.encode("\U0001f600")[-4:]
-    choice = ChoiceText(tokenizer, ["\ufffd"])
+    choice = ChoiceDetokenizer(tokenizer, ["\ufffd"])
     assert [choice.push(event) for event in _events(smiley[:2], FinishReason.LENGTH)] == ["", ""]
     assert choice.finish is FinishReason.STOP
 
 
 def test_without_a_tokenizer_tokens_are_counted_and_say_nothing() -> None:
-    choice = ChoiceText(None, [])
+    choice = ChoiceDetokenizer(None, [])
     assert [choice.push(event) for event in _events([5, 6, 7], FinishReason.LENGTH)] == ["", "", ""]
     assert choice.num_tokens == 3
     assert choice.finish is FinishReason.LENGTH
@@ -311,7 +311,7 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
     continuing = tokenizer.decoder()
     whole = "".join(map(continuing.push, ids)) + continuing.finish()
     stop = whole[start : start + length] or "never met"
-    choice = ChoiceText(tokenizer, [stop])
+    choice = ChoiceDetokenizer(tokenizer, [stop])
     shown = "".join(choice.push(event) for event in _events(ids, finish))
     assert shown == whole.split(stop)[0]
     if stop not in whole:
@@ -324,7 +324,7 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
 
 
 def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:
-    text = ChoiceText(None, ())
+    text = ChoiceDetokenizer(None, ())
     text.push(TokenEvent(0, 5))
-    with pytest.raises(UnfollowableError, match="as its schema asks for"):
+    with pytest.raises(UnsatisfiableSchemaError, match="as its schema asks for"):
         text.push(TokenEvent(0, 5, FinishReason.ERROR))

@@ -15,14 +15,22 @@ from hypothesis import strategies as st
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import wire
 from tramontane.proto.errors import ParameterError, PipelineError, RequestError, UnknownModelError
-from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, RequestTimes, SequenceSpec, TokenBatch, TokenEvent
+from tramontane.proto.request import (
+    ExpertChoices,
+    FinishReason,
+    Logprobs,
+    RequestOutput,
+    RequestTimings,
+    SequenceRequest,
+    TokenEvent,
+)
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.served_model import (
-    LONG_TEXT,
     MAX_LOGPROBS_IN_ALL,
     MAX_PROMPT_LOGPROBS,
+    OFFLOAD_CHARS,
     ServedModel,
     check_model_name,
     model_list,
@@ -47,11 +55,11 @@ class ScriptedSource:
 
     def __init__(self, scripts: Sequence[Sequence[int]], sizes: Sequence[int] = (1,), error: PipelineError | None = None) -> None:
         self._scripts, self._sizes, self._error = scripts, sizes, error
-        self.specs: list[SequenceSpec] = []
+        self.specs: list[SequenceRequest] = []
         self.num_open = 0
         self.num_batches = 0
 
-    async def generate(self, specs: Sequence[SequenceSpec]) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self.specs = list(specs)
         assert len(specs) == len(self._scripts)
         self.num_open += 1
@@ -63,9 +71,9 @@ class ScriptedSource:
                 size = self._sizes[next(number) % len(self._sizes)]
                 await asyncio.sleep(0)
                 self.num_batches += 1
-                times = RequestTimes(1.0, 2.0, float(self.num_batches))
+                times = RequestTimings(1.0, 2.0, float(self.num_batches))
                 scores = tuple(score for event in events[:size] for score in self._scores(event))
-                yield TokenBatch(tuple(events[:size]), times, tuple(self._experts(events[:size])), scores)
+                yield RequestOutput(tuple(events[:size]), times, tuple(self._experts(events[:size])), scores)
                 events = events[size:]
             if self._error is not None:
                 raise self._error
@@ -670,7 +678,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     model: ServedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert model.tokenizer is not None
-    longest = CONTEXT * model.tokenizer.longest_piece
+    longest = CONTEXT * model.tokenizer.max_piece_bytes
     monkeypatch.setattr(model.tokenizer, "encode", lambda text: (len(text),))
     assert asyncio.run(_prepared(model, prompt="a" * longest)).specs()[0].prompt_ids == (longest,)
 
@@ -683,7 +691,7 @@ def test_a_text_too_long_for_any_tokens_is_refused_without_reading_it(
     assert refused.value.parameter == "prompt"
 
 
-@pytest.mark.parametrize("length", [LONG_TEXT - 1, LONG_TEXT, LONG_TEXT + 1, 3 * LONG_TEXT])
+@pytest.mark.parametrize("length", [OFFLOAD_CHARS - 1, OFFLOAD_CHARS, OFFLOAD_CHARS + 1, 3 * OFFLOAD_CHARS])
 def test_a_long_text_has_the_same_tokens(model: ServedModel, tokenizer: Tokenizer, length: int) -> None:
     text = ("la la, \u00e9 " * length)[:length]
     roomy = replace(model, max_model_len=10**6)
@@ -702,9 +710,9 @@ def test_many_short_texts_are_tokenized_beside_the_event_loop_like_a_long_one(
 
     monkeypatch.setattr(model.tokenizer, "encode", encode)
     wide = replace(model, max_sequences=1000)
-    asyncio.run(_prepared(wide, prompt=["a" * 10] * (LONG_TEXT // 10)))
+    asyncio.run(_prepared(wide, prompt=["a" * 10] * (OFFLOAD_CHARS // 10)))
     assert threads == {threading.get_ident()}
-    asyncio.run(_prepared(wide, prompt=["a" * 10] * (LONG_TEXT // 10 + 1)))
+    asyncio.run(_prepared(wide, prompt=["a" * 10] * (OFFLOAD_CHARS // 10 + 1)))
     assert len(threads) == 2
 
 

@@ -93,7 +93,7 @@ def test_what_is_not_given_is_as_openai_says() -> None:
     assert request.return_experts == ()
     assert (request.min_p, request.min_tokens, request.logit_bias) == (0.0, 0, ())
     assert (request.presence_penalty, request.frequency_penalty, request.repetition_penalty) == (0.0, 0.0, 1.0)
-    assert (request.logprobs, request.prompt_logprobs, request.num_prompt_top) == (None, None, None)
+    assert (request.logprobs, request.prompt_logprobs, request.prompt_logprobs_count) == (None, None, None)
 
 
 @pytest.mark.parametrize("field", NULLABLE)
@@ -297,7 +297,7 @@ def test_a_value_out_of_bounds_is_refused_by_its_name(field: str, value: object)
 
 
 def test_a_prompt_may_be_only_scored_if_it_is_echoed() -> None:
-    assert _parsed(max_tokens=0, echo=True, logprobs=1).num_prompt_top == 1
+    assert _parsed(max_tokens=0, echo=True, logprobs=1).prompt_logprobs_count == 1
     assert _refused_fields(max_tokens=0, echo=False, logprobs=1).parameter == "max_tokens"
     assert _refused_fields(max_tokens=0, echo=True, min_tokens=1).parameter == "min_tokens"
 
@@ -313,7 +313,7 @@ def test_a_prompt_may_be_only_scored_if_it_is_echoed() -> None:
     ],
 )
 def test_a_prompt_is_told_by_either_name(fields: dict[str, Any], num_top: int | None) -> None:
-    assert _parsed(**fields).num_prompt_top == num_top
+    assert _parsed(**fields).prompt_logprobs_count == num_top
 
 
 def test_a_missing_prompt_is_named() -> None:

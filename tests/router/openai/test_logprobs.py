@@ -10,22 +10,22 @@ from openai.types.completion_choice import Logprobs as CompletionLogprobs
 from token_pieces import PieceTokenizer
 
 from tramontane.proto.request import FinishReason, Logprobs, TokenEvent
-from tramontane.router.engine.active_request import LogprobHistory
-from tramontane.router.openai.choice_text import ChoiceText
+from tramontane.router.engine.active_request import LogprobBuffer
+from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.logprobs import (
-    ChosenToken,
-    TokenScore,
+    TokenLogprobs,
+    TokenWithLogprobs,
     chat_logprobs,
-    chosen_prompt,
     completion_logprobs,
-    joined_logprobs,
+    index_by_position,
+    merge_logprobs,
     prompt_logprobs,
-    scores_of,
+    prompt_tokens,
     token_text,
 )
 from tramontane.router.tokenization.tokenizer import REPLACE_EACH
 
-SCORE = TokenScore(-1.0, ())
+SCORE = TokenLogprobs(-1.0, ())
 
 
 def _cut(text: bytes, at: tuple[int, ...]) -> list[bytes]:
@@ -61,7 +61,7 @@ def test_offsets_are_right_in_broken_texts_too(pieces: list[bytes], errors: str)
     decoder, other = tokenizer.decoder(), tokenizer.decoder()
     text = ""
     for token_id, offset in zip(tokenizer.ids, tokenizer.offsets(tokenizer.ids), strict=True):
-        said, place = decoder.push_at(token_id)
+        said, place = decoder.push_with_offset(token_id)
         assert said == other.push(token_id), "they say the same"
         assert offset == len(text) + place
         assert 0 <= place <= len(said)
@@ -85,12 +85,12 @@ def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, 
     end = text.find(stop) if stop in text else len(text)
     for at in combinations(range(1, len(data)), num_cuts):
         tokenizer = PieceTokenizer(_cut(data, at))
-        choice = ChoiceText(tokenizer, [stop])
+        choice = ChoiceDetokenizer(tokenizer, [stop])
         shown, told = "", []
         for token_id in tokenizer.ids:
             last = FinishReason.LENGTH if token_id == tokenizer.ids[-1] else None
             shown += choice.push(TokenEvent(0, token_id, last), SCORE)
-            told += choice.take_chosen()
+            told += choice.take_logprobs()
             assert text[:end].startswith(shown)
             assert all(token.offset < len(shown) for token in told), "nothing is told before it is shown"
         assert shown == text[:end]
@@ -102,28 +102,28 @@ def test_no_stop_string_leaks_wherever_tokens_are_cut(text: str, num_cuts: int, 
 
 def test_without_stop_strings_every_token_is_told_at_once() -> None:
     tokenizer = PieceTokenizer([b"\xf0", b"\x9f\x98\x80", b"", b"a"])
-    choice = ChoiceText(tokenizer, [])
+    choice = ChoiceDetokenizer(tokenizer, [])
     told = []
     for token_id in tokenizer.ids:
         choice.push(TokenEvent(0, token_id), SCORE)
-        told.append([token.offset for token in choice.take_chosen()])
+        told.append([token.offset for token in choice.take_logprobs()])
     assert told == [[0], [0], [1], [1]]
 
 
 def test_a_token_that_says_nothing_at_the_end_is_told_unless_a_stop_string_came_first() -> None:
     tokenizer = PieceTokenizer([b"a", b"", b"b"])
     for stop, expected in (("never", [0, 1]), ("a", [])):
-        choice = ChoiceText(tokenizer, [stop])
+        choice = ChoiceDetokenizer(tokenizer, [stop])
         choice.push(TokenEvent(0, 0), SCORE)
         choice.push(TokenEvent(0, 1, FinishReason.STOP), SCORE)
-        assert [token.token_id for token in choice.take_chosen()] == expected
+        assert [token.token_id for token in choice.take_logprobs()] == expected
 
 
 def test_tokens_without_scores_are_not_told() -> None:
     tokenizer = PieceTokenizer([b"a", b"b"])
-    choice = ChoiceText(tokenizer, [])
+    choice = ChoiceDetokenizer(tokenizer, [])
     assert [choice.push(TokenEvent(0, token_id)) for token_id in tokenizer.ids] == ["a", "b"]
-    assert choice.take_chosen() == []
+    assert choice.take_logprobs() == []
 
 
 # Shapes
@@ -131,9 +131,9 @@ def test_tokens_without_scores_are_not_told() -> None:
 PIECES = [b"", b" What", b"\xf0\x9f", b"\xc3\xa9", b"x", b"x"]
 TOKENIZER = PieceTokenizer(PIECES)
 TOKENS = [
-    ChosenToken(0, 0, None),
-    ChosenToken(1, 0, TokenScore(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
-    ChosenToken(2, 5, TokenScore(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
+    TokenWithLogprobs(0, 0, None),
+    TokenWithLogprobs(1, 0, TokenLogprobs(-0.5, ((1, -0.5), (4, -2.0), (5, -3.0)))),
+    TokenWithLogprobs(2, 5, TokenLogprobs(-9.0, ((3, -0.1), (0, -4.0), (1, -5.0)))),
 ]
 
 
@@ -155,8 +155,8 @@ def test_openais_shape_for_completions() -> None:
     assert completion_logprobs(TOKENIZER, TOKENS, 0)["top_logprobs"] == [None, {" What": -0.5}, {"bytes:\\xf0\\x9f": -9.0}]
     assert completion_logprobs(TOKENIZER, TOKENS, 3)["top_logprobs"][1] == {" What": -0.5, "x": -2.0}, "the likelier x"
     halves = completion_logprobs(TOKENIZER, TOKENS[:1], 2), None, completion_logprobs(TOKENIZER, TOKENS[1:], 2)
-    assert joined_logprobs(halves) == told
-    assert joined_logprobs([None]) == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    assert merge_logprobs(halves) == told
+    assert merge_logprobs([None]) == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
 def test_openais_shape_for_chats() -> None:
@@ -166,7 +166,7 @@ def test_openais_shape_for_chats() -> None:
     accent = {"token": "\u00e9", "logprob": -0.1, "bytes": [0xC3, 0xA9]}
     half = {"token": "bytes:\\xf0\\x9f", "logprob": -9.0, "bytes": [0xF0, 0x9F]}
     assert told == {"content": [what | {"top_logprobs": [what]}, half | {"top_logprobs": [accent]}], "refusal": None}
-    end = chat_logprobs(TOKENIZER, [ChosenToken(0, 0, SCORE)], 0)
+    end = chat_logprobs(TOKENIZER, [TokenWithLogprobs(0, 0, SCORE)], 0)
     assert end["content"] == [{"token": "token_id:0", "logprob": -1.0, "bytes": None, "top_logprobs": []}]
 
 
@@ -180,15 +180,15 @@ def test_vllms_shape_for_prompts() -> None:
 
 def test_scores_are_found_by_sequence_and_position() -> None:
     news = [Logprobs(3, 1, (-0.5, -9.0), (TOKENS[1].score.top, TOKENS[2].score.top)), Logprobs(4, 1, (-7.0,), ((),))]  # type: ignore[union-attr]
-    assert chosen_prompt(TOKENIZER, (0, 1, 2), 3, scores_of(news)) == TOKENS
-    assert chosen_prompt(None, (9,), 4, scores_of(news)) == [ChosenToken(9, 0, None)]
+    assert prompt_tokens(TOKENIZER, (0, 1, 2), 3, index_by_position(news)) == TOKENS
+    assert prompt_tokens(None, (9,), 4, index_by_position(news)) == [TokenWithLogprobs(9, 0, None)]
 
 
 # On their way
 
 
 def test_what_is_known_again_is_told_once() -> None:
-    history = LogprobHistory()
+    history = LogprobBuffer()
 
     def logprobs(seq_id: int, start: int, end: int) -> Logprobs:
         positions = range(start, end)

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import pytest
 
-from tramontane.proto.errors import DeadlineError, DrainingError, FullError, OverloadedError, PipelineError
-from tramontane.proto.request import FinishReason, RequestTimes, TokenBatch, TokenEvent
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StageTiming, StepResult
-from tramontane.router.engine.pipeline_stats import PipelineCounts, Recent
+from tramontane.proto.errors import DeadlineExceededError, DrainingError, OverloadedError, PipelineError, QueueFullError
+from tramontane.proto.request import FinishReason, RequestOutput, RequestTimings, TokenEvent
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StageTiming, StepResult
+from tramontane.router.engine.pipeline_stats import PipelineStats, SampleBuffer
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import parse_completion
-from tramontane.router.openai.request_stats import CountingRoom, RequestCounts
+from tramontane.router.openai.request_stats import CountingTokenSource, RequestStats
 from tramontane.router.openai.served_model import ServedModel
 
-TIMES = RequestTimes(queue_s=0.25, prefill_s=0.0, decode_s=0.0)
+TIMES = RequestTimings(queue_s=0.25, prefill_s=0.0, decode_s=0.0)
 
 
 def _batch(tokens: int = 0, decodes: int = 0) -> MicroBatch:
     chunks = (Chunk(0, 0, tuple(range(tokens)), (), None, False),) if tokens else ()
     ids = tuple(range(1, decodes + 1))
-    return MicroBatch(0, 0, chunks, decodes=Decodes(ids, ids, ids))
+    return MicroBatch(0, 0, chunks, decodes=DecodeColumns(ids, ids, ids))
 
 
 def _result(*spans: tuple[float, float], tokens: int = 0) -> StepResult:
@@ -31,7 +31,7 @@ def _result(*spans: tuple[float, float], tokens: int = 0) -> StepResult:
 
 
 def test_recent_values_are_taken_once_and_bounded() -> None:
-    recent = Recent(most=3)
+    recent = SampleBuffer(most=3)
     for value in (1.0, 2.0, 3.0, 4.0):
         recent.add(value)
     assert recent.take() == [2.0, 3.0, 4.0]
@@ -40,11 +40,11 @@ def test_recent_values_are_taken_once_and_bounded() -> None:
 
 def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
     """Two micro-batches, one behind the other; then nothing for 90 s, which counts for nobody; then a third."""
-    counts = PipelineCounts(2)
+    counts = PipelineStats(2)
     counts.submitted(10.0)
     counts.submitted(10.5)
-    counts.came_back(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
-    counts.came_back(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
+    counts.completed(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
+    counts.completed(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
     assert (counts.active_s, counts.busy_s, counts.stage_tokens) == (5.0, [3.0, pytest.approx(1.4)], [10, 10])
     assert [counts.waiting_s(0), counts.waiting_s(1)] == [2.0, pytest.approx(3.6)]
     assert (counts.num_micro_batches, counts.prefill_tokens, counts.decode_tokens) == (2, 7, 3)
@@ -52,17 +52,17 @@ def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
     assert counts.hops_s[0].take() == []
     assert counts.hops_s[1].take() == [0.5, pytest.approx(0.1)], "the second one found the stage busy until 3.5"
     counts.submitted(105.0)
-    counts.came_back(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
+    counts.completed(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
     assert counts.active_s == 6.0
     assert counts.hops_s[1].take() == [0.0], "clocks that disagree do not make time go back"
 
 
 def test_what_a_failure_took_is_not_work() -> None:
-    counts = PipelineCounts(1)
+    counts = PipelineStats(1)
     counts.submitted(1.0)
-    counts.dropped()
+    counts.reset()
     counts.submitted(50.0)
-    counts.came_back(_batch(decodes=1), _result((0.0, 1.0)), 51.0, 0)
+    counts.completed(_batch(decodes=1), _result((0.0, 1.0)), 51.0, 0)
     assert counts.active_s == 1.0
 
 
@@ -79,16 +79,16 @@ class Clock:
         return self._times.pop(0)
 
 
-def _tokens(*choices: int) -> TokenBatch:
-    return TokenBatch(tuple(TokenEvent(choice, 7) for choice in choices), TIMES)
+def _tokens(*choices: int) -> RequestOutput:
+    return RequestOutput(tuple(TokenEvent(choice, 7) for choice in choices), TIMES)
 
 
 def test_a_request_that_ends_well() -> None:
-    counts = RequestCounts(Clock(11.0, 11.5, 12.5))
+    counts = RequestStats(Clock(11.0, 11.5, 12.5))
     choices = [Choice(), Choice()]
     with counts.counted(10.0, 40, choices, has_begun=False) as counted:
-        counted.heard(_tokens(0, 1))
-        counted.heard(_tokens(0))
+        counted.observe(_tokens(0, 1))
+        counted.observe(_tokens(0))
         choices[0].finish, choices[1].finish = FinishReason.STOP, FinishReason.LENGTH
     assert (counts.prompt_tokens, counts.generation_tokens) == (40, 3)
     assert {reason.value: n for reason, n in counts.finished.items()} == {"stop": 1, "length": 1, "abort": 0, "error": 0}
@@ -97,9 +97,9 @@ def test_a_request_that_ends_well() -> None:
 
 
 def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
-    counts = RequestCounts(Clock(11.0, 12.0))
+    counts = RequestStats(Clock(11.0, 12.0))
     with counts.counted(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
-        counted.heard(_tokens(0))
+        counted.observe(_tokens(0))
     assert (counts.prompt_tokens, counts.first_token_s.take(), counts.queue_s.take()) == (0, [], [])
     assert counts.generation_tokens == counts.finished[FinishReason.STOP] == 1
 
@@ -107,20 +107,20 @@ def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
 @pytest.mark.parametrize(
     ("error", "has_begun", "refused", "reason"),
     [
-        (FullError("full", 1), False, {"full": 1}, None),
+        (QueueFullError("full", 1), False, {"full": 1}, None),
         (OverloadedError("too much", 1), False, {"overloaded": 1}, None),
         (DrainingError("draining"), False, {"draining": 1}, None),
         (DrainingError("ended"), True, {}, FinishReason.ERROR),
         (PipelineError("lost"), False, {}, FinishReason.ERROR),
         (asyncio.CancelledError(), False, {}, FinishReason.ABORT),
         (GeneratorExit(), False, {}, FinishReason.ABORT),
-        (DeadlineError("too late"), False, {}, FinishReason.ABORT),
+        (DeadlineExceededError("too late"), False, {}, FinishReason.ABORT),
     ],
 )
 def test_a_request_that_does_not(
     error: BaseException, has_begun: bool, refused: dict[str, int], reason: FinishReason | None
 ) -> None:
-    counts = RequestCounts(lambda: 0.0)
+    counts = RequestStats(lambda: 0.0)
     with suppress(type(error)), counts.counted(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
         raise error
     assert {name: number for name, number in counts.refused.items() if number} == refused
@@ -134,11 +134,11 @@ def test_a_request_that_does_not(
 class TwoTokens:
     """The second one ends the answer."""
 
-    async def generate(self, _specs: object) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, _specs: object) -> AsyncGenerator[RequestOutput, None]:
         yield _tokens(0)
-        yield TokenBatch((TokenEvent(0, 7, FinishReason.LENGTH),), TIMES)
+        yield RequestOutput((TokenEvent(0, 7, FinishReason.LENGTH),), TIMES)
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         pass
 
 
@@ -156,22 +156,22 @@ def test_every_completion_is_counted_by_its_model() -> None:
 
 
 class FullSource:
-    async def generate(self, _specs: object) -> AsyncGenerator[TokenBatch, None]:
+    async def generate(self, _specs: object) -> AsyncGenerator[RequestOutput, None]:
         yield _tokens(0)
 
-    def check_room(self, num_sequences: int, owner: int = 0) -> None:
-        raise FullError("full", 1)
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        raise QueueFullError("full", 1)
 
 
 def test_what_a_door_refuses_before_it_looks_is_counted_too() -> None:
-    counts = RequestCounts()
-    source = CountingRoom(FullSource(), counts)
+    counts = RequestStats()
+    source = CountingTokenSource(FullSource(), counts)
 
-    async def tokens() -> list[TokenBatch]:
+    async def tokens() -> list[RequestOutput]:
         async with aclosing(source.generate([])) as batches:
             return [batch async for batch in batches]
 
     assert asyncio.run(tokens()) == [_tokens(0)]
-    with pytest.raises(FullError):
-        source.check_room(1)
+    with pytest.raises(QueueFullError):
+        source.check_capacity(1)
     assert counts.refused["full"] == 1

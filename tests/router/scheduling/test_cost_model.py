@@ -5,16 +5,16 @@ import random
 import numpy as np
 import pytest
 
-from tramontane.router.scheduling.cost_model import ENOUGH, CostModel
-from tramontane.router.scheduling.policy import Work
+from tramontane.router.scheduling.cost_model import MIN_OBSERVATIONS, CostModel
+from tramontane.router.scheduling.policy import BatchWork
 
 
-def _work(rng: random.Random) -> Work:
+def _work(rng: random.Random) -> BatchWork:
     tokens, decodes = rng.choice((0, 0, rng.randint(1, 512))), rng.randint(0, 64)
-    return Work(tokens, tokens * rng.randint(1, 2000), decodes, decodes * rng.randint(1, 4000))
+    return BatchWork(tokens, tokens * rng.randint(1, 2000), decodes, decodes * rng.randint(1, 4000))
 
 
-def _seconds(work: Work, factor: float = 1.0) -> float:
+def _seconds(work: BatchWork, factor: float = 1.0) -> float:
     return factor * (2e-3 + 2e-5 * work.prefill_tokens + 1e-9 * work.prefill_keys + 1e-5 * work.decodes + 2e-9 * work.decode_keys)
 
 
@@ -35,7 +35,7 @@ def test_follows_when_the_stages_become_slower() -> None:
         for _ in range(600):
             work = _work(rng)
             model.observe(work, [_seconds(work, factor)])
-    work = Work(100, 5000, 32, 32_000)
+    work = BatchWork(100, 5000, 32, 32_000)
     assert model.seconds([work])[0, 0] == pytest.approx(_seconds(work, 3.0), rel=0.05)
 
 
@@ -44,7 +44,7 @@ def test_one_step_that_something_held_up_changes_little() -> None:
     for _ in range(200):
         work = _work(rng)
         model.observe(work, [_seconds(work)])
-    work = Work(decodes=32, decode_keys=32_000)
+    work = BatchWork(decodes=32, decode_keys=32_000)
     before = model.seconds([work])[0, 0]
     for _ in range(8):
         model.observe(work, [_seconds(work) if _ else 5.0])
@@ -54,11 +54,11 @@ def test_one_step_that_something_held_up_changes_little() -> None:
 def test_a_constant_load_leaves_the_model_sound() -> None:
     """Where nothing varies the parts cannot be told apart: their sum must stay right, and nothing may grow without bound."""
     model = CostModel(2)
-    work = Work(decodes=16, decode_keys=8000)
+    work = BatchWork(decodes=16, decode_keys=8000)
     for _ in range(5000):
         model.observe(work, [_seconds(work), 0.0])
     assert model.seconds([work])[0] == pytest.approx([_seconds(work), 0.0], rel=1e-3)
-    assert (model.seconds([Work(512, 10**6, 64, 10**6)]) < 1).all()
+    assert (model.seconds([BatchWork(512, 10**6, 64, 10**6)]) < 1).all()
 
 
 def test_no_work_makes_a_stage_faster() -> None:
@@ -66,13 +66,13 @@ def test_no_work_makes_a_stage_faster() -> None:
     for _ in range(300):
         work = _work(rng)
         model.observe(work, [max(1e-3 * (1 + rng.gauss(0, 0.5)), 1e-4)])
-    ladder = model.seconds([Work(n, n * n, n, n * 100) for n in range(0, 512, 16)])[:, 0]
+    ladder = model.seconds([BatchWork(n, n * n, n, n * 100) for n in range(0, 512, 16)])[:, 0]
     assert (np.diff(ladder) >= 0).all()
 
 
 def test_is_not_believed_before_it_has_seen_enough() -> None:
     model = CostModel(1)
-    for seen in range(ENOUGH):
+    for seen in range(MIN_OBSERVATIONS):
         assert not model.is_ready, seen
-        model.observe(Work(decodes=1, decode_keys=1), [1e-3])
+        model.observe(BatchWork(decodes=1, decode_keys=1), [1e-3])
     assert model.is_ready

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_chain import ScriptedChain
 
-from tramontane.proto.errors import FullError, OverloadedError
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.errors import OverloadedError, QueueFullError
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.router.engine.router import Router
-from tramontane.router.scheduling.admission import Limits
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.admission import SchedulerLimits
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.scheduling.waiting_queue import Line, Turns
+from tramontane.router.scheduling.waiting_queue import FairQueue, WaitingQueue
 
 FLOOD, FEW = 1, 2
 costs = st.integers(1, 50)
@@ -23,29 +23,29 @@ def _of(owner: int, seq_id: int, cost: int = 10) -> Sequence:
     return Sequence(seq_id, (1,), SamplingParams(), cost, owner=owner)
 
 
-def _begun(turns: Turns) -> Sequence:
+def _begun(turns: FairQueue) -> Sequence:
     sequence = turns.first
-    turns.begin(sequence)
+    turns.charge(sequence)
     turns.check_integrity()
     return sequence
 
 
 def test_a_newcomer_waits_for_one_of_a_flood() -> None:
-    turns = Turns()
+    turns = FairQueue()
     for seq_id in range(100):
-        turns.join(_of(FLOOD, seq_id))
+        turns.push(_of(FLOOD, seq_id))
     assert [_begun(turns).seq_id for _ in range(30)] == list(range(30))
-    turns.join(_of(FEW, 100))
-    turns.join(_of(FEW, 101))
+    turns.push(_of(FEW, 100))
+    turns.push(_of(FEW, 101))
     assert [_begun(turns).seq_id for _ in range(5)] == [100, 30, 101, 31, 32]
 
 
 @given(st.lists(costs, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40))
 def test_nobody_waits_for_more_than_a_share(flood: list[int], others: list[tuple[int, int, int]]) -> None:
     """Between two owners that both wait, what they are given differs by one sequence of each at most."""
-    turns = Turns()
+    turns = FairQueue()
     for seq_id, cost in enumerate(flood):
-        turns.join(_of(FLOOD, seq_id, cost))
+        turns.push(_of(FLOOD, seq_id, cost))
     arrivals = sorted(others)
     most = max([*flood, *(cost for _, _, cost in others)])
     given: dict[tuple[int, int], dict[int, int]] = {}  # to each of two since both have been waiting
@@ -53,7 +53,7 @@ def test_nobody_waits_for_more_than_a_share(flood: list[int], others: list[tuple
     while turns or arrivals:
         while arrivals and (arrivals[0][0] <= step or not turns):
             _, owner, cost = arrivals.pop(0)
-            turns.join(_of(owner, 1000 + step * 100 + len(arrivals), cost))
+            turns.push(_of(owner, 1000 + step * 100 + len(arrivals), cost))
         waiting = {sequence.owner for sequence in turns}
         pairs = {(a, b) for a in waiting for b in waiting if a < b}
         given = {pair: given.get(pair, dict.fromkeys(pair, 0)) for pair in pairs}
@@ -67,41 +67,41 @@ def test_nobody_waits_for_more_than_a_share(flood: list[int], others: list[tuple
 
 @given(st.lists(costs, min_size=1, max_size=30))
 def test_one_owner_goes_in_the_order_of_arrival(lengths: list[int]) -> None:
-    turns = Turns()
+    turns = FairQueue()
     for seq_id, cost in enumerate(lengths):
-        turns.join(_of(0, seq_id, cost))
+        turns.push(_of(0, seq_id, cost))
     assert [_begun(turns).seq_id for _ in lengths] == list(range(len(lengths)))
 
 
 def test_who_leaves_does_not_pay() -> None:
-    turns = Turns()
-    turns.join(_of(FLOOD, 0))
+    turns = FairQueue()
+    turns.push(_of(FLOOD, 0))
     left = [_of(FEW, seq_id) for seq_id in range(1, 20)]
     for sequence in left:
-        turns.join(sequence)
+        turns.push(sequence)
     for sequence in left[:-1]:
-        turns.leave(sequence)
-    turns.join(_of(FLOOD, 30))
+        turns.remove(sequence)
+    turns.push(_of(FLOOD, 30))
     assert [_begun(turns).seq_id for _ in range(3)] == [0, 19, 30]
 
 
 def test_who_gave_a_place_back_is_the_next_and_does_not_pay_twice() -> None:
-    line = Line()
+    line = WaitingQueue()
     again, other = _of(FLOOD, 0), _of(FEW, 1)
-    line.join(again)
-    line.begin(again)
-    line.join(other)
-    line.join(again)
+    line.push(again)
+    line.pop_admitted(again)
+    line.push(other)
+    line.push(again)
     assert line.first is again
-    line.begin(again)
-    line.join(_of(FLOOD, 2))
+    line.pop_admitted(again)
+    line.push(_of(FLOOD, 2))
     assert line.first is other
     line.check_integrity()
 
 
 def test_owners_are_admitted_in_turns_and_end_all() -> None:
-    limits = Limits(1, 64, 256, 1000)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)))
+    limits = SchedulerLimits(1, 64, 256, 1000)
+    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)))
     for seq_id, owner in enumerate([FLOOD] * 6 + [FEW] * 2):
         sequence = new_sequence(seq_id, 5, 1)
         sequence.owner = owner
@@ -115,48 +115,50 @@ async def _never(_batch: object) -> None:
 
 
 def _router(max_queued: int) -> Router:
-    limits = Limits(1, 64, 256, 1000, max_queued_seqs=max_queued)
-    return Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), ScriptedChain(_never))
+    limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=max_queued)
+    return Router(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never))
 
 
 def test_a_flood_leaves_half_of_the_queue_to_others() -> None:
     router = _router(8)
 
     def ask(owner: int) -> None:
-        router.submit([SequenceSpec((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None)
+        router.submit([SequenceRequest((1,), SamplingParams(max_tokens=4), owner=owner)], lambda _: None)
 
     for _ in range(1 + 4):
         ask(FLOOD)
-    with pytest.raises(FullError, match="4 sequences with this key are waiting and at most 4 may"):
+    with pytest.raises(QueueFullError, match="4 sequences with this key are waiting and at most 4 may"):
         ask(FLOOD)
     for _ in range(2):
-        router.check_room(1, FEW)
+        router.check_capacity(1, FEW)
         ask(FEW)
-    with pytest.raises(FullError):
-        router.check_room(1, FEW)
+    with pytest.raises(QueueFullError):
+        router.check_capacity(1, FEW)
     assert router.num_requests == 1 + 4 + 2
 
 
 def test_without_owners_the_queue_is_for_all_and_a_request_that_would_be_too_large_does_not_make_it_full() -> None:
     router = _router(8)
-    spec = SequenceSpec((1,), SamplingParams(max_tokens=4))
+    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     router.submit([spec] * 8, lambda _: None)  # one begins
     with pytest.raises(OverloadedError) as refused:
         router.submit([spec] * 2, lambda _: None)
-    assert not isinstance(refused.value, FullError)
+    assert not isinstance(refused.value, QueueFullError)
     router.submit([spec], lambda _: None)
-    with pytest.raises(FullError):
+    with pytest.raises(QueueFullError):
         router.submit([spec], lambda _: None)
 
 
 def test_when_to_come_back_counts_what_still_waits() -> None:
     now = [0.0]
-    limits = Limits(1, 64, 256, 1000, max_queued_seqs=1)
-    router = Router(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(1, 64)), ScriptedChain(_never), clock=lambda: now[0])
-    spec = SequenceSpec((1,), SamplingParams(max_tokens=4))
+    limits = SchedulerLimits(1, 64, 256, 1000, max_queued_seqs=1)
+    router = Router(
+        Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)), ScriptedChain(_never), clock=lambda: now[0]
+    )
+    spec = SequenceRequest((1,), SamplingParams(max_tokens=4))
     for _ in range(2):
         router.submit([spec], lambda _: None)
     now[0] = 6.5
-    with pytest.raises(FullError) as refused:
+    with pytest.raises(QueueFullError) as refused:
         router.submit([spec], lambda _: None)
     assert refused.value.retry_after_s == 7

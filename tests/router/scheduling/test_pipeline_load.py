@@ -4,12 +4,12 @@ import pytest
 from fake_pipeline import new_cache, new_pipeline, new_sequence
 
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.router.scheduling.running_set import Demand
+from tramontane.router.scheduling.running_set import PipelineLoad
 
 
 def test_nothing_is_no_demand() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
-    assert pipe.scheduler.demand() == Demand(0.0, 0)
+    assert pipe.scheduler.demand() == PipelineLoad(0.0, 0)
 
 
 def test_whoever_waits_counts_as_whoever_runs() -> None:
@@ -31,7 +31,7 @@ def test_tokens_in_flight_are_prompts_and_answers_so_far() -> None:
     assert pipe.scheduler.demand().tokens == 8
     while pipe.submit() is not None:
         pipe.answer()
-    assert pipe.scheduler.demand() == Demand(0.0, 0), "what has ended does not count"
+    assert pipe.scheduler.demand() == PipelineLoad(0.0, 0), "what has ended does not count"
 
 
 def test_of_places_and_pages_the_scarcer_ones_decide() -> None:

@@ -6,12 +6,12 @@ from scripted_chain import all_chunks
 
 from tramontane.proto.errors import RequestError
 from tramontane.proto.plan import CachePlan, WindowClass
-from tramontane.proto.request import SamplingParams, SequenceSpec
+from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import MicroBatch
-from tramontane.router.scheduling.admission import Limits
+from tramontane.router.scheduling.admission import SchedulerLimits
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import EvenPolicy
-from tramontane.router.scheduling.priority_aging import PATIENCE
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
+from tramontane.router.scheduling.priority_aging import MAX_PASSES
 from tramontane.router.scheduling.scheduler import Scheduler
 
 INTERACTIVE, BATCH = 0, 1
@@ -51,7 +51,7 @@ def test_the_least_urgent_with_least_to_compute_again_gives_its_place_back_at_on
     _add(pipe, INTERACTIVE, {3: 7})
     batch = _step(pipe)
     assert batch is not None
-    assert batch.released == (1,)
+    assert batch.freed_seq_ids == (1,)
     assert _of(batch) == [(3, 0, 7), (0, 10, 1), (2, 8, 1)]
     pipe.drain()
     assert pipe.scheduler.num_preempted == 1
@@ -82,7 +82,7 @@ def test_as_many_give_way_as_are_needed() -> None:
     _add(pipe, INTERACTIVE, {4: 100})
     batch = _step(pipe)
     assert batch is not None
-    assert batch.released == (3, 2, 1)
+    assert batch.freed_seq_ids == (3, 2, 1)
     pipe.drain()
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(5)] == [20] * 5
 
@@ -105,7 +105,7 @@ def test_while_all_less_urgent_are_in_flight_their_prompts_wait_until_one_is_bac
 @pytest.mark.parametrize("policy", ["even", "balanced"])
 def test_an_urgent_prompt_goes_whole_and_alone_and_decodes_leave_it_room(policy: str, budget: int) -> None:
     """Of 16 tokens twelve decodes would leave 4, which the batch prompt that came before would take; of 64 it would take 40."""
-    chosen = EvenPolicy(1, budget) if policy == "even" else BalancedPolicy(1, budget, stages_at_once=1)
+    chosen = FixedInFlightPolicy(1, budget) if policy == "even" else BalancedPolicy(1, budget, stages_at_once=1)
     pipe = new_pipeline(new_cache(16, 16, 64), seqs=16, policy=chosen)
     pipe.num_stages = 1
     _add(pipe, BATCH, dict.fromkeys(range(12), 1), new=200)
@@ -161,7 +161,7 @@ def test_nobody_is_left_behind_for_ever(window: int | None, seqs: int, is_runnin
         _step(pipe)
     came = 10
     ends: dict[int, int] = {}
-    for step in range(num_batch * (4 * PATIENCE + 40)):
+    for step in range(num_batch * (4 * MAX_PASSES + 40)):
         unfinished = came - 10 - sum(event.finish is not None and event.seq_id >= 10 for event in pipe.events)
         _add(pipe, INTERACTIVE, dict.fromkeys(range(came, came + 2 * seqs - unfinished), 30), new=4)
         came += 2 * seqs - unfinished
@@ -172,7 +172,7 @@ def test_nobody_is_left_behind_for_ever(window: int | None, seqs: int, is_runnin
         pipe.answer()
         ends |= {e.seq_id: step for e in pipe.events if e.finish and e.seq_id < 10 and e.seq_id not in ends}
     assert sorted(ends) == list(range(num_batch))
-    assert min(ends.values()) > PATIENCE or is_running, "and the others went first"
+    assert min(ends.values()) > MAX_PASSES or is_running, "and the others went first"
     pipe.drain()
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(num_batch)] == [4] * num_batch
 
@@ -182,7 +182,7 @@ def test_a_prompt_that_has_its_place_is_not_left_behind_for_ever_either() -> Non
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=8, budget=16, in_flight=1)
     _add(pipe, INTERACTIVE, {100: 16, 101: 16}, new=1)
     _add(pipe, BATCH, {0: 40}, new=1)
-    for step in range(PATIENCE + 3):
+    for step in range(MAX_PASSES + 3):
         assert not pipe.tokens_of(0)
         _add(pipe, INTERACTIVE, {102 + step: 16}, new=1)
         _step(pipe)
@@ -191,22 +191,22 @@ def test_a_prompt_that_has_its_place_is_not_left_behind_for_ever_either() -> Non
 
 def test_waiting_for_equals_makes_nobody_more_urgent() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=1)
-    _add(pipe, BATCH, dict.fromkeys(range(2 * PATIENCE), 2), new=2)
+    _add(pipe, BATCH, dict.fromkeys(range(2 * MAX_PASSES), 2), new=2)
     last = pipe.scheduler._waiting.of_priority(BATCH)[-1]
     pipe.drain()
-    assert (last.level, last.num_passed_over) == (BATCH, 0)
+    assert (last.effective_priority, last.num_skipped) == (BATCH, 0)
 
 
 def test_one_sequence_that_waits_is_not_several() -> None:
-    limits = Limits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(2, 64)))
+    limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
+    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(3), 30))
     assert pipe.scheduler.overload([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
 
 
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
-    limits = Limits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, EvenPolicy(2, 64)))
+    limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
+    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(5), 30))
     overload = pipe.scheduler.overload
     assert "3 sequences are waiting" in (overload([new_sequence(9, 5, 1, BATCH)]) or "")
@@ -232,4 +232,4 @@ def test_an_aborted_batch_sequence_leaves_the_line() -> None:
 @pytest.mark.parametrize("priority", [-1, 10])
 def test_priorities_are_bounded(priority: int) -> None:
     with pytest.raises(RequestError, match=f"priority is {priority}; it must be 0 "):
-        SequenceSpec((1,), SamplingParams(), priority)
+        SequenceRequest((1,), SamplingParams(), priority)

@@ -14,9 +14,9 @@ from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason, SamplingParams
 from tramontane.proto.step import StepResult
 from tramontane.router.scheduling.balanced_policy import BalancedPolicy
-from tramontane.router.scheduling.policy import EvenPolicy, Policy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy, Policy
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.router.simulation.baseline_policies import UniformBudget
+from tramontane.router.simulation.baseline_policies import SarathiPolicy
 
 
 def test_prompt_and_decode_share_a_micro_batch() -> None:
@@ -27,7 +27,7 @@ def test_prompt_and_decode_share_a_micro_batch() -> None:
     pipe.scheduler.add(new_sequence(1, 30, 5))
     batch = pipe.submit()
     assert batch is not None
-    assert [(c.seq_id, c.start, c.num_tokens, c.wants_token) for c in all_chunks(batch)] == [(1, 0, 9, False), (0, 4, 1, True)]
+    assert [(c.seq_id, c.start, c.num_tokens, c.needs_sample) for c in all_chunks(batch)] == [(1, 0, 9, False), (0, 4, 1, True)]
 
 
 def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
@@ -35,7 +35,7 @@ def test_chunks_of_one_prompt_fly_together_but_a_decode_waits() -> None:
     pipe.scheduler.add(new_sequence(0, 25, 5))
     batches = [pipe.submit(), pipe.submit(), pipe.submit()]
     assert [b.chunks[0].num_tokens for b in batches if b] == [10, 10, 5]
-    assert [b.chunks[0].wants_token for b in batches if b] == [False, False, True]
+    assert [b.chunks[0].needs_sample for b in batches if b] == [False, False, True]
     assert pipe.submit() is None, "the first new token is not known yet"
     for _ in range(3):
         pipe.answer()
@@ -151,13 +151,13 @@ def test_a_preempted_sequence_keeps_its_pages_until_nothing_in_flight_can_touch_
         if not pipe.scheduler.num_preempted:
             pipe.answer()
     tokens = len(pipe.tokens_of(1))
-    assert pipe.scheduler.ledger.num_free == [0]
+    assert pipe.scheduler.allocator.num_free == [0]
     assert pipe.submit() is None
     pipe.answer()
     assert len(pipe.tokens_of(1)) == tokens + 1, "what was in flight counts"
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.released, [c.seq_id for c in all_chunks(batch)]) == ((1,), [0])
+    assert (batch.freed_seq_ids, [c.seq_id for c in all_chunks(batch)]) == ((1,), [0])
     pipe.drain()
     assert [len(pipe.tokens_of(i)) for i in range(2)] == [10, 10]
 
@@ -175,7 +175,7 @@ def test_pages_of_an_aborted_sequence_wait_for_the_pipeline() -> None:
     pipe.answer()
     batch = pipe.submit()
     assert batch is not None
-    assert (batch.released, all_chunks(batch)[0].seq_id) == ((0,), 1)
+    assert (batch.freed_seq_ids, all_chunks(batch)[0].seq_id) == ((0,), 1)
     pipe.drain()
     assert pipe.tokens_of(0) == []
     assert len(pipe.tokens_of(1)) == 4
@@ -246,10 +246,10 @@ def _answer(seq_id: int, prompt: int, new: int) -> list[int]:
 
 
 POLICIES: dict[str, Callable[[int, int], Policy]] = {
-    "even": EvenPolicy,
+    "even": FixedInFlightPolicy,
     "balanced": BalancedPolicy,
     "balanced, with a target": lambda num_stages, budget: BalancedPolicy(num_stages, budget, itl_target_s=2e-3),
-    "uniform budget": UniformBudget,
+    "uniform budget": SarathiPolicy,
 }
 
 

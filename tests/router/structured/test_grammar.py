@@ -16,7 +16,7 @@ from tramontane.proto.errors import ParameterError
 from tramontane.router.structured import grammar as constraints
 from tramontane.router.structured import validator_process as grammar_child
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
-from tramontane.router.structured.grammar import grammar_for, used_tools
+from tramontane.router.structured.grammar import build_grammar, visible_tools
 from tramontane.router.tokenization.chat import ToolFormat
 
 CALLS, ARGS = 256, 257  # control tokens, after a token for every byte
@@ -64,12 +64,12 @@ def _choice(value: object) -> ToolChoice:
 
 def test_without_a_wish_there_is_no_grammar() -> None:
     text = ResponseFormat.model_validate({"type": "text"})
-    assert grammar_for(None) == grammar_for(text) == grammar_for(text, [], None, LIST) == ""
-    assert grammar_for(None, _tools(TIME), "none", LIST) == grammar_for(None, _tools(TIME), "none") == ""
+    assert build_grammar(None) == build_grammar(text) == build_grammar(text, [], None, LIST) == ""
+    assert build_grammar(None, _tools(TIME), "none", LIST) == build_grammar(None, _tools(TIME), "none") == ""
 
 
 def test_any_object() -> None:
-    grammar = grammar_for(ResponseFormat.model_validate({"type": "json_object"}))
+    grammar = build_grammar(ResponseFormat.model_validate({"type": "json_object"}))
     for text in ('{"a": [1, {"b": null}]}', '{"a":[1,2]}', " {}", '{"\u00e9": "\\n\\""}'):
         assert _takes(grammar, text)
     for text in ("[]", "{", '{"a":\n1}', '{"a":  1}', "{} ", '{"a": "\\ud800"}', '{"a": 01}', "", "x"):
@@ -77,7 +77,7 @@ def test_any_object() -> None:
 
 
 def test_a_schema() -> None:
-    grammar = grammar_for(_format(WEATHER["parameters"]))
+    grammar = build_grammar(_format(WEATHER["parameters"]))
     assert _takes(grammar, '{"city": "Rome"}')
     assert not _takes(grammar, '{"city": "Oslo"}')
     assert not _takes(grammar, "{}")
@@ -86,13 +86,13 @@ def test_a_schema() -> None:
 def test_no_property_passes_for_another_by_its_spelling() -> None:
     """To a reader both are the same, and the second one has the wrong type."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
-    grammar = grammar_for(_format(schema))
+    grammar = build_grammar(_format(schema))
     assert _takes(grammar, '{"a": 1, "b": "x"}')
     assert not _takes(grammar, '{"a": 1, "\\u0061": "x"}')
 
 
 def test_calls_as_a_list() -> None:
-    grammar = grammar_for(None, _tools(WEATHER, TIME), "required", LIST)
+    grammar = build_grammar(None, _tools(WEATHER, TIME), "required", LIST)
     one, other = '{"name": "weather", "arguments": {"city": "Rome"}}', '{"name": "time", "arguments": {"x": 1}}'
     assert _takes(grammar, CALLS, f"[{one}]")
     assert _takes(grammar, CALLS, f" [{one}, {other}, {one}]")
@@ -101,36 +101,36 @@ def test_calls_as_a_list() -> None:
     assert not _takes(grammar, CALLS, f"[{one.replace('weather', 'time2')}]")
     assert not _takes(grammar, f"[{one}]"), "the control token, not what it looks like"
     assert not _takes(grammar, "Hm. ", CALLS, f"[{one}]")
-    alone = grammar_for(None, _tools(WEATHER, TIME), "required", LIST, parallel=False)
+    alone = build_grammar(None, _tools(WEATHER, TIME), "required", LIST, parallel=False)
     assert _takes(alone, CALLS, f"[{other}]")
     assert not _takes(alone, CALLS, f"[{one}, {other}]")
 
 
 def test_calls_by_name() -> None:
-    grammar = grammar_for(None, _tools(WEATHER, TIME), "required", BY_NAME)
+    grammar = build_grammar(None, _tools(WEATHER, TIME), "required", BY_NAME)
     one, other = (CALLS, "weather", ARGS, '{"city": "Rome"}'), (CALLS, "time", ARGS, "{}")
     assert _takes(grammar, *one)
     assert _takes(grammar, *one, *other)
     assert not _takes(grammar, CALLS, "weather", ARGS, "{}")
     assert not _takes(grammar, CALLS, "weather", '{"city": "Rome"}')
     assert not _takes(grammar, "")
-    alone = grammar_for(None, _tools(WEATHER, TIME), "required", BY_NAME, parallel=False)
+    alone = build_grammar(None, _tools(WEATHER, TIME), "required", BY_NAME, parallel=False)
     assert _takes(alone, *other)
     assert not _takes(alone, *one, *other)
 
 
 def test_a_named_tool_is_the_only_one() -> None:
     named = _choice({"type": "function", "function": {"name": "time"}})
-    grammar = grammar_for(None, _tools(WEATHER, TIME), named, BY_NAME)
+    grammar = build_grammar(None, _tools(WEATHER, TIME), named, BY_NAME)
     assert _takes(grammar, CALLS, "time", ARGS, "{}")
     assert not _takes(grammar, CALLS, "weather", ARGS, '{"city": "Rome"}')
-    assert len(used_tools(_tools(WEATHER, TIME), named)) == 2, "the model is told of both"
-    assert used_tools(_tools(WEATHER), "none") == ()
+    assert len(visible_tools(_tools(WEATHER, TIME), named)) == 2, "the model is told of both"
+    assert visible_tools(_tools(WEATHER), "none") == ()
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
 def test_text_or_calls_as_the_model_likes(choice: ToolChoice | None) -> None:
-    grammar = grammar_for(None, _tools(TIME), choice, BY_NAME)
+    grammar = build_grammar(None, _tools(TIME), choice, BY_NAME)
     call = (CALLS, "time", ARGS, "{}")
     for said in (("",), ("Some\ntext, with \u00e9.",), call, ("Let me see. ", *call)):
         assert _takes(grammar, *said)
@@ -139,24 +139,24 @@ def test_text_or_calls_as_the_model_likes(choice: ToolChoice | None) -> None:
 
 
 def test_an_answer_by_its_schema_or_calls() -> None:
-    grammar = grammar_for(_format({"type": "integer"}), _tools(TIME), "auto", LIST)
+    grammar = build_grammar(_format({"type": "integer"}), _tools(TIME), "auto", LIST)
     assert _takes(grammar, "17")
     assert _takes(grammar, CALLS, '[{"name": "time", "arguments": {}}]')
     assert not _takes(grammar, "text")
-    required = grammar_for(_format({"type": "integer"}), _tools(TIME), "required", LIST)
+    required = build_grammar(_format({"type": "integer"}), _tools(TIME), "required", LIST)
     assert not _takes(required, "17")
 
 
 def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
     parameters = {"properties": {"a": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}}, "required": ["a"]}
-    grammar = grammar_for(None, _tools({"name": "f", "parameters": parameters}), "required", BY_NAME)
+    grammar = build_grammar(None, _tools({"name": "f", "parameters": parameters}), "required", BY_NAME)
     assert _takes(grammar, CALLS, "f", ARGS, '{"a": [1, 1]}')
     assert not _takes(grammar, CALLS, "f", ARGS, '{"a": ["x"]}')
     strict = _tools(TIME, {"name": "f", "parameters": parameters, "strict": True})
     with pytest.raises(
         ParameterError, match=r"tools\[1\]\.function\.parameters cannot be followed: Unimplemented keys: \[.uniqueItems.\]$"
     ) as refused:
-        grammar_for(None, strict, "required", BY_NAME)
+        build_grammar(None, strict, "required", BY_NAME)
     assert refused.value.parameter == "tools[1].function.parameters"
 
 
@@ -194,7 +194,7 @@ def test_a_tool_that_is_not_strict_may_say_more_than_is_supported() -> None:
 )
 def test_a_schema_that_cannot_be_followed_is_refused_at_the_door(schema: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ParameterError, match=complaint) as refused:
-        grammar_for(_format(schema))
+        build_grammar(_format(schema))
     assert refused.value.parameter == "response_format.json_schema.schema"
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 500
@@ -207,18 +207,18 @@ def test_the_depth_of_a_schema_is_bounded() -> None:
             schema = {"items": schema}
         return schema
 
-    assert grammar_for(_format(nested(constraints.MAX_DEPTH)))
+    assert build_grammar(_format(nested(constraints.MAX_DEPTH)))
     for depth in (constraints.MAX_DEPTH + 1, 5000):
         with pytest.raises(ParameterError, match="nested more than 32 deep"):
-            grammar_for(_format(nested(depth)))
+            build_grammar(_format(nested(depth)))
 
 
 def test_usual_multiples_are_taken() -> None:
     prices = {"type": "number", "multipleOf": 0.01}
-    grammar = grammar_for(_format({"type": "array", "items": [prices, {"type": "integer", "multipleOf": 25}]}))
+    grammar = build_grammar(_format({"type": "array", "items": [prices, {"type": "integer", "multipleOf": 25}]}))
     assert _takes(grammar, "[12.34, 75]")
     assert not _takes(grammar, "[12.34, 76]")
-    assert grammar_for(_format({"properties": {"multipleOf": {"type": "integer"}}}))
+    assert build_grammar(_format({"properties": {"multipleOf": {"type": "integer"}}}))
 
 
 PATTERNS = [{"type": "string", "pattern": f"^[a-z]{{0,{i}}}x[a-z]{{0,{97 - i}}}$"} for i in range(2, 30)]
@@ -239,7 +239,7 @@ def test_a_schema_that_takes_long_is_refused(schema: dict[str, Any]) -> None:
     """Left alone, each takes minutes and many GiB."""
     before = resource.getrusage(resource.RUSAGE_SELF)
     with pytest.raises(ParameterError, match="schema cannot be followed: it is too complicated"):
-        grammar_for(_format(schema))
+        build_grammar(_format(schema))
     after = resource.getrusage(resource.RUSAGE_SELF)
     assert after.ru_utime - before.ru_utime < grammar_child.MAX_CPU_S / 2, "another process computes"
 
@@ -260,23 +260,23 @@ def test_memory_and_computing_are_each_bounded(name: str, value: float, signals:
 def test_one_tool_that_takes_long_is_not_looked_for() -> None:
     tools = _tools(TIME, {"name": "f", "parameters": {"properties": {"a": {"allOf": PATTERNS}}}})
     with pytest.raises(ParameterError, match="the schemas cannot be followed together: it is too complicated"):
-        grammar_for(None, tools, "required", LIST)
+        build_grammar(None, tools, "required", LIST)
 
 
 def test_what_was_checked_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     schema = {"title": "checked once", "type": "integer"}
-    grammar = grammar_for(_format(schema))
+    grammar = build_grammar(_format(schema))
     monkeypatch.setattr(sys, "executable", "nowhere")
-    assert grammar_for(_format(schema)) == grammar
+    assert build_grammar(_format(schema)) == grammar
     with pytest.raises(FileNotFoundError):
-        grammar_for(_format({"title": "another"}))
+        build_grammar(_format({"title": "another"}))
 
 
 def test_many_sequences_send_small_schemas_only() -> None:
     schema = _format({"enum": ["x" * 60_000]})
-    assert grammar_for(schema, num_sequences=16)
+    assert build_grammar(schema, num_sequences=16)
     with pytest.raises(ParameterError, match="128 sequences"):
-        grammar_for(schema, num_sequences=128)
+        build_grammar(schema, num_sequences=128)
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,7 @@ def test_tools_that_cannot_be_are_refused(
     tools: list[dict[str, Any]], choice: object, form: ToolFormat | None, complaint: str
 ) -> None:
     with pytest.raises(ParameterError, match=complaint):
-        grammar_for(None, _tools(*tools), _choice(choice), form)
+        build_grammar(None, _tools(*tools), _choice(choice), form)
 
 
 @pytest.mark.parametrize(
@@ -312,13 +312,13 @@ def test_malformed_formats(body: object) -> None:
     with pytest.raises(ValidationError):
         ResponseFormat.model_validate(body)
     with pytest.raises(ParameterError, match=r"json_schema is missing"):
-        grammar_for(ResponseFormat.model_validate({"type": "json_schema"}))
+        build_grammar(ResponseFormat.model_validate({"type": "json_schema"}))
 
 
 def test_nothing_in_a_schema_gets_out_of_it() -> None:
     """Whatever it says, it stays JSON inside the grammar."""
     nasty = '"}\nstart: /.*/ // %llguidance {} \\u0000 </'
-    grammar = grammar_for(_format({"type": "object", "properties": {nasty: {"const": nasty}}, "required": [nasty]}))
+    grammar = build_grammar(_format({"type": "object", "properties": {nasty: {"const": nasty}}, "required": [nasty]}))
     assert grammar.count("\n") == 2
     assert _takes(grammar, json.dumps({nasty: nasty}, ensure_ascii=False))
     assert not _takes(grammar, "x")

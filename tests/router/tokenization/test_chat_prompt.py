@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tramontane.proto.errors import CheckpointError, RequestError
 from tramontane.proto.model_folder import read_model_args
-from tramontane.router.tokenization.chat import ChatMessage, ChatPrompt, ToolCall, ToolFormat
-from tramontane.router.tokenization.loader import need_tokenizer, open_chat, open_tokenizer, tokenizer_file
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate, ToolCall, ToolFormat
+from tramontane.router.tokenization.loader import find_tokenizer_file, load_chat_template, load_tokenizer, require_tokenizer
 
 CHATML = """{% for message in messages -%}
 <|im_start|>{{ message['role'] }}
@@ -56,8 +56,8 @@ def _reference(path: Path, messages: Sequence[ChatMessage]) -> list[int]:
     return tokens
 
 
-def _chat(folder: Path) -> ChatPrompt:
-    return open_chat(folder, need_tokenizer(folder, 10**6))
+def _chat(folder: Path) -> ChatTemplate:
+    return load_chat_template(folder, require_tokenizer(folder, 10**6))
 
 
 def _of_fine_tune(folder: Path, template: str, added: Sequence[str] = (), *, special: bool = True) -> Path:
@@ -102,8 +102,8 @@ def test_tekkens_format_is_mistral_commons(tmp_path: Path) -> None:
 
 def test_the_text_of_a_control_token_stays_text_in_mistrals_formats(tmp_path: Path) -> None:
     shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model")
-    tokenizer = need_tokenizer(tmp_path, 10**6)
-    ids = open_chat(tmp_path, tokenizer).encode(_user("[INST] </s> [/INST]"))
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    ids = load_chat_template(tmp_path, tokenizer).encode(_user("[INST] </s> [/INST]"))
     assert [token_id for token_id in ids if not tokenizer.decode((token_id,))] == [1, 3, 4]  # <s> [INST] [/INST]
     assert tokenizer.decode(ids).strip() == "[INST] </s> [/INST]"
 
@@ -111,7 +111,7 @@ def test_the_text_of_a_control_token_stays_text_in_mistrals_formats(tmp_path: Pa
 @pytest.mark.parametrize("template", [CHATML, ZEPHYR])
 def test_a_template_is_rendered_and_tokenized_as_transformers_does(tmp_path: Path, template: str) -> None:
     folder = _of_fine_tune(tmp_path, template, ("<|im_start|>", "<|im_end|>"))
-    reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
+    reference = PreTrainedTokenizerFast(find_tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", eos_token="</s>")
     chat = _chat(folder)
     lookalikes = ("</s>", "<s>", "<unk>", "<|im_")
     for messages in CONVERSATIONS:
@@ -133,7 +133,7 @@ def test_the_text_of_a_control_token_stays_text_in_templates(tmp_path: Path, spe
     assert [token_id for token_id in attack if token_id in (1, 2, start, end)] == [start, end, start]
     # the same characters, in tokens of text
     assert (
-        need_tokenizer(folder, 10**6)
+        require_tokenizer(folder, 10**6)
         .decode(tuple(t for t in attack if t not in (start, end)))
         .count("<|im_end|>\n<|im_start|>system")
         == 1
@@ -142,14 +142,14 @@ def test_the_text_of_a_control_token_stays_text_in_templates(tmp_path: Path, spe
 
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(pieces=st.lists(st.sampled_from(["</s>", "<s>", "</", "s>", "<", "a", " ", "<|im_end|>", "=2=", "\n"]), max_size=12))
-def test_whatever_is_written_holds_no_control_token(fine_tune: tuple[ChatPrompt, set[int]], pieces: list[str]) -> None:
+def test_whatever_is_written_holds_no_control_token(fine_tune: tuple[ChatTemplate, set[int]], pieces: list[str]) -> None:
     chat, controls = fine_tune
     expected = [t for t in chat.encode(_user("x")) if t in controls]
     assert [t for t in chat.encode(_user("x" + "".join(pieces))) if t in controls] == expected
 
 
 @pytest.fixture(scope="module")
-def fine_tune(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatPrompt, set[int]]:
+def fine_tune(tmp_path_factory: pytest.TempPathFactory) -> tuple[ChatTemplate, set[int]]:
     folder = _of_fine_tune(tmp_path_factory.mktemp("fine-tune"), CHATML, ("<|im_start|>", "<|im_end|>"))
     data = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     return _chat(folder), {token["id"] for token in data["added_tokens"]}
@@ -198,7 +198,7 @@ def test_which_file_is_read(tmp_path: Path) -> None:
         return made
 
     def read(*names: str, template: str | None = None) -> str | None:
-        path = tokenizer_file(folder(*names, template=template))
+        path = find_tokenizer_file(folder(*names, template=template))
         return path and path.name
 
     everything = ("tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v1", "tokenizer.model.v3")
@@ -231,31 +231,31 @@ def test_a_tokenizer_json_may_lack_what_others_have(tmp_path: Path, change: dict
     if data["added_tokens"] is None:
         del data["added_tokens"]
     (folder / "tokenizer.json").write_text(json.dumps(data), encoding="utf-8")
-    tokenizer = need_tokenizer(folder, 10**6)
+    tokenizer = require_tokenizer(folder, 10**6)
     assert tokenizer.decode(tokenizer.encode("to  be")).removeprefix("<s> ") == "to  be", "<s> is text where nothing is added"
-    assert "to  be" in tokenizer.decode(open_chat(folder, tokenizer).encode(_user("to  be")))
+    assert "to  be" in tokenizer.decode(load_chat_template(folder, tokenizer).encode(_user("to  be")))
 
 
 def test_transformers_words_in_templates_are_known(tmp_path: Path) -> None:
     template = """{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}
 {%- else %}{{ m['content'] | tojson(ensure_ascii=False) }}{% endif %}{% endfor %}{% if tools is not none %}TOOLS{% endif %}"""
     folder = _of_fine_tune(tmp_path, template)
-    tokenizer = need_tokenizer(folder, 10**6)
-    assert tokenizer.decode(open_chat(folder, tokenizer).encode(_user("é", "so", "x"))).strip() == '"é"so"x"'
+    tokenizer = require_tokenizer(folder, 10**6)
+    assert tokenizer.decode(load_chat_template(folder, tokenizer).encode(_user("é", "so", "x"))).strip() == '"é"so"x"'
 
 
 def test_a_template_that_alters_what_looks_like_a_control_token_is_refused(tmp_path: Path) -> None:
     folder = _of_fine_tune(tmp_path, "{{ messages[0]['content'] | upper }}")
     with pytest.raises(RequestError, match="spells out control tokens"):
         _chat(folder).encode(_user("say </s> now"))
-    tokenizer = need_tokenizer(folder, 10**6)
+    tokenizer = require_tokenizer(folder, 10**6)
     assert tokenizer.decode(_chat(folder).encode(_user("say it"))).strip() == "SAY IT"
 
 
 def test_a_template_finds_its_own_tokens_in_answers(tmp_path: Path) -> None:
     template = "{{ messages[1]['content'].split('</think>')[-1] }}"
     folder = _of_fine_tune(tmp_path, template, ("</think>",), special=False)
-    tokenizer = need_tokenizer(folder, 10**6)
+    tokenizer = require_tokenizer(folder, 10**6)
     assert tokenizer.decode(_chat(folder).encode(_user("q", "hmm</think>four", "q"))).strip() == "four"
 
 
@@ -267,8 +267,8 @@ def test_what_is_no_text_is_refused(tmp_path: Path, kind: str) -> None:
         _of_fine_tune(tmp_path, CHATML)
     else:
         shutil.copy(SENTENCEPIECE["v3"], tmp_path / kind)
-    tokenizer = need_tokenizer(tmp_path, 10**6)
-    for encode in (tokenizer.encode, lambda text: open_chat(tmp_path, tokenizer).encode(_user(text))):
+    tokenizer = require_tokenizer(tmp_path, 10**6)
+    for encode in (tokenizer.encode, lambda text: load_chat_template(tmp_path, tokenizer).encode(_user(text))):
         with pytest.raises(RequestError, match="not valid Unicode"):
             encode("a\udcffb")
 
@@ -277,7 +277,7 @@ def test_a_text_that_the_library_gives_up_on_is_refused(tmp_path: Path) -> None:
     """A million spaces are too many for tekken's regular expression."""
     small_tekken(tmp_path)
     with pytest.raises(RequestError, match="cannot be tokenized"):
-        need_tokenizer(tmp_path, 10**6).encode(" " * 10**6)
+        require_tokenizer(tmp_path, 10**6).encode(" " * 10**6)
     with pytest.raises(RequestError, match="cannot be tokenized"):
         _chat(tmp_path).encode(_user(" " * 10**6))
 
@@ -295,9 +295,9 @@ def test_answers_end_where_the_generation_config_says_too(tmp_path: Path) -> Non
 
 
 def test_a_folder_says_what_it_lacks(tmp_path: Path) -> None:
-    assert open_tokenizer(tmp_path, 100) is None
+    assert load_tokenizer(tmp_path, 100) is None
     with pytest.raises(CheckpointError, match=r"none of tokenizer\.model, tekken\.json and tokenizer\.json"):
-        need_tokenizer(tmp_path, 100)
+        require_tokenizer(tmp_path, 100)
     folder = _of_fine_tune(tmp_path / "tuned", CHATML)
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(CheckpointError, match="no chat template"):
@@ -344,7 +344,7 @@ def test_tools_and_their_calls_are_written_as_mistral_common_does(tmp_path: Path
     path = small_tekken(tmp_path) if version == "tekken" else tmp_path / f"tokenizer.model.{version}"
     if version != "tekken":
         shutil.copy(SENTENCEPIECE[version], path)
-    chat, tokenizer = _chat(tmp_path), need_tokenizer(tmp_path, 10**6)
+    chat, tokenizer = _chat(tmp_path), require_tokenizer(tmp_path, 10**6)
     ids = chat.encode(CALLED, TOOLS)
     assert list(ids) == _reference_with_tools(path)
     assert chat.tool_format == ToolFormat(tokenizer.control_id("[TOOL_CALLS]") or 0), "a list, up to version 10"
@@ -364,7 +364,7 @@ def test_tools_in_a_template(tmp_path: Path) -> None:
     """Nothing that tools and their calls spell out becomes a control token, and calls by name are known by their token."""
     controls = ["[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
     folder = _of_fine_tune(tmp_path / "list", BY_TOOLS, [*controls, "[ARGS]"])
-    chat, tokenizer = _chat(folder), need_tokenizer(folder, 10**6)
+    chat, tokenizer = _chat(folder), require_tokenizer(folder, 10**6)
     assert chat.tool_format == ToolFormat(tokenizer.control_id("[TOOL_CALLS]") or 0)
     ids = chat.encode(CALLED, TOOLS)
     assert [ids.count(tokenizer.control_id(name) or 0) for name in controls] == [1] * 5
@@ -388,15 +388,15 @@ def test_a_call_that_mistrals_formats_do_not_know_is_refused(tmp_path: Path) -> 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path: Path) -> None:
     shutil.copy(SENTENCEPIECE["v3"], tmp_path / "tokenizer.model.v3")
-    assert need_tokenizer(tmp_path, 32_768).vocab_size == 32_768
+    assert require_tokenizer(tmp_path, 32_768).vocab_size == 32_768
     with pytest.raises(CheckpointError, match="32768 pieces, more than the model's vocabulary of 32000"):
-        need_tokenizer(tmp_path, 32_000)
+        require_tokenizer(tmp_path, 32_000)
 
 
 def test_templates_by_name(tmp_path: Path) -> None:
     folder = _of_fine_tune(tmp_path, "")
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    tokenizer = need_tokenizer(folder, 10**6)
-    prompt = tokenizer.decode(open_chat(folder, tokenizer).encode(_user("hi")))
+    tokenizer = require_tokenizer(folder, 10**6)
+    prompt = tokenizer.decode(load_chat_template(folder, tokenizer).encode(_user("hi")))
     assert prompt == " <|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", "spelled out here: these tokens were not added"

@@ -14,7 +14,7 @@ from sentencepiece import SentencePieceProcessor
 from tokenizer_files import AWKWARD, SENTENCEPIECE, TEKKEN, json_of_sentencepiece, json_of_tekken, small_tekken
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.router.tokenization.backends import JsonTokenizer, SentencePieceTokenizer, TekkenTokenizer
+from tramontane.router.tokenization.backends import HfTokenizer, SentencePieceTokenizer, TekkenTokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 Kinds = dict[str, tuple[Tokenizer, Callable[[str], Sequence[int]]]]
@@ -42,9 +42,9 @@ def _begun(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
     return lambda text: [1, *encode(text)]
 
 
-def _json(path: Path, data: dict[str, Any]) -> JsonTokenizer:
+def _json(path: Path, data: dict[str, Any]) -> HfTokenizer:
     path.write_text(json.dumps(data), encoding="utf-8")
-    return JsonTokenizer(path)
+    return HfTokenizer(path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -166,7 +166,7 @@ def test_decoding_is_sentencepieces(tokenizers: Kinds, version: str) -> None:
 def test_no_piece_is_longer_than_it_says(tokenizers: Kinds, kind: str) -> None:
     """By this bound texts are refused without tokenizing them."""
     tokenizer = tokenizers[kind][0]
-    assert max(len(tokenizer.decode((token_id,))) for token_id in range(tokenizer.vocab_size)) <= tokenizer.longest_piece
+    assert max(len(tokenizer.decode((token_id,))) for token_id in range(tokenizer.vocab_size)) <= tokenizer.max_piece_bytes
 
 
 def test_settings_for_training_do_not_cut_or_fill_prompts(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_what_a_tokenizer_json_may_not_be(tmp_path: Path, change: dict[str, Any]
     assert "tokenizer.json" in str(refusal.value)
 
 
-@pytest.mark.parametrize("kind", [SentencePieceTokenizer, TekkenTokenizer, JsonTokenizer])
+@pytest.mark.parametrize("kind", [SentencePieceTokenizer, TekkenTokenizer, HfTokenizer])
 @pytest.mark.parametrize("content", [b"", b"garbage", b"{}", b"[]", b'{"config": {}}', b"\xff\xfe" * 100], ids=repr)
 def test_damaged_files_are_named(tmp_path: Path, kind: type[Any], content: bytes) -> None:
     path = tmp_path / "damaged"
@@ -212,7 +212,7 @@ def test_damaged_files_are_named(tmp_path: Path, kind: type[Any], content: bytes
 
 def test_a_vocabulary_has_text_for_what_is_text_only(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(json_of_sentencepiece(SENTENCEPIECE["v3"])), encoding="utf-8")
-    by_model, by_json = SentencePieceTokenizer(SENTENCEPIECE["v3"]), JsonTokenizer(tmp_path / "tokenizer.json")
+    by_model, by_json = SentencePieceTokenizer(SENTENCEPIECE["v3"]), HfTokenizer(tmp_path / "tokenizer.json")
     by_tekken = TekkenTokenizer(small_tekken(tmp_path))
     assert by_model.vocabulary() == by_json.vocabulary()
     for tokenizer in (by_model, by_json, by_tekken):

@@ -9,9 +9,9 @@ import pytest
 from tokenizer_files import SENTENCEPIECE, small_tekken
 
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
-from tramontane.router.tokenization.loader import need_tokenizer
+from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, joined, new_call_id
+from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, merge_deltas, new_call_id
 
 NASTY = json.dumps({"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False)
 ARGUMENTS = ["{}", '{"city": "Rome"}', '{"a":{"b":{}}}', NASTY]
@@ -24,7 +24,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
         small_tekken(folder)
     else:
         shutil.copy(SENTENCEPIECE["v3"], folder / "tokenizer.model.v3")
-    return need_tokenizer(folder, 10**6)
+    return require_tokenizer(folder, 10**6)
 
 
 def _form(tokenizer: Tokenizer, *, by_name: bool) -> ToolFormat:
@@ -54,7 +54,7 @@ def test_calls_are_read_back(tokenizer: Tokenizer, by_name: bool) -> None:
     calls = [(f"f_{i}-x", arguments) for i, arguments in enumerate(ARGUMENTS)]
     parser = _parser(tokenizer, form)
     deltas = [delta for token_id in _said(tokenizer, form, calls) for delta in parser.push(token_id)]
-    assert joined(deltas) == tuple(ToolCall(f"call{i}", name, arguments) for i, (name, arguments) in enumerate(calls))
+    assert merge_deltas(deltas) == tuple(ToolCall(f"call{i}", name, arguments) for i, (name, arguments) in enumerate(calls))
     assert parser.num_calls == len(calls)
     assert sum(delta.name is not None for delta in deltas) == len(calls)
     assert len(deltas) > 3 * len(calls), "piece by piece"
@@ -66,7 +66,7 @@ def test_what_is_cut_off_is_told_as_far_as_it_goes(tokenizer: Tokenizer, by_name
     said = _said(tokenizer, form, [("f", ARGUMENTS[1]), ("g", ARGUMENTS[1])])
     for length in range(len(said)):
         parser = _parser(tokenizer, form)
-        told = joined([delta for token_id in said[:length] for delta in parser.push(token_id)])
+        told = merge_deltas([delta for token_id in said[:length] for delta in parser.push(token_id)])
         assert all(ARGUMENTS[1].startswith(call.arguments) for call in told)
         assert [call.arguments for call in told[:-1]] == [ARGUMENTS[1]] * len(told[:-1])
         assert [call.name for call in told] == ["f", "g"][: len(told)]

@@ -11,8 +11,8 @@ from torch import Tensor
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.workers.attention.backend import DecodeKernel, reference_attention, visible_keys
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, build_step_index
+from tramontane.workers.attention.backend import DecodeKernel, causal_window_mask, reference_attention
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import LayerCache, SequenceTable
 from tramontane.workers.attention.sdpa_backend import GatheredDecode, PagedDecode, SdpaPrefill
 
@@ -38,7 +38,7 @@ MAX_LEN = 8192
 
 def _indexes(
     chunks: Seq[tuple[int, int]], window: int | None, page_size: int = 4
-) -> tuple[PrefillIndex | None, DecodeIndex | None]:
+) -> tuple[PrefillMetadata | None, DecodeMetadata | None]:
     """What the stage builds for these chunks, each of a sequence of its own with ``start`` tokens behind it."""
     ring = ring_pages(window, page_size, MAX_LEN)
     cache = CachePlan(page_size, (WindowClass(window, ring, ring * len(chunks)),))
@@ -55,17 +55,17 @@ def _indexes(
         table.update(MicroBatch(0, 0, past))
     batch = MicroBatch(0, 1, now)
     table.update(batch)
-    index = build_step_index(batch, table, torch.device("cpu"))
+    index = build_attention_metadata(batch, table, torch.device("cpu"))
     return index.prefill[0], index.decode[0]
 
 
-def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillIndex:
+def _prefill_index(chunks: Seq[tuple[int, int]], window: int | None) -> PrefillMetadata:
     index, _ = _indexes(chunks, window)
     assert index is not None
     return index
 
 
-def _decode_index(positions: Seq[int], window: int | None, page_size: int = 4) -> DecodeIndex:
+def _decode_index(positions: Seq[int], window: int | None, page_size: int = 4) -> DecodeMetadata:
     _, index = _indexes([(position, 1) for position in positions], window, page_size)
     assert index is not None
     return index
@@ -87,11 +87,11 @@ def _sees(query_position: int, key_position: int, window: int | None) -> bool:
 def test_visible_keys_by_definition(num_queries: int, num_keys: int, window: int | None) -> None:
     first = num_keys - num_queries
     expected = [[_sees(first + i, j, window) for j in range(num_keys)] for i in range(num_queries)]
-    assert visible_keys(num_queries, num_keys, window).tolist() == expected
+    assert causal_window_mask(num_queries, num_keys, window).tolist() == expected
 
 
 def test_visible_keys_worked_example() -> None:
-    assert visible_keys(2, 4, 3).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
+    assert causal_window_mask(2, 4, 3).int().tolist() == [[1, 1, 1, 0], [0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("window", WINDOWS)
@@ -128,7 +128,7 @@ def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_head
     torch.testing.assert_close(out, expected, rtol=0, atol=atol)
 
 
-def _filled(index: DecodeIndex, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
+def _filled(index: DecodeMetadata, kv_heads: int, dtype: torch.dtype, head_dim: int = HEAD_DIM) -> LayerCache:
     """A cache with a scratch page. What no token sees would be noticed."""
     cached = LayerCache.zeros((index.ring.num_pages + 1) * index.ring.page_size, kv_heads, head_dim, dtype, torch.device("cpu"))
     cached.k_NGd.fill_(50.0)
@@ -140,7 +140,7 @@ def _filled(index: DecodeIndex, kv_heads: int, dtype: torch.dtype, head_dim: int
     return cached
 
 
-def _seen_rows(index: DecodeIndex) -> list[Tensor]:
+def _seen_rows(index: DecodeMetadata) -> list[Tensor]:
     """Of each token, in position order, from the rows of positions alone."""
     window = index.ring.window
     seen = []
@@ -150,7 +150,7 @@ def _seen_rows(index: DecodeIndex) -> list[Tensor]:
     return seen
 
 
-def _expected(index: DecodeIndex, q: Tensor, cached: LayerCache) -> Tensor:
+def _expected(index: DecodeMetadata, q: Tensor, cached: LayerCache) -> Tensor:
     return torch.cat(
         [
             reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], index.ring.window)
@@ -196,7 +196,7 @@ def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, in
     shape = (sum(index.query_lens), sum(index.key_lens))
     mask = xformers_kernels.PackedPrefill(None).bias(index).materialize(shape)
 
-    blocks = [visible_keys(n, m, window) for n, m in zip(index.query_lens, index.key_lens, strict=True)]
+    blocks = [causal_window_mask(n, m, window) for n, m in zip(index.query_lens, index.key_lens, strict=True)]
     assert torch.equal(mask, _additive(torch.block_diag(*blocks).bool().tolist()))
 
     # The same from absolute positions, without anything of the code under test.
@@ -216,7 +216,7 @@ def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, in
 def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None, page_size: int) -> None:  # noqa: ANN401
     """Over the whole pool: a token sees the rows of its positions, wherever its pages lie, and nothing else."""
     index = _decode_index(positions, window, page_size)
-    mask = xformers_kernels.PagesInPlace(None).bias(index)
+    mask = xformers_kernels.PagedDecode(None).bias(index)
     assert mask.q_seqinfo.seqstart.tolist() == mask.q_seqinfo.seqstart_py == [*range(len(mask.block_tables) + 1)]
     assert (mask.q_seqinfo.min_seqlen, mask.q_seqinfo.max_seqlen) == (1, 1)
     assert mask.k_seqinfo.max_seqlen == mask.block_tables.shape[1] * page_size

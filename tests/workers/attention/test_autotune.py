@@ -20,12 +20,19 @@ from tramontane.workers.attention.autotune import (
     Compute,
     _chosen_decode,
     _chosen_prefill,
-    fastest,
-    timed_trials_of,
-    trials_of,
+    correctness_cases,
+    select_fastest,
+    timing_cases,
 )
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex
-from tramontane.workers.attention.sdpa_backend import Block, BySize, GatheredDecode, GatheredKeys, PagedDecode, SdpaPrefill
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata
+from tramontane.workers.attention.sdpa_backend import (
+    BatchSizeDispatch,
+    GatheredDecode,
+    GatheredKeys,
+    MaskBlock,
+    PagedDecode,
+    SdpaPrefill,
+)
 
 CPU = torch.device("cpu")
 RIGHT = torch.arange(1.0, 5.0)
@@ -53,7 +60,7 @@ def _chosen(computed: dict[str, Tensor | Exception], seconds: dict[str, float], 
         return seconds[last[0]]
 
     with caplog.at_level(logging.INFO, logger="tramontane.workers.attention.autotune"):
-        best = fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
+        best = select_fastest("decode", {name: name for name in computed}, prepare, prepare, RIGHT, clock)
         return best and best[0]
 
 
@@ -84,19 +91,19 @@ def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixtu
 class _WiderWindow(SdpaPrefill):
     """By one."""
 
-    def bias(self, index: PrefillIndex) -> list[Block]:
+    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
         return super().bias(dataclasses.replace(index, window=index.window and index.window + 1))
 
 
 class _NoWindow(SdpaPrefill):
-    def bias(self, index: PrefillIndex) -> list[Block]:
+    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
         return super().bias(dataclasses.replace(index, window=None))
 
 
 class _ForgetsTheOldest(PagedDecode):
     """A key of each token is not seen."""
 
-    def bias(self, index: DecodeIndex) -> GatheredKeys:
+    def bias(self, index: DecodeMetadata) -> GatheredKeys:
         keys = super().bias(index)
         return GatheredKeys(keys.rows_BL, keys.mask & (keys.mask.cumsum(-1) > 1))
 
@@ -104,7 +111,7 @@ class _ForgetsTheOldest(PagedDecode):
 class _FromTheFirstRow(PagedDecode):
     """Where in the first page the window begins is not looked at."""
 
-    def bias(self, index: DecodeIndex) -> GatheredKeys:
+    def bias(self, index: DecodeMetadata) -> GatheredKeys:
         keys = super().bias(index)
         return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
 
@@ -115,7 +122,7 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
     plan = tiny_plan(tiny_args(n_layers=len(windows), windows=windows, max_seq_len=8192), 1).stages[0]
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
-    trials, right = trials_of(plan, CPU, FEW_TOKENS), SdpaPrefill()
+    trials, right = correctness_cases(plan, CPU, FEW_TOKENS), SdpaPrefill()
     assert _chosen_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
     assert _chosen_prefill(trials, trials, wrong, _at_once) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
@@ -130,7 +137,7 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
 def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_size: int, window: int | None) -> None:
     """As most are while a sequence grows, with the stage's own window. Split-K gives each part as much of a table."""
     plan = tiny_plan(tiny_args(n_layers=1, windows=(window,), max_seq_len=8192), 1, page_size=page_size).stages[0]
-    trials, timed = trials_of(plan, CPU, num_tokens), timed_trials_of(plan, CPU, num_tokens)
+    trials, timed = correctness_cases(plan, CPU, num_tokens), timing_cases(plan, CPU, num_tokens)
     seen: list[Tensor] = []
 
     def clock(compute: Compute) -> float:
@@ -149,9 +156,9 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
 def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
     few, many = GatheredDecode(), PagedDecode()
-    kernel = BySize(few, many, FEW_TOKENS)
+    kernel = BatchSizeDispatch(few, many, FEW_TOKENS)
     for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
-        (trial,) = trials_of(plan, CPU, num_tokens)
+        (trial,) = correctness_cases(plan, CPU, num_tokens)
         assert isinstance(kernel.bias(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
 
@@ -178,7 +185,7 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     prefill_index, decode_index = _packed_indexes()
     prefill, decode = kernels.prefill_kernels(), kernels.decode_kernels(16, 8)
     packed = kernels.PackedPrefill(None).bias(prefill_index)
-    paged = kernels.PagesInPlace(None).bias(decode_index)
+    paged = kernels.PagedDecode(None).bias(decode_index)
     split_k = next(kernel for name, kernel in decode.items() if name.startswith("split-K"))
 
     def refusals() -> dict[str, list[str]]:
@@ -188,25 +195,25 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
             "split-K": _refusals(split_k.operator, paged, 2, 64),
         }
 
-    kernels.allow_cuda_without_extension()
+    kernels.patch_built_with_cuda()
     assert all(refusals().values()), "a torch without CUDA has none of them"
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    kernels.allow_cuda_without_extension()
+    kernels.patch_built_with_cuda()
     said = refusals()
     assert (said["cutlass"], said["split-K"]) == ([], [])
     has_flash = prefill["flash 2"].operator.is_available()  # a torch for CPUs has not
     assert said["flash 2"] == [] if has_flash else all("operator wasn't built" in why for why in said["flash 2"])
     assert _refusals(split_k.operator, packed, 7, 13), "what it cannot do it still refuses"
     monkeypatch.delattr(common, "_built_with_cuda")
-    kernels.allow_cuda_without_extension()
+    kernels.patch_built_with_cuda()
     assert not hasattr(common, "_built_with_cuda")
 
 
-def _packed_indexes() -> tuple[PrefillIndex, DecodeIndex]:
+def _packed_indexes() -> tuple[PrefillMetadata, DecodeMetadata]:
     """Two chunks of 3 and 4 tokens, seeing 5 and 8 keys; two single tokens."""
     none = torch.empty(0, dtype=torch.int64)
     plan = tiny_plan(tiny_args(n_layers=1), 1).stages[0]
-    return PrefillIndex(None, (3, 4), (5, 8), none, none, none, none), trials_of(plan, CPU, 2)[0].decode_index
+    return PrefillMetadata(None, (3, 4), (5, 8), none, none, none, none), correctness_cases(plan, CPU, 2)[0].decode_index
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is published for Linux only")

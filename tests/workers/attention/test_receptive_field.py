@@ -14,7 +14,7 @@ from torch import Tensor
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -31,14 +31,14 @@ def _hidden_by_layer(args: ModelArgs, prompt: list[int], cut: list[int], page_si
     for worker, states in zip(workers, after, strict=True):
         keep_hidden(worker.model, states)
         worker.fence(0)
-    ledger = PageLedger(plan.cache)
+    ledger = PageAllocator(plan.cache)
     sequence = Sequence(0, tuple(prompt), SAMPLING, max_len=len(prompt) + 1)
-    assert ledger.promise(sequence)
+    assert ledger.reserve_for_admission(sequence)
     start = 0
     for step, num_tokens in enumerate(cut):
         end = start + num_tokens
-        pages = ledger.grow(sequence, end)
-        chunk = Chunk(0, start, tuple(prompt[start:end]), pages, SAMPLING if start == 0 else None, wants_token=False)
+        pages = ledger.allocate(sequence, end)
+        chunk = Chunk(0, start, tuple(prompt[start:end]), pages, SAMPLING if start == 0 else None, needs_sample=False)
         _step(workers, MicroBatch(0, step, (chunk,)))
         start = end
     assert start == len(prompt)

@@ -17,13 +17,19 @@ from torch import Tensor
 from tramontane.proto.plan import CachePlan, WindowClass, ring_pages
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
-from tramontane.router.scheduling.page_allocator import PageLedger
+from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.attention.backend import CachedAttention, Kernels
-from tramontane.workers.attention.metadata import DecodeIndex, PrefillIndex, StepIndex, build_step_index, num_cached_keys
-from tramontane.workers.attention.page_table import page_table, table_width
+from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
+from tramontane.workers.attention.metadata import (
+    AttentionMetadata,
+    DecodeMetadata,
+    PrefillMetadata,
+    build_attention_metadata,
+    num_cached_keys,
+)
+from tramontane.workers.attention.page_table import padded_width, page_table
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings, RollingCache, SequenceTable
-from tramontane.workers.attention.sdpa_backend import decode_groups, group_by_length
+from tramontane.workers.attention.sdpa_backend import bucket_decodes, group_by_length
 
 CPU = torch.device("cpu")
 SAMPLING = SamplingParams()
@@ -39,10 +45,10 @@ class PrefillRecorder:
     def __init__(self) -> None:
         self.seen: list[list[list[Key]]] = []  # per call and chunk
 
-    def bias(self, index: PrefillIndex) -> PrefillIndex:
+    def bias(self, index: PrefillMetadata) -> PrefillMetadata:
         return index
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillIndex) -> Tensor:
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillMetadata) -> Tensor:
         assert [len(q_THd), len(k_SGd)] == [sum(bias.query_lens), sum(bias.key_lens)]
         self.seen.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
         return q_THd
@@ -54,12 +60,12 @@ class DecodeRecorder:
     def __init__(self) -> None:
         self.seen: list[list[list[Key]]] = []  # per call and token
 
-    def bias(self, index: DecodeIndex) -> DecodeIndex:
+    def bias(self, index: DecodeMetadata) -> DecodeMetadata:
         return index
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: DecodeIndex) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: DecodeMetadata) -> Tensor:
         gathered: dict[int, list[Key]] = {}
-        for group in decode_groups(bias):
+        for group in bucket_decodes(bias):
             k_BLGd, v_BLGd = cached.read(group.key_rows)
             for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, group.key_lens.tolist(), strict=True):
                 assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))  # padding: the token's own key
@@ -70,7 +76,7 @@ class DecodeRecorder:
         return q_BHd
 
 
-def _paged_keys(cached: LayerCache, index: DecodeIndex) -> list[list[Key]]:
+def _paged_keys(cached: LayerCache, index: DecodeMetadata) -> list[list[Key]]:
     """Page by page and row by row, as the table has it."""
     table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
     seen = []
@@ -99,16 +105,18 @@ class Stage:
             layer.v_NGd.fill_(1)
         self.num_steps = 0
 
-    def index(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> StepIndex:
+    def index(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> AttentionMetadata:
         batch = MicroBatch(0, self.num_steps, tuple(chunks), released)
         self.num_steps += 1
         self.table.update(batch)
-        return build_step_index(batch, self.table, CPU)
+        return build_attention_metadata(batch, self.table, CPU)
 
-    def run(self, chunks: Seq[Chunk], released: tuple[int, ...] = ()) -> tuple[StepIndex, PrefillRecorder, DecodeRecorder]:
+    def run(
+        self, chunks: Seq[Chunk], released: tuple[int, ...] = ()
+    ) -> tuple[AttentionMetadata, PrefillRecorder, DecodeRecorder]:
         index, prefilled, decoded = self.index(chunks, released), PrefillRecorder(), DecodeRecorder()
         k_TGd = torch.tensor([(c.seq_id, c.start + i) for c in chunks for i in range(c.num_tokens)]).float()[:, None, :]
-        attend = CachedAttention(self.cache, index, Kernels(prefilled, decoded))
+        attend = CachedAttention(self.cache, index, AttentionKernels(prefilled, decoded))
         for layer in self.cache.layers:
             assert torch.equal(attend(layer, k_TGd, k_TGd, -k_TGd), k_TGd)  # outputs are in the order of the tokens
         return index, prefilled, decoded
@@ -120,7 +128,7 @@ class Stage:
 
 
 def _chunk(seq_id: int, start: int, num_tokens: int, pages: Pages) -> Chunk:
-    return Chunk(seq_id, start, (0,) * num_tokens, pages, SAMPLING if start == 0 else None, wants_token=False)
+    return Chunk(seq_id, start, (0,) * num_tokens, pages, SAMPLING if start == 0 else None, needs_sample=False)
 
 
 # Worked examples
@@ -138,14 +146,14 @@ def test_the_plain_ring_of_the_paper(pages: tuple[int, ...]) -> None:
     assert [p for _, p in second.seen[0][0]] == [3, 4, 5, 6, 7, 8, 9]  # two cached, unrotated, and its own
 
 
-def _lens(index: StepIndex, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
+def _lens(index: AttentionMetadata, chunks: Seq[Chunk]) -> dict[int, tuple[int, int]]:
     """Queries and keys of every sequence, whether it went as a run or as a single token."""
     queries: list[int] = []
     keys: list[int] = []
     if (prefill := index.prefill[0]) is not None:
         queries, keys = list(prefill.query_lens), list(prefill.key_lens)
     if (decode := index.decode[0]) is not None:
-        (group,) = decode_groups(decode)
+        (group,) = bucket_decodes(decode)
         queries, keys = queries + [1] * len(group.key_lens), keys + group.key_lens.tolist()
     return {c.seq_id: lens for c, lens in zip(chunks, zip(queries, keys, strict=True), strict=True)}
 
@@ -210,10 +218,10 @@ def test_headline_eight_times_smaller_at_32k_and_flat_from_the_window_on() -> No
 def test_a_sequence_takes_no_more_pages_from_the_window_on() -> None:
     """The same through the router's ledger: the pages that are really handed out."""
     args = tiny_args(n_layers=2, windows=(64, None), max_seq_len=1024)
-    ledger = PageLedger(tiny_plan(args, 1, 16).cache)
+    ledger = PageAllocator(tiny_plan(args, 1, 16).cache)
     sequence = Sequence(0, (0,) * 1000, SAMPLING, max_len=1024)
-    assert ledger.promise(sequence)
-    gained = [tuple(map(len, ledger.grow(sequence, position + 1))) for position in range(1000)]
+    assert ledger.reserve_for_admission(sequence)
+    gained = [tuple(map(len, ledger.allocate(sequence, position + 1))) for position in range(1000)]
     assert [i for i, (windowed, _) in enumerate(gained) if windowed] == [0, 16, 32, 48, 64]
     assert [i for i, (_, full) in enumerate(gained) if full] == list(range(0, 1000, 16))
 
@@ -228,7 +236,7 @@ def _row(position: int) -> int:
     return 16 * RING[position // 16 % 5] + position % 16
 
 
-def _prefill_rows(start: int, num_tokens: int) -> PrefillIndex:
+def _prefill_rows(start: int, num_tokens: int) -> PrefillMetadata:
     stage = Stage([WINDOW], PAGE, max_len=1024)
     if start:
         stage.index([_chunk(0, 0, start, (RING,))])
@@ -239,9 +247,9 @@ def _prefill_rows(start: int, num_tokens: int) -> PrefillIndex:
 
 def test_rows_of_positions() -> None:
     rings = PageRings(WindowClass(WINDOW, 5, 10), PAGE, 2, CPU)
-    rings.append(1, RING[:2])
-    rings.append(1, RING[2:])
-    rings.write_down()
+    rings.append_pages(1, RING[:2])
+    rings.append_pages(1, RING[2:])
+    rings.flush()
     positions = torch.tensor([0, 15, 16, 79, 80, 83, 160, 1599])
     rows = rings.rows(torch.ones_like(positions), positions)
     assert rows.tolist() == [144, 159, 64, 47, 144, 147, 144, 47]
@@ -281,7 +289,7 @@ def test_one_token_writes_one_row_and_reads_the_window() -> None:
     index = stage.index([_chunk(0, 83, 1, ((),)), _chunk(1, 2, 1, ((),))]).decode[0]
     assert index is not None
     assert index.write_rows.tolist() == [_row(83), 18]
-    (group,) = decode_groups(index)
+    (group,) = bucket_decodes(index)
     assert group.key_lens.tolist() == [64, 3]
     assert group.key_rows[0].tolist() == [_row(p) for p in range(20, 84)]
     assert group.key_rows[1].tolist() == [16, 17] + [18] * 62
@@ -290,9 +298,9 @@ def test_one_token_writes_one_row_and_reads_the_window() -> None:
 def test_positions_and_sampled_rows_of_a_step() -> None:
     stage = Stage([WINDOW], PAGE, max_len=1024)
     stage.index([_chunk(7, 0, 5, ((3,),)), _chunk(8, 0, 2, ((4,),))])
-    wanting = Chunk(7, 5, (50, 51, 52), ((),), None, wants_token=True)
-    silent = Chunk(9, 0, (90, 91), ((5,),), SAMPLING, wants_token=False)
-    single = Chunk(8, 2, (82,), ((),), None, wants_token=True)
+    wanting = Chunk(7, 5, (50, 51, 52), ((),), None, needs_sample=True)
+    silent = Chunk(9, 0, (90, 91), ((5,),), SAMPLING, needs_sample=False)
+    single = Chunk(8, 2, (82,), ((),), None, needs_sample=True)
     index = stage.index([wanting, silent, single])
     assert index.token_ids.tolist() == [50, 51, 52, 90, 91, 82]
     assert index.positions.tolist() == [5, 6, 7, 0, 1, 2]
@@ -303,7 +311,7 @@ def test_positions_and_sampled_rows_of_a_step() -> None:
 def test_a_released_sequence_leaves_its_slot_and_nothing_else() -> None:
     table = SequenceTable(CachePlan(1, (WindowClass(3, 3, 6),)), 1, CPU)
     table.update(MicroBatch(0, 0, (_chunk(4, 0, 5, ((0, 1, 2),)),)))
-    table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), released=(4,)))
+    table.update(MicroBatch(0, 1, (_chunk(5, 0, 2, ((5, 3),)),), freed_seq_ids=(4,)))
     assert table.slots == {5: 0}
     assert table.rings[0].rows(torch.tensor([0, 0]), torch.tensor([0, 1])).tolist() == [5, 3]
 
@@ -330,10 +338,10 @@ def _visible(seq_id: int, start: int, num_tokens: int, window: int | None) -> li
     return [(seq_id, position) for position in range(oldest, start + num_tokens)]
 
 
-def _next_chunk(ledger: PageLedger, life: Life) -> Chunk:
+def _next_chunk(ledger: PageAllocator, life: Life) -> Chunk:
     start, num_tokens = life.sequence.num_dispatched, life.cut.popleft()
     life.sequence.num_dispatched += num_tokens
-    return _chunk(life.seq_id, start, num_tokens, ledger.grow(life.sequence, start + num_tokens))
+    return _chunk(life.seq_id, start, num_tokens, ledger.allocate(life.sequence, start + num_tokens))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -349,7 +357,7 @@ def test_any_cut_reads_exactly_the_window(
     windows: list[int | None], page_size: int, cuts: list[list[int]], max_num_seqs: int
 ) -> None:
     stage = Stage(windows, page_size, max_len=max(map(sum, cuts)) + 1, max_num_seqs=max_num_seqs)
-    ledger = PageLedger(stage.plan.cache)
+    ledger = PageAllocator(stage.plan.cache)
     waiting = deque(Life(i, deque(cut)) for i, cut in enumerate(cuts))
     running: list[Life] = []
     while waiting or running:
@@ -358,7 +366,7 @@ def test_any_cut_reads_exactly_the_window(
         for life in finished:
             ledger.release(life.sequence)
         while waiting and len(running) < max_num_seqs:
-            assert ledger.promise(waiting[0].sequence)
+            assert ledger.reserve_for_admission(waiting[0].sequence)
             running.append(waiting.popleft())
         if not running:
             break
@@ -392,8 +400,8 @@ def test_single_tokens_of_very_different_lengths_are_read_apart() -> None:
     chunks = [_chunk(0, 600, 1, ((),)), _chunk(1, 20, 1, ((),)), _chunk(2, 590, 1, ((),))]
     index = stage.index(chunks).decode[0]
     assert index is not None
-    assert [group.tokens.tolist() for group in decode_groups(index)] == [[1], [2, 0]]
-    assert [tuple(group.key_rows.shape) for group in decode_groups(index)] == [(1, 21), (2, 601)]
+    assert [group.tokens.tolist() for group in bucket_decodes(index)] == [[1], [2, 0]]
+    assert [tuple(group.key_rows.shape) for group in bucket_decodes(index)] == [(1, 21), (2, 601)]
 
 
 @settings(derandomize=True, deadline=None)
@@ -417,8 +425,8 @@ def test_groups_bound_padding_and_size(lens: list[int]) -> None:
 def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: int) -> None:
     """P = 4, W = 6: the worked example."""
     rings = PageRings(WindowClass(6, 3, 10), 4, 2, CPU)
-    rings.append(1, (7, 2, 5))
-    rings.write_down()
+    rings.append_pages(1, (7, 2, 5))
+    rings.flush()
     table = page_table(rings, torch.tensor([1]), torch.tensor([position]), 3)
     assert (table.pages_BN.tolist(), table.first_B.tolist(), table.end_B.tolist()) == ([pages], [first], [end])
 
@@ -447,13 +455,13 @@ def test_the_table_of_a_token(position: int, pages: list[int], first: int, end: 
 )
 def test_widths_of_tables(window: int | None, starts: list[int], width: int) -> None:
     """Powers of two and the middles between, none below 1024 keys, none beyond the ring; P = 16, 81920 positions."""
-    assert table_width(starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)) == width
+    assert padded_width(starts, PageRings(WindowClass(window, ring_pages(window, 16, 81_920), 1), 16, 1, CPU)) == width
 
 
 def test_there_are_few_widths_and_two_thirds_of_each_are_filled() -> None:
     """Each is a recording of its own, for each number of tokens; what is empty in it gives split-K's parts nothing to do."""
     rings = PageRings(WindowClass(None, ring_pages(None, 16, 32_768), 1), 16, 1, CPU)
-    widths = {start: table_width([start], rings) for start in range(32_768)}
+    widths = {start: padded_width([start], rings) for start in range(32_768)}
     assert len({*widths.values()}) == 11
     assert all(2 * width < 3 * (start // 16 + 1) for start, width in widths.items() if start >= 1024)
 

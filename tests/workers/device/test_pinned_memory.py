@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tramontane.workers.device.pinned_memory import Leaving, Pinning, leaving, to_device, to_host
-from tramontane.workers.stage.activation import Activation, Outbox
+from tramontane.workers.device.pinned_memory import HostCopy, PinnedTransfer, copy_to_host_async, to_device, to_host
+from tramontane.workers.stage.activation import Activation, ActivationSender
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ class LatePinning:
         self.begun: list[Callable[[], object]] = []
         self.num_done = 0
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_pinned(self, tensor: Tensor) -> Tensor:
         return torch.full(tensor.shape, -1, dtype=tensor.dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -37,7 +37,7 @@ class LatePinning:
 
         return wait
 
-    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
         arriving = torch.full_like(pinned, -2)
         self.copy(arriving, pinned)
         return arriving
@@ -76,7 +76,7 @@ def test_on_the_host_nothing_is_copied() -> None:
 def test_packed_and_unpacked_it_is_the_same(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also by way of a device."""
     hidden_TD = torch.randn(5, 8).to(dtype)
-    pinning: list[Pinning | None] = [None, LatePinning()]
+    pinning: list[PinnedTransfer | None] = [None, LatePinning()]
     for way in pinning:
         monkeypatch.setattr("tramontane.workers.stage.activation.to_host", lambda tensor, way=way: to_host(tensor, way))
         header, array = Activation(hidden_TD, ()).pack()
@@ -88,14 +88,14 @@ def test_what_leaves_waits_for_nothing_that_is_begun_after_it(monkeypatch: pytes
     """The next step, for one."""
     late = LatePinning()
 
-    def leaving_late(tensor: Tensor) -> Leaving:
-        return leaving(tensor, late)
+    def leaving_late(tensor: Tensor) -> HostCopy:
+        return copy_to_host_async(tensor, late)
 
-    monkeypatch.setattr("tramontane.workers.stage.activation.leaving", leaving_late)
-    hidden_TD, outbox = torch.randn(5, 8), Outbox()
-    outbox.put(hidden_TD)
+    monkeypatch.setattr("tramontane.workers.stage.activation.copy_to_host_async", leaving_late)
+    hidden_TD, outbox = torch.randn(5, 8), ActivationSender()
+    outbox.send(hidden_TD)
     assert len(late.begun) == 1, "it is on its way already"
     late.copy(torch.empty(3), torch.empty(3))  # what the next step asks for
-    packed = outbox.packed(Activation(torch.empty(5, 8), ()))
+    packed = outbox.payload(Activation(torch.empty(5, 8), ()))
     assert torch.equal(Activation.unpack(packed).hidden_TD, hidden_TD)
     assert len(late.begun) == 1

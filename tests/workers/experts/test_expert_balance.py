@@ -10,7 +10,7 @@ from harness import PROMPTS, run_prompts, scheduler_for
 from local_expert_actors import ExpertActors, expert_plan, open_chain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.config.expert_load import by_expert
+from tramontane.cluster.config.expert_load import per_expert
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.plan import ExpertPlan
 from tramontane.workers.model.layers import TransformerBlock
@@ -50,7 +50,7 @@ def test_replicas_of_hot_experts_even_the_load_out(tmp_path: Path, capsys: pytes
     without, load, tokens = _busiest(folder, expert_plan(ARGS, ACTORS))
     hot = sum(sum(layer[:2]) for layer in load) / sum(map(sum, load))
     assert hot > 0.9, "or the gate is not biased"
-    measured = by_expert(tuple(map(tuple, load)))
+    measured = per_expert(tuple(map(tuple, load)))
     moved, _, also = _busiest(folder, expert_plan(ARGS, ACTORS, 1, measured))
     spread, _, same = _busiest(folder, expert_plan(ARGS, ACTORS, None, measured))
     with capsys.disabled():

@@ -16,16 +16,16 @@ from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import PipelineError, StaleEpochError
-from tramontane.proto.plan import ClusterPlan, ExpertPlan
+from tramontane.proto.plan import ExpertPlan, PipelinePlan
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, ExpertUsage, MicroBatch
-from tramontane.router.scheduling.policy import EvenPolicy
+from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.remote_experts import RemoteExperts
-from tramontane.workers.links.channel import Edges
-from tramontane.workers.links.gpu_channel import GpuEdges, Place, Ways
-from tramontane.workers.links.ipc_memory import HostSharing
+from tramontane.workers.links.channel import ChannelFactory
+from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
+from tramontane.workers.links.ipc_memory import HostIpc
 from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.stage.ping_pong_executor import PingPong
+from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
 ARGS = tiny_args(n_layers=4)
@@ -59,7 +59,7 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     plan = tiny_plan(ARGS, num_stages)
     actors = ExpertActors(expert_plan(ARGS, num_actors, replicas), folder)
     with open_chain(plan, folder, actors, max_open) as chain:
-        scheduler = scheduler_for(plan, 64, EvenPolicy(4 * num_stages, 64))
+        scheduler = scheduler_for(plan, 64, FixedInFlightPolicy(4 * num_stages, 64))
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
         given = [sum(tokens) for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
     assert given == [given[0]] * ARGS.n_layers, "every token passes every layer"
@@ -68,11 +68,11 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
 
 
 GROUPS = GroupEdges("gloo")
-ON_ONE_GPU = GpuEdges(Ways(Place("this boot", "GPU-1"), torch.device("cpu"), HostSharing(), GROUPS))
+ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS))
 
 
 @pytest.mark.parametrize("edges", [GROUPS, ON_ONE_GPU], ids=["groups", "one GPU"])
-def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: Edges) -> None:
+def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: ChannelFactory) -> None:
     """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)
     with open_chain(plan, folder, actors) as chain:
@@ -111,7 +111,7 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     """Its old actor has forgotten it, and the plan is only recorded a little later."""
     first = expert_plan(ARGS, 2)
     actors = ExpertActors(first, folder)
-    moved = first.holding([actor.experts for actor in reversed(first.actors)])
+    moved = first.with_assignment([actor.experts for actor in reversed(first.actors)])
     asked: list[ExpertPlan] = []
 
     def current_plan() -> ExpertPlan:
@@ -119,24 +119,24 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
         return asked[-1]
 
     for worker, actor in zip(actors.workers, moved.actors, strict=True):
-        worker.hold(actor.experts)
-        worker.release(actor.experts)
+        worker.load_experts(actor.experts)
+        worker.unload_experts(actor.experts)
         assert worker.num_bytes == actor.weight_bytes
     experts = RemoteExperts(first, actors.connect, current_plan)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(9, ARGS.dim)
-    answer = experts.ask(2, rows, groups_of([2, 3, 0, 4]))
-    while not answer.advance():
+    answer = experts.dispatch(2, rows, groups_of([2, 3, 0, 4]))
+    while not answer.poll():
         answer.wait()
     assert asked[-1] == moved
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(answer.result(), inside.ask(2, rows, groups_of([2, 3, 0, 4])).result())
+        assert torch.equal(answer.result(), inside.dispatch(2, rows, groups_of([2, 3, 0, 4])).result())
     experts.close()
 
 
-def _generate(chain: OpenChain, plan: ClusterPlan, prompts: list[list[int]]) -> list[list[int]]:
-    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, EvenPolicy(4, 64)), prompts))
+def _generate(chain: OpenChain, plan: PipelinePlan, prompts: list[list[int]]) -> list[list[int]]:
+    return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), prompts))
 
 
 def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[], None] = lambda: None) -> None:
@@ -195,14 +195,14 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
     rows = torch.randn(12, ARGS.dim)
     groups = groups_of([5, 0, 4, 3])
-    asked = experts.ask(1, rows, groups)
-    while not asked.advance():
+    asked = experts.dispatch(1, rows, groups)
+    while not asked.poll():
         asked.wait()
     assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
     assert asked.usage.asked_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(asked.result(), inside.ask(1, rows, groups).result())
+        assert torch.equal(asked.result(), inside.dispatch(1, rows, groups).result())
     experts.close()
 
 
@@ -213,14 +213,14 @@ def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
     actors.before_call[0] = lambda _: gate.wait()
     experts = RemoteExperts(actors.plan, actors.connect)
     wait_until(lambda: experts.is_any_up((0,)) and experts.is_any_up((1,)))
-    slow = experts.ask(0, torch.randn(5, ARGS.dim), groups_of([5, 0, 0, 0]))
-    quick = experts.ask(0, torch.randn(9, ARGS.dim), groups_of([9, 0, 0, 0]))
-    while not quick.advance():
+    slow = experts.dispatch(0, torch.randn(5, ARGS.dim), groups_of([5, 0, 0, 0]))
+    quick = experts.dispatch(0, torch.randn(9, ARGS.dim), groups_of([9, 0, 0, 0]))
+    while not quick.poll():
         quick.wait()
     assert [actor for actor, *_ in quick.usage.actors] == [1]
-    assert experts.assign(0, {0: 1})[0] == {1: (0,)}
+    assert experts.select_replicas(0, {0: 1})[0] == {1: (0,)}
     gate.set()
-    while not slow.advance():
+    while not slow.poll():
         slow.wait()
     assert [actor for actor, *_ in slow.usage.actors] == [0]
     experts.close()
@@ -233,7 +233,7 @@ class HeldExperts:
         self.news = threading.Condition()
         self.asked: list[HeldAnswer] = []
 
-    def ask(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
+    def dispatch(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
         answer = HeldAnswer(layer, rows_CD)
         with self.news:
             self.asked.append(answer)
@@ -254,7 +254,7 @@ class HeldAnswer:
     def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
         self.layer, self._rows_CD, self.has_news = layer, rows_CD, False
 
-    def advance(self) -> bool:
+    def poll(self) -> bool:
         return self.has_news
 
     def result(self) -> torch.Tensor:
@@ -265,7 +265,7 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
     """Asked in the order of number, layer: a is let go after b, and must still be the first in every layer."""
     plan = tiny_plan(ARGS)
     worker, held = StageWorker.load(replace(plan.stages[0], experts_inside=False), folder), HeldExperts()
-    stage = PingPong(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
+    stage = PingPongExecutor(worker, held, max_open=2, num_threads=1)  # type: ignore[arg-type]
     stage.fence(0)
     ended: list[int] = []
     with ThreadPoolExecutor(3) as threads:

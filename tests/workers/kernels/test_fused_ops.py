@@ -12,10 +12,10 @@ from harness import run_in_process
 from tiny_models import experts_together, random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.attention.sdpa_backend import sdpa_kernels
-from tramontane.workers.kernels.fused_ops import PLAIN, Pointwise, compiled
+from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
 from tramontane.workers.model.layers import Attention, FeedForward
-from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 
 CPU = torch.device("cpu")
@@ -42,15 +42,15 @@ def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch, "compile", broken)
     with caplog.at_level(logging.WARNING, logger="tramontane.workers.kernels.fused_ops"):
-        assert compiled(tiny_args(), CPU, torch.float32) is PLAIN
+        assert compile_ops(tiny_args(), CPU, torch.float32) is EAGER
     (record,) = caplog.records
     assert record.getMessage().endswith("(Failed to find a compiler. ... More lines.)")
 
 
 def test_every_layer_uses_what_its_stage_has() -> None:
     args = tiny_args(n_layers=2, moe=False)
-    mine = Pointwise(gated=lambda x: PLAIN.gated(x))
-    (worker,) = split_model(random_model(args), tiny_plan(args, 1), means=Means(sdpa_kernels(), mine))
+    mine = FusedOps(silu_and_mul=lambda x: EAGER.silu_and_mul(x))
+    (worker,) = split_model(random_model(args), tiny_plan(args, 1), means=DeviceBackend(cpu_kernels(), mine))
     users = [module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))]
     assert len(users) == 4
     assert all(module.pointwise is mine for module in users)
@@ -62,9 +62,9 @@ def test_experts_that_lie_together_use_it_too() -> None:
 
     def gated(gate_up_T2F: torch.Tensor) -> torch.Tensor:
         num_rows.append(len(gate_up_T2F))
-        return PLAIN.gated(gate_up_T2F)
+        return EAGER.silu_and_mul(gate_up_T2F)
 
-    means = Means(sdpa_kernels(), Pointwise(gated=gated))
+    means = DeviceBackend(cpu_kernels(), FusedOps(silu_and_mul=gated))
     worker = StageWorker(plan.stages[0], experts_together(random_model(args)), means=means)
     run_in_process(plan, [worker], [[1, 2, 3]], SamplingParams(max_tokens=1))
     assert num_rows == [6, 6], "two experts of each token, in two layers"

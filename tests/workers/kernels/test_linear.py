@@ -9,10 +9,10 @@ from tramontane.workers.kernels.linear import (
     FEW_TOKENS,
     WEIGHTS_FIRST,
     Linear,
-    has_products,
-    packed,
+    blockwise_linear,
+    has_native_matmul,
     padded_len,
-    product_in_blocks,
+    prepack_weight,
 )
 
 # of numbers near one, rounded once at the end
@@ -44,7 +44,7 @@ def test_blocks_together_are_the_product(
     exact_NK = weight_NK.double() * scale_N.double()[:, None] if scale_N is not None else weight_NK.double()
     for tokens in (0, 1, 9, WEIGHTS_FIRST[0], WEIGHTS_FIRST[-1], WEIGHTS_FIRST[-1] + 1):
         x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
-        out_TN = product_in_blocks(x_TK, weight_NK, torch.float32, scale_N)
+        out_TN = blockwise_linear(x_TK, weight_NK, torch.float32, scale_N)
         assert out_TN.dtype == dtype
         assert out_TN.is_contiguous()
         torch.testing.assert_close(out_TN.double(), x_TK.double() @ exact_NK.T, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
@@ -57,10 +57,10 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
 
     def watched(x_TK: Tensor, weight_NK: Tensor, dtype: torch.dtype) -> Tensor:
         went_in_blocks.append(len(x_TK))
-        return product_in_blocks(x_TK, weight_NK, dtype)
+        return blockwise_linear(x_TK, weight_NK, dtype)
 
-    monkeypatch.setattr(linear, "has_products", lambda _device, _dtype: can)
-    monkeypatch.setattr(linear, "product_in_blocks", watched)
+    monkeypatch.setattr(linear, "has_native_matmul", lambda _device, _dtype: can)
+    monkeypatch.setattr(linear, "blockwise_linear", watched)
     layer = _linear(48, 32, dtype)
     lengths = (1, FEW_TOKENS, FEW_TOKENS + 1, 70)
     with torch.inference_mode():
@@ -77,7 +77,7 @@ def test_both_ways_multiply(monkeypatch: pytest.MonkeyPatch, can: bool, dtype: t
 def test_packed_weights_multiply_as_before(shape: tuple[int, int]) -> None:
     layer = _linear(*shape, torch.float32)
     exact_NK = layer.weight.detach().double()
-    layer.weight = torch.nn.Parameter(packed(layer.weight.detach()), requires_grad=False)
+    layer.weight = torch.nn.Parameter(prepack_weight(layer.weight.detach()), requires_grad=False)
     assert layer.weight.is_mkldnn == torch.backends.mkldnn.is_available()
     with torch.inference_mode():
         for tokens in (0, 1, 2, 9, 16, 70, 96):
@@ -99,9 +99,9 @@ def test_packed_products_are_of_few_lengths() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_only_float32_is_packed(dtype: torch.dtype) -> None:
-    assert not packed(_random(48, 32, dtype=dtype)).is_mkldnn
+    assert not prepack_weight(_random(48, 32, dtype=dtype)).is_mkldnn
 
 
 def test_float32_and_gpus_need_no_help() -> None:
-    assert has_products("cpu", torch.float32)
-    assert all(has_products("cuda", dtype) for dtype in TOLERANCES)
+    assert has_native_matmul("cpu", torch.float32)
+    assert all(has_native_matmul("cuda", dtype) for dtype in TOLERANCES)

@@ -18,19 +18,18 @@ from tramontane.workers.kernels.quantized_linear import (
     FEW_TOKENS,
     FUSED_TOKENS,
     TRIED_SIZE,
-    GpuProducts,
     Product,
+    QuantizedKernels,
     QuantizedLinear,
     _fused_product,
-    blockwise,
-    fp8_product,
-    fp8_rows,
-    gpu_products,
-    try_products,
+    dequantized_linear,
+    fp8_linear,
+    probe_kernels,
+    warm_up_kernels,
 )
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import loader as weights
-from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantized
+from tramontane.workers.weights.quantize import NUMBER_DTYPES, quantize_weight
 
 INT8, FP8, CPU = Quantization.INT8, Quantization.FP8, torch.device("cpu")
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -38,9 +37,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 @pytest.fixture(autouse=True)
 def _tried_anew() -> Iterator[None]:
-    gpu_products.cache_clear()
+    probe_kernels.cache_clear()
     yield
-    gpu_products.cache_clear()
+    probe_kernels.cache_clear()
 
 
 def _random(*shape: int, seed: int = 0) -> Tensor:
@@ -49,7 +48,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 
 def _linear(out_features: int, in_features: int, quantize: Quantization, device: torch.device = CPU) -> QuantizedLinear:
     linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], torch.float32)
-    linear.weight, linear.scale = quantized(_random(out_features, in_features).to(device), quantize, torch.float32, device)
+    linear.weight, linear.scale = quantize_weight(_random(out_features, in_features).to(device), quantize, torch.float32, device)
     return linear
 
 
@@ -62,7 +61,7 @@ def _exact(x_TK: Tensor, linear: QuantizedLinear) -> Tensor:
 
 def _has_fp8_rows_on_cpus() -> bool:
     try:
-        fp8_product(torch.ones(2, 16), torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16))
+        fp8_linear(torch.ones(2, 16), torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(16))
     except RuntimeError:
         return False
     return True
@@ -80,8 +79,8 @@ def test_the_product_in_fp8_is_that_of_the_rounded_activations(shape: tuple[int,
     for tokens in (1, 2, 17, 40):
         sizes_T1 = 2.0 ** torch.tensor([0, 3, 10, -10])[torch.arange(tokens) % 4][:, None]
         x_TK = (_random(tokens, shape[1], seed=1) * sizes_T1).to(dtype)
-        rounded_TK, scale_T = quantized(x_TK, FP8, torch.float32, CPU)
-        out_TN = fp8_product(x_TK, linear.weight, linear.scale)
+        rounded_TK, scale_T = quantize_weight(x_TK, FP8, torch.float32, CPU)
+        out_TN = fp8_linear(x_TK, linear.weight, linear.scale)
         assert out_TN.dtype == dtype
         wanted_TN = _exact(rounded_TK.double() * scale_T.double()[:, None], linear)
         torch.testing.assert_close(out_TN / sizes_T1, wanted_TN / sizes_T1, rtol=1e-2, atol=0.2, check_dtype=False)
@@ -94,7 +93,7 @@ def test_tokens_of_nothing_stay_nothing() -> None:
     x_TK = torch.zeros(18, 32, dtype=torch.bfloat16)
     x_TK[3] = 1
     linear = _linear(16, 32, FP8)
-    out_TN = fp8_product(x_TK, linear.weight, linear.scale)
+    out_TN = fp8_linear(x_TK, linear.weight, linear.scale)
     assert out_TN.isfinite().all()
     assert out_TN.any(dim=1).nonzero().tolist() == [[3]]
 
@@ -124,8 +123,10 @@ def _missing(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
     ],
 )
 def test_the_way_depends_on_sizes_alone(fused: Product | None, fp8: Product | None, few: str, several: str, many: str) -> None:
-    names: dict[Product | None, str] = {_right: "fused", _missing: "fp8", blockwise: "blocks"}
-    chosen = [names[GpuProducts(fused, fp8).choose(n)] for n in (1, FEW_TOKENS, FEW_TOKENS + 1, FUSED_TOKENS, FUSED_TOKENS + 1)]
+    names: dict[Product | None, str] = {_right: "fused", _missing: "fp8", dequantized_linear: "blocks"}
+    chosen = [
+        names[QuantizedKernels(fused, fp8).choose(n)] for n in (1, FEW_TOKENS, FEW_TOKENS + 1, FUSED_TOKENS, FUSED_TOKENS + 1)
+    ]
     assert chosen == [few, few, several, several, many]
 
 
@@ -135,15 +136,15 @@ def test_what_does_not_work_is_said_in_one_line_and_done_without(
     product: Product, why: str, quantize: Quantization, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(quantized_linear, "_fused_product", product)
-    monkeypatch.setattr(quantized_linear, "fp8_product", product)
+    monkeypatch.setattr(quantized_linear, "fp8_linear", product)
     monkeypatch.setattr(quantized_linear, "_fused_fp8_product", product)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert gpu_products(CPU, NUMBER_DTYPES[quantize], torch.float32, torch.bfloat16) == GpuProducts(None, None)
+            assert probe_kernels(CPU, NUMBER_DTYPES[quantize], torch.float32, torch.bfloat16) == QuantizedKernels(None, None)
     assert len(caplog.messages) == (2 if quantize is FP8 else 1)
     assert all(why in message and "\n" not in message for message in caplog.messages)
     linear, x_TK = _linear(32, 48, quantize), _random(20, 48).bfloat16()
-    assert linear._gpu_product(x_TK) is blockwise
+    assert linear._gpu_product(x_TK) is dequantized_linear
 
 
 @with_fp8_rows
@@ -151,26 +152,26 @@ def test_what_does_not_work_is_said_in_one_line_and_done_without(
 def test_what_works_is_used(fused_fp8: Product, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_linear, "_fused_product", _right)
     monkeypatch.setattr(quantized_linear, "_fused_fp8_product", fused_fp8)
-    of_many = _right if fused_fp8 is _right else fp8_product
+    of_many = _right if fused_fp8 is _right else fp8_linear
     few_TK, many_TK = _random(FEW_TOKENS, 48).bfloat16(), _random(FEW_TOKENS + 1, 48).bfloat16()
     fp8, int8 = _linear(32, 48, FP8), _linear(32, 48, INT8)
     assert [fp8._gpu_product(x_TK) for x_TK in (few_TK, many_TK)] == [_right, of_many]
     assert [int8._gpu_product(x_TK) for x_TK in (few_TK, many_TK)] == [_right, _right]
     for linear in (fp8, int8):  # float32 asks for its precision
-        assert linear._gpu_product(many_TK.float()) is blockwise
+        assert linear._gpu_product(many_TK.float()) is dequantized_linear
     for shape in ((24, 48), (32, 40)):
-        assert _linear(*shape, FP8)._gpu_product(_random(40, shape[1]).bfloat16()) is blockwise
+        assert _linear(*shape, FP8)._gpu_product(_random(40, shape[1]).bfloat16()) is dequantized_linear
 
 
 def test_what_works_is_found_out_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured graph could not wait for it."""
     tried: list[tuple[object, ...]] = []
-    monkeypatch.setattr(quantized_linear, "gpu_products", lambda *kind: tried.append(kind))
+    monkeypatch.setattr(quantized_linear, "probe_kernels", lambda *kind: tried.append(kind))
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), _linear(16, 16, FP8)).to("meta")
-    try_products(model, torch.bfloat16)
+    warm_up_kernels(model, torch.bfloat16)
     assert tried == [(torch.device("meta"), torch.float8_e4m3fn, torch.float32, torch.bfloat16)]
     asked: list[torch.dtype] = []
-    monkeypatch.setattr(weights, "try_products", lambda _model, dtype: asked.append(dtype))
+    monkeypatch.setattr(weights, "warm_up_kernels", lambda _model, dtype: asked.append(dtype))
     StageWorker.load(tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=FP8).stages[0], RandomWeights())
     assert asked == [torch.bfloat16]
 
@@ -184,7 +185,7 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
         used.add((x_TK.dtype, numbers_NK.dtype, scale_N.dtype))
         return _right(x_TK, numbers_NK, scale_N)
 
-    for name in ("_fused_product", "fp8_product", "_fused_fp8_product"):
+    for name in ("_fused_product", "fp8_linear", "_fused_fp8_product"):
         monkeypatch.setattr(quantized_linear, name, watched)
     plan = tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=quantize).stages[0]
     model = StageWorker.load(plan, RandomWeights()).model
@@ -199,10 +200,10 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
 
 INTERPRETED = """
 import torch
-from tramontane.workers.kernels.triton_quant import fused_fp8_rows
-from tramontane.workers.kernels.triton_quant import fused_product
+from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
+from tramontane.workers.kernels.triton_quant import quantized_gemv
 from tramontane.workers.weights.quantize import quantized
-from tramontane.workers.kernels.quantized_linear import fp8_rows
+from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8
 from tramontane.proto.model_args import Quantization
 torch.manual_seed(0)
 for quantize in Quantization:
@@ -214,10 +215,10 @@ for quantize in Quantization:
         x_TK = torch.full((tokens * width + 4096,), torch.nan).half()[: tokens * width].view(tokens, width).copy_(x_TK)
         exact_TN = x_TK.double() @ (numbers_NK.double() * scale_N.double()[:, None]).T
         for like_TK in (x_TK, x_TK.T.contiguous().T):
-            out_TN = fused_product(like_TK, numbers_NK, scale_N)
+            out_TN = quantized_gemv(like_TK, numbers_NK, scale_N)
             assert out_TN.dtype == torch.float16
             assert (out_TN.double() - exact_TN).norm() / exact_TN.norm() < 1e-3
-    assert fused_product(torch.empty(0, 64).half(), torch.empty(48, 64).to(numbers_NK.dtype), scale_N).shape == (0, 48)
+    assert quantized_gemv(torch.empty(0, 64).half(), torch.empty(48, 64).to(numbers_NK.dtype), scale_N).shape == (0, 48)
 fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 fp8 = fp8[fp8.isfinite()]
 for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
@@ -227,8 +228,8 @@ for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
         x_TK = x_TK * 2.0 ** torch.arange(tokens)[:, None]
         x_TK[1:2] = 0
         for like_TK in (x_TK, x_TK.bfloat16(), x_TK.T.contiguous().T):
-            numbers_TK, scale_T1 = fused_fp8_rows(like_TK, 448)
-            wanted_TK, wanted_T1 = fp8_rows(like_TK)
+            numbers_TK, scale_T1 = quantize_rows_fp8(like_TK, 448)
+            wanted_TK, wanted_T1 = quantize_rows_fp8(like_TK)
             assert torch.equal(scale_T1, wanted_T1)
             # the interpreter rounds otherwise than GPUs do: numbers are compared where there is nothing to round
             assert rounds or torch.equal(numbers_TK.float(), wanted_TK.float())
@@ -238,7 +239,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tramontane.workers.kernels import triton_quant as fused_fp8_rows
+from tramontane.workers.kernels import triton_quant as quantize_rows_fp8
 from tramontane.workers.kernels import triton_quant as f
 
 def compiled(kernel, types, sizes, aligned, capability, options):
@@ -253,9 +254,9 @@ for capability, numbers in ((80, "i8"), (89, "i8"), (89, "fp8e4nv"), (90, "i8"),
         sizes = {(7,): block, (8,): f.ROWS, (9,): f.X_BLOCK // block}
         compiled(f._kernel, types, sizes, [(i,) for i in (0, 1, 2, 3, 5, 6)], capability, {"num_stages": f.STAGES})
 for capability in (89, 90):
-    types, sizes = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr"), {(6,): fused_fp8_rows.K_BLOCK}
-    options = {"num_warps": fused_fp8_rows.WARPS}
-    compiled(fused_fp8_rows._kernel, types, sizes, [(i,) for i in range(4)], capability, options)
+    types, sizes = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr"), {(6,): quantize_rows_fp8.K_BLOCK}
+    options = {"num_warps": quantize_rows_fp8.WARPS}
+    compiled(quantize_rows_fp8._kernel, types, sizes, [(i,) for i in range(4)], capability, options)
 """
 
 
@@ -285,16 +286,16 @@ def test_every_way_is_close_on_a_gpu(quantize: Quantization, dtype: torch.dtype)
             exact_TN = _exact(x_TK, linear)
             way = linear._gpu_product(x_TK)
             off = ((linear(x_TK).double() - exact_TN).norm() / exact_TN.norm()).item()
-            assert off < (5e-3 if way in (blockwise, _fused_product) else 0.05), (shape, tokens, way)
+            assert off < (5e-3 if way in (dequantized_linear, _fused_product) else 0.05), (shape, tokens, way)
 
 
 @on_gpu
 def test_both_ways_to_fp8_are_alike_on_a_gpu() -> None:
     """But for what lies halfway between two numbers, where a division is off by its last bit."""
-    from tramontane.workers.kernels.triton_quant import fused_fp8_rows
+    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
 
     x_TK = (_random(40, 14336) * 2.0 ** torch.arange(-20, 20)[:, None]).cuda().bfloat16()
-    (ours_TK, ours_T1), (theirs_TK, theirs_T1) = fused_fp8_rows(x_TK, 448), fp8_rows(x_TK)
+    (ours_TK, ours_T1), (theirs_TK, theirs_T1) = quantize_rows_fp8(x_TK, 448), quantize_rows_fp8(x_TK)
     torch.testing.assert_close(ours_T1, theirs_T1, rtol=1e-6, atol=0)
     assert (ours_TK.float() == theirs_TK.float()).float().mean() > 0.999
 
@@ -305,7 +306,7 @@ def test_both_ways_to_fp8_are_alike_on_a_gpu() -> None:
 def test_it_can_be_captured_in_a_graph(quantize: Quantization, tokens: int) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     linear, x_TK = _linear(96, 64, quantize, device), torch.zeros(tokens, 64, device=device, dtype=torch.bfloat16)
-    try_products(linear, torch.bfloat16)
+    warm_up_kernels(linear, torch.bfloat16)
     run: Callable[[], Tensor] = lambda: linear(x_TK)  # noqa: E731
     run()  # cuBLAS makes its workspace
     graph = torch.cuda.CUDAGraph()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.model import grouped_gemm as grouped
-from tramontane.workers.model.grouped_gemm import FEW_ROWS, Stack, with_few_rows
+from tramontane.workers.model.grouped_gemm import FEW_ROWS, StackedExperts, enable_small_batch_kernel
 
 INTERPRETED = """
 import torch
@@ -55,19 +55,19 @@ def test_the_kernels_without_a_gpu(script: str, interpret: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def _stack() -> Stack:
-    return Stack(torch.randn(4, 48, 16), torch.randn(4, 16, 24))
+def _stack() -> StackedExperts:
+    return StackedExperts(torch.randn(4, 48, 16), torch.randn(4, 16, 24))
 
 
-def _same(stack: Stack, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+def _same(stack: StackedExperts, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
     return stack._replace(for_few=False).run(rows_CD, ends_E)
 
 
 def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stack, "row_by_row", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(StackedExperts, "row_by_row", lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
-    assert with_few_rows(stacks) == stacks
-    assert with_few_rows({}) == {}
+    assert enable_small_batch_kernel(stacks) == stacks
+    assert enable_small_batch_kernel({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -82,15 +82,15 @@ def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch)
 def test_what_does_not_work_is_said_and_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, factor: float, error: str | None, why: str
 ) -> None:
-    def few_rows(stack: Stack, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+    def few_rows(stack: StackedExperts, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
         if error:
             raise ImportError(error)
         return factor * _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(Stack, "row_by_row", few_rows)
+    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
     monkeypatch.setattr(grouped, "_is_on_gpu", lambda _stack: True)
     with caplog.at_level(logging.WARNING):
-        stacks = with_few_rows({0: _stack(), 1: _stack()})
+        stacks = enable_small_batch_kernel({0: _stack(), 1: _stack()})
     assert [stack.for_few for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
@@ -99,11 +99,11 @@ def test_what_does_not_work_is_said_and_not_used(
 def test_more_rows_are_a_grouped_product(monkeypatch: pytest.MonkeyPatch) -> None:
     few: list[int] = []
 
-    def few_rows(stack: Stack, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+    def few_rows(stack: StackedExperts, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
         few.append(len(rows_CD))
         return _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(Stack, "row_by_row", few_rows)
+    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
     for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, 100):
         ends_E = torch.tensor([0, num_rows, num_rows, num_rows], dtype=torch.int32)
         rows_CD = torch.randn(num_rows, 16)

@@ -17,36 +17,42 @@ import torch
 from lazy_gpu import LazyGpu
 
 from tramontane.proto.errors import LinkError
-from tramontane.workers.links.channel import MAX_UNSENT, Address, Edge
-from tramontane.workers.links.control_socket import Line
-from tramontane.workers.links.gpu_channel import AnnouncedEdge, GpuEdges, Place, StagedEdge, Ways
-from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcInlet, IpcOutlet, offer, take_offer
-from tramontane.workers.links.ipc_memory import Event, HostEvent, HostSharing, Memory, Sharing
+from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel
+from tramontane.workers.links.control_socket import ControlSocket
+from tramontane.workers.links.gpu_channel import (
+    ChannelOptions,
+    DeviceLocation,
+    GpuChannelFactory,
+    HandshakeChannel,
+    HostStagedChannel,
+)
+from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcReceiver, IpcSender, accept_ipc, offer_ipc
+from tramontane.workers.links.ipc_memory import HostEvent, HostIpc, IpcBackend, SharedEvent, SharedMemory
 from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketListener, connection_to
+from tramontane.workers.links.tcp_channel import SocketListener, connect
 
 HOST = "127.0.0.1"
-HERE, THERE = Place("this boot", "GPU-1"), Place("this boot", "GPU-2")
+HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
 ROUNDS = 60
 
 
-def _lines() -> tuple[Line, Line]:
+def _lines() -> tuple[ControlSocket, ControlSocket]:
     listener = SocketListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept_connection)
-        connected = connection_to(listener.address)
-        return Line(accepted.result()), Line(connected)
+        connected = connect(listener.address)
+        return ControlSocket(accepted.result()), ControlSocket(connected)
 
 
-def _pair(sending: Sharing, receiving: Sharing) -> tuple[IpcOutlet, IpcInlet]:
+def _pair(sending: IpcBackend, receiving: IpcBackend) -> tuple[IpcSender, IpcReceiver]:
     at_outlet, at_inlet = _lines()
     with ThreadPoolExecutor(1) as thread:
-        offered = thread.submit(offer, at_outlet, sending)
-        inlet = take_offer(at_inlet, receiving)
+        offered = thread.submit(offer_ipc, at_outlet, sending)
+        inlet = accept_ipc(at_inlet, receiving)
         return offered.result(), inlet
 
 
-def _leave(*edges: Edge) -> None:
+def _leave(*edges: Channel) -> None:
     for edge in edges:
         edge.close()
     for thread in threading.enumerate():
@@ -63,7 +69,7 @@ def test_whatever_the_gpu_does_first_what_arrives_is_what_was_sent(seed: int) ->
     while len(received) < ROUNDS:
         on_its_way = len(sent) - len(received)
         begin = choice.choice(["send", "receive", "work", "work", "work"])
-        if begin == "send" and on_its_way < MAX_UNSENT and len(sent) < ROUNDS:
+        if begin == "send" and on_its_way < MAX_PENDING_SENDS and len(sent) < ROUNDS:
             num_rows = choice.choice([1, 3, 3 * len(sent) + 1])
             sent.append(torch.full((num_rows, 2**14), float(len(sent) + 1)))  # 64 KiB a row
             outlet.send(sent[-1])
@@ -91,14 +97,14 @@ def test_memory_stays_until_the_neighbour_has_let_go() -> None:
     assert gpu.num_kept == 0
 
 
-def _receive_all_that_comes(inlet: Edge) -> None:
+def _receive_all_that_comes(inlet: Channel) -> None:
     """Of what was sent last the end may hear or not."""
-    for _ in range(MAX_UNSENT + 1):
+    for _ in range(MAX_PENDING_SENDS + 1):
         inlet.receive(torch.zeros(4))
 
 
 def test_who_waits_is_woken_by_its_own_end_s_close() -> None:
-    outlet, inlet = _pair(HostSharing(), HostSharing())
+    outlet, inlet = _pair(HostIpc(), HostIpc())
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(inlet.receive, torch.zeros(4))
         inlet.close()
@@ -109,14 +115,14 @@ def test_who_waits_is_woken_by_its_own_end_s_close() -> None:
     _leave(outlet)
 
 
-def _send_all_that_goes(outlet: Edge) -> None:
+def _send_all_that_goes(outlet: Channel) -> None:
     """More than may be on its way to a neighbour that takes nothing."""
-    for _ in range(MAX_UNSENT + 1):
+    for _ in range(MAX_PENDING_SENDS + 1):
         outlet.send(torch.ones(4))
 
 
 def test_slots_may_be_made_while_a_model_runs_and_written_when_it_does_not() -> None:
-    outlet, inlet = _pair(HostSharing(), HostSharing())
+    outlet, inlet = _pair(HostIpc(), HostIpc())
     received = torch.zeros(2**20)
     for mode in (True, True, False, False, True):
         with torch.inference_mode(mode):
@@ -133,21 +139,21 @@ class _BusyEvent(HostEvent):
     def __init__(self, done: threading.Event) -> None:
         self._done = done
 
-    def finish(self) -> None:
+    def synchronize(self) -> None:
         self._done.wait()
 
 
-class _Busy(HostSharing):
+class _Busy(HostIpc):
     def __init__(self) -> None:
         self.done = threading.Event()
 
-    def event(self) -> Event:
+    def event(self) -> SharedEvent:
         return _BusyEvent(self.done)
 
 
 def test_a_neighbour_hears_of_a_close_before_the_gpu_is_done() -> None:
     busy = _Busy()
-    outlet, inlet = _pair(busy, HostSharing())
+    outlet, inlet = _pair(busy, HostIpc())
     outlet.close()
     with pytest.raises(LinkError, match="it was closed"):
         inlet.receive(torch.zeros(4))
@@ -173,10 +179,10 @@ class _Said:
 
 def test_between_gpus_both_ends_begin_the_same_and_only_so_much() -> None:
     said = _Said()
-    outlet = AnnouncedEdge(cast(Line, said), said)
-    for _ in range(MAX_UNSENT + 2):
+    outlet = HandshakeChannel(cast(ControlSocket, said), said)
+    for _ in range(MAX_PENDING_SENDS + 2):
         outlet.send(torch.ones(4))
-    assert said.order == ["send", "announce"] * MAX_UNSENT + ["hear", "send", "announce"] * 2
+    assert said.order == ["send", "announce"] * MAX_PENDING_SENDS + ["hear", "send", "announce"] * 2
     said.order.clear()
     outlet.receive(torch.ones(4))
     assert said.order == ["hear", "receive", "announce"]
@@ -199,7 +205,7 @@ def test_nothing_stays_behind_of_a_sender_that_is_killed() -> None:
     sender = context.Process(target=_send, args=(theirs,))
     sender.start()
     edge = _edges(HERE).connect(ours.recv(), HOST)
-    assert isinstance(edge, IpcInlet)
+    assert isinstance(edge, IpcReceiver)
     ours.recv()
     received = torch.zeros(2**20)
     edge.receive(received)
@@ -219,7 +225,7 @@ def test_nothing_stays_behind_of_a_sender_that_is_killed() -> None:
 
 def test_epochs_leave_no_memory_behind() -> None:
     for _ in range(5):
-        outlet, inlet = _pair(HostSharing(), HostSharing())
+        outlet, inlet = _pair(HostIpc(), HostIpc())
         outlet.send(torch.ones(2**20))
         inlet.receive(torch.zeros(2**20))
         assert _shared_here() > 0
@@ -234,11 +240,11 @@ def _shared_here() -> int:
     return mapped + sum("memfd:edge" in name for name in files)
 
 
-def _edges(place: Place, sharing: Sharing | None = None) -> GpuEdges:
-    return GpuEdges(Ways(place, torch.device("cpu"), sharing or HostSharing(), GroupEdges("gloo")))
+def _edges(place: DeviceLocation, sharing: IpcBackend | None = None) -> GpuChannelFactory:
+    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), GroupEdges("gloo")))
 
 
-def _chosen(listening: GpuEdges, connecting: GpuEdges) -> tuple[Edge, Edge]:
+def _chosen(listening: GpuChannelFactory, connecting: GpuChannelFactory) -> tuple[Channel, Channel]:
     listener = listening.listen(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
@@ -246,7 +252,7 @@ def _chosen(listening: GpuEdges, connecting: GpuEdges) -> tuple[Edge, Edge]:
         return accepted.result(), connected
 
 
-def _carry(outlet: Edge, inlet: Edge) -> None:
+def _carry(outlet: Channel, inlet: Channel) -> None:
     for number in range(5):
         sent_TD, received_TD = torch.full((3, 4), float(number), dtype=torch.bfloat16), torch.zeros(3, 4, dtype=torch.bfloat16)
         outlet.send(sent_TD)
@@ -258,39 +264,39 @@ def _carry(outlet: Edge, inlet: Edge) -> None:
 @pytest.mark.parametrize(
     ("there", "kinds"),
     [
-        (HERE, (IpcOutlet, IpcInlet)),
-        (THERE, (AnnouncedEdge, AnnouncedEdge)),
-        (Place("another boot", HERE.gpu), (AnnouncedEdge, AnnouncedEdge)),
+        (HERE, (IpcSender, IpcReceiver)),
+        (THERE, (HandshakeChannel, HandshakeChannel)),
+        (DeviceLocation("another boot", HERE.gpu), (HandshakeChannel, HandshakeChannel)),
     ],
     ids=["one GPU", "two GPUs", "two machines whose GPUs say they were one"],
 )
-def test_ends_choose_by_where_they_are(there: Place, kinds: tuple[type, type]) -> None:
+def test_ends_choose_by_where_they_are(there: DeviceLocation, kinds: tuple[type, type]) -> None:
     outlet, inlet = _chosen(_edges(HERE), _edges(there))
     assert (type(outlet), type(inlet)) == kinds
     _carry(outlet, inlet)
 
 
-class _CannotOpen(HostSharing):
-    def open_memory(self, handle: bytes, num_bytes: int) -> Memory:
+class _CannotOpen(HostIpc):
+    def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:
         raise RuntimeError("CUDA: cudaErrorInvalidContext")
 
 
-class _CannotMake(HostSharing):
-    def memory(self, num_bytes: int) -> Memory:
+class _CannotMake(HostIpc):
+    def memory(self, num_bytes: int) -> SharedMemory:
         raise RuntimeError("CUDA: cudaErrorNotSupported")
 
 
 @pytest.mark.parametrize(
     ("sending", "receiving", "why"),
-    [(HostSharing(), _CannotOpen(), "InvalidContext"), (_CannotMake(), HostSharing(), "NotSupported")],
+    [(HostIpc(), _CannotOpen(), "InvalidContext"), (_CannotMake(), HostIpc(), "NotSupported")],
 )
 def test_where_memory_cannot_be_shared_both_say_so_and_go_by_way_of_the_host(
-    sending: Sharing, receiving: Sharing, why: str, caplog: pytest.LogCaptureFixture
+    sending: IpcBackend, receiving: IpcBackend, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
         outlet, inlet = _chosen(_edges(HERE, sending), _edges(HERE, receiving))
     assert [why in record.message for record in caplog.records] == [True, True]
-    assert (type(outlet), type(inlet)) == (StagedEdge, StagedEdge)
+    assert (type(outlet), type(inlet)) == (HostStagedChannel, HostStagedChannel)
     _carry(outlet, inlet)
     assert _shared_here() == 0
 
@@ -299,8 +305,8 @@ def _says(*messages: object) -> Callable[[Address], None]:
     """A neighbour that knows the word, says this much, hears as much, and dies."""
 
     def neighbour(address: Address) -> None:
-        connection = connection_to(address)
-        line = Line(connection)
+        connection = connect(address)
+        line = ControlSocket(connection)
         for message in messages:
             line.receive(60)
             line.send(message)
@@ -337,7 +343,7 @@ def test_a_listener_that_dies_while_they_choose_is_missed_at_once() -> None:
     with ThreadPoolExecutor(1) as thread:
         connected = thread.submit(_edges(HERE).connect, listener.address, HOST)
         connection = listener.accept_connection()
-        line = Line(connection)
+        line = ControlSocket(connection)
         line.send((HERE.boot_id, HERE.gpu))
         connection.close()
         _gone(line)
@@ -349,7 +355,7 @@ def test_a_listener_that_is_closed_while_they_choose_waits_no_longer() -> None:
     listener = _edges(HERE).listen(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        line = Line(connection_to(listener.address))
+        line = ControlSocket(connect(listener.address))
         line.receive(60)  # where it is; it waits for us to say as much
         listener.close()
         with pytest.raises(ConnectionError, match="is closed"):
@@ -357,19 +363,19 @@ def test_a_listener_that_is_closed_while_they_choose_waits_no_longer() -> None:
         _gone(line)
 
 
-def _gone(line: Line) -> None:
+def _gone(line: ControlSocket) -> None:
     line.close()
-    line.dispose()
+    line.close_fds()
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16])
 def test_a_stranger_is_told_nothing(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tramontane.workers.links.tcp_channel.WORD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = _edges(HERE).listen(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
-        neighbour = connection_to(listener.address)  # it has said the word before anybody waits for that
-        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connection_to", lambda _address: neighbour)
+        neighbour = connect(listener.address)  # it has said the word before anybody waits for that
+        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connect", lambda _address: neighbour)
         accepted = thread.submit(listener.accept)
         inlet = _edges(HERE).connect(listener.address, HOST)
         assert stranger.recv(1) == b"", "it was hung up on"

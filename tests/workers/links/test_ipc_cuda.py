@@ -12,10 +12,10 @@ from test_ipc_channel import _lines
 from torch import Tensor
 
 from tramontane.workers.links import ipc_cuda
-from tramontane.workers.links.control_socket import Line
-from tramontane.workers.links.ipc_channel import RefusedError, offer, take_offer
-from tramontane.workers.links.ipc_cuda import HANDLE_BYTES, CudaSharing, bytes_of_handle, handle_of_bytes
-from tramontane.workers.links.ipc_memory import HostSharing
+from tramontane.workers.links.control_socket import ControlSocket
+from tramontane.workers.links.ipc_channel import IpcUnavailableError, accept_ipc, offer_ipc
+from tramontane.workers.links.ipc_cuda import HANDLE_BYTES, CudaIpc, handle_from_bytes, handle_to_bytes
+from tramontane.workers.links.ipc_memory import HostIpc
 
 HANDLE = bytes(range(100, 100 + HANDLE_BYTES))
 POINTER = 4096
@@ -61,7 +61,7 @@ class _Runtime:
         return (0,)
 
 
-def _sharing(monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors: bool = True) -> CudaSharing:
+def _sharing(monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors: bool = True) -> CudaIpc:
     def as_tensor(_bytes: object, device: torch.device) -> Tensor:
         if not has_tensors:
             raise AssertionError(f"not compiled for {device}")
@@ -69,7 +69,7 @@ def _sharing(monkeypatch: pytest.MonkeyPatch, runtime: _Runtime, *, has_tensors:
 
     monkeypatch.setattr(ipc_cuda, "_runtime", lambda _device: runtime)
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
-    return CudaSharing(torch.device("cuda:0"))
+    return CudaIpc(torch.device("cuda:0"))
 
 
 def test_a_handle_goes_from_one_process_to_the_other_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +87,7 @@ def test_a_handle_goes_from_one_process_to_the_other_as_it_is(monkeypatch: pytes
 def test_the_bindings_handle_keeps_its_bytes() -> None:
     """Of the real ones, which make handles without a GPU too."""
     runtime: Any = pytest.importorskip("cuda.bindings.runtime", reason="cuda-bindings come with a torch for CUDA")
-    assert bytes_of_handle(handle_of_bytes(runtime, HANDLE)) == HANDLE
+    assert handle_to_bytes(handle_from_bytes(runtime, HANDLE)) == HANDLE
 
 
 @pytest.mark.parametrize("has_tensors", [False, True])
@@ -110,24 +110,26 @@ def test_what_cannot_be_opened_is_refused_and_closed(monkeypatch: pytest.MonkeyP
         sharing.open_memory(b"abc", 8)
 
 
-def test_both_ends_hear_of_it_and_may_go_by_way_of_the_host(monkeypatch: pytest.MonkeyPatch, lines: tuple[Line, Line]) -> None:
+def test_both_ends_hear_of_it_and_may_go_by_way_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, lines: tuple[ControlSocket, ControlSocket]
+) -> None:
     runtime = _Runtime(handle=object())
     sharing = _sharing(monkeypatch, runtime)
-    monkeypatch.setattr(sharing, "event", HostSharing().event)
+    monkeypatch.setattr(sharing, "event", HostIpc().event)
     at_outlet, at_inlet = lines
     with ThreadPoolExecutor(1) as thread:
-        offered = thread.submit(offer, at_outlet, sharing)
-        with pytest.raises(RefusedError, match="CUDA's bindings"):
-            take_offer(at_inlet, HostSharing())
-        with pytest.raises(RefusedError, match="CUDA's bindings"):
+        offered = thread.submit(offer_ipc, at_outlet, sharing)
+        with pytest.raises(IpcUnavailableError, match="CUDA's bindings"):
+            accept_ipc(at_inlet, HostIpc())
+        with pytest.raises(IpcUnavailableError, match="CUDA's bindings"):
             offered.result()
     assert runtime.freed == [POINTER]
 
 
 @pytest.fixture
-def lines() -> Iterator[tuple[Line, Line]]:
+def lines() -> Iterator[tuple[ControlSocket, ControlSocket]]:
     pair = _lines()
     yield pair
     for line in pair:
         line.close()
-        line.dispose()
+        line.close_fds()

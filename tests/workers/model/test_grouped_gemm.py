@@ -21,15 +21,15 @@ from tiny_models import (
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
-from tramontane.proto.model_folder import Layout, RandomWeights, Weights
-from tramontane.proto.ports import Groups
-from tramontane.workers.model.grouped_gemm import stacked
-from tramontane.workers.model.moe import Answered, ByExpert, LocalExperts
-from tramontane.workers.model.rotary import Rotary, rotary_tables
-from tramontane.workers.model.transformer import StageModel, completed
+from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
+from tramontane.proto.ports import ExpertGroups
+from tramontane.workers.model.grouped_gemm import as_stacked_view
+from tramontane.workers.model.moe import CompletedExperts, ExpertPermutation, LocalExperts
+from tramontane.workers.model.rotary import RotaryTables, rotary_tables
+from tramontane.workers.model.transformer import StageModel, run_to_completion
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import are_together
-from tramontane.workers.weights.loader import with_weights
+from tramontane.workers.weights.expert_placement import supports_grouped_gemm
+from tramontane.workers.weights.loader import load_module
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 ARGS = tiny_args(n_layers=4)
@@ -41,8 +41,8 @@ def _experts(dtype: torch.dtype, together: bool) -> LocalExperts:
     model = random_model(ARGS)
     made = experts_together(model, dtype) if together else model.to(dtype)
     assert isinstance(made.experts, LocalExperts)
-    made.settle(torch.device("cpu"))
-    assert made.experts.is_static == together
+    made.finalize_weights(torch.device("cpu"))
+    assert made.experts.is_graph_safe == together
     return made.experts
 
 
@@ -52,7 +52,9 @@ def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype, sizes: li
     """Against each other, and against the definition in double precision."""
     rows_CD = torch.randn(sum(sizes), ARGS.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():
-        grouped, each = (_experts(dtype, together).ask(LAYER, rows_CD, groups_of(sizes)).result() for together in (True, False))
+        grouped, each = (
+            _experts(dtype, together).dispatch(LAYER, rows_CD, groups_of(sizes)).result() for together in (True, False)
+        )
     assert grouped.dtype == dtype
     torch.testing.assert_close(grouped, each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     defined = _by_definition(dtype, rows_CD, sizes)
@@ -75,19 +77,19 @@ def test_rows_after_the_last_group_disturb_nothing(together: bool) -> None:
     rows_CD = torch.randn(9, ARGS.dim)
     experts, groups = _experts(torch.float32, together), groups_of([2, 0, 3, 1])
     with torch.inference_mode():
-        expected = experts.ask(LAYER, rows_CD[:6], groups).result()
+        expected = experts.dispatch(LAYER, rows_CD[:6], groups).result()
         rows_CD[6:] = torch.nan
-        assert torch.equal(experts.ask(LAYER, rows_CD, groups).result()[:6], expected)
+        assert torch.equal(experts.dispatch(LAYER, rows_CD, groups).result()[:6], expected)
 
 
 def test_choices_are_sorted_by_expert() -> None:
-    """The example of ``ByExpert``, and padding."""
-    by_expert = ByExpert.of(torch.tensor([[1, 0], [1, 2], [0, 1]]), 3)
+    """The example of ``ExpertPermutation``, and padding."""
+    by_expert = ExpertPermutation.of(torch.tensor([[1, 0], [1, 2], [0, 1]]), 3)
     assert by_expert.order_C.tolist() == [1, 4, 0, 2, 5, 3]
-    assert by_expert.ends_E.tolist() == [2, 5, 6]
-    assert by_expert.ends_E.dtype == torch.int32
+    assert by_expert.offsets_E.tolist() == [2, 5, 6]
+    assert by_expert.offsets_E.dtype == torch.int32
     assert by_expert.sizes == [2, 3, 1]
-    padded = ByExpert.of(torch.tensor([[1, 0], [4, 4], [0, 3]]), 4)
+    padded = ExpertPermutation.of(torch.tensor([[1, 0], [4, 4], [0, 3]]), 4)
     assert padded.order_C.tolist() == [1, 4, 0, 5, 2, 3]
     assert padded.sizes == [2, 1, 0, 1]
 
@@ -95,7 +97,7 @@ def test_choices_are_sorted_by_expert() -> None:
 def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
     block = torch.arange(40.0)
     views = [block[start : start + 8].view(2, 4) for start in (8, 16, 24)]
-    stack = stacked(views)
+    stack = as_stacked_view(views)
     assert stack is not None
     assert torch.equal(stack, block[8:32].view(3, 2, 4))
     assert stack.data_ptr() == views[0].data_ptr()
@@ -108,17 +110,17 @@ def test_matrices_are_a_stack_where_they_lie_evenly_in_one_block() -> None:
         [block[:8].view(2, 4), torch.zeros(16)[8:].view(2, 4)],
         [views[0].to_mkldnn(), views[1].to_mkldnn()],
     ]
-    assert [stacked(each) for each in others] == [None] * len(others)
+    assert [as_stacked_view(each) for each in others] == [None] * len(others)
 
 
 @pytest.mark.parametrize("made", [True, False])
 def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool) -> None:
-    weights: Weights = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
+    weights: WeightSource = RandomWeights() if made else write_checkpoint(tmp_path / "model", ARGS)
     apart, together = (_loaded(weights, experts_together) for experts_together in (False, True))
     experts = together.model.experts
     assert isinstance(experts, LocalExperts)
-    assert experts.is_static
-    assert not apart.model.experts.is_static  # type: ignore[union-attr]
+    assert experts.is_graph_safe
+    assert not apart.model.experts.is_graph_safe  # type: ignore[union-attr]
     state = loaded_state(together)
     for name, tensor in loaded_state(apart).items():
         assert torch.equal(state[name], tensor), name
@@ -128,7 +130,7 @@ def test_experts_are_loaded_together_without_a_copy(tmp_path: Path, made: bool) 
     assert ends.untyped_storage().nbytes() == 4 * ends.nbytes
 
 
-def _loaded(weights: Weights, experts_together: bool) -> StageWorker:
+def _loaded(weights: WeightSource, experts_together: bool) -> StageWorker:
     plan = replace(tiny_plan(ARGS).stages[0], dtype="bfloat16")
 
     def tensors_of(layout: Layout) -> list:  # type: ignore[type-arg]
@@ -137,7 +139,7 @@ def _loaded(weights: Weights, experts_together: bool) -> StageWorker:
     def make() -> StageModel:
         return StageModel(ARGS, plan.layers)
 
-    model = with_weights(make, ARGS, tensors_of, weights, plan.dtype, None, "cpu", lambda _read, _loaded: None, experts_together)
+    model = load_module(make, ARGS, tensors_of, weights, plan.dtype, None, "cpu", lambda _read, _loaded: None, experts_together)
     return StageWorker(plan, model)
 
 
@@ -161,7 +163,7 @@ def _attend(_layer: int, q_THd: Tensor, _k: Tensor, _v: Tensor) -> Tensor:
     return q_THd
 
 
-def _rotary(num_tokens: int, args: ModelArgs, dtype: torch.dtype, device: str = "cpu") -> Rotary:
+def _rotary(num_tokens: int, args: ModelArgs, dtype: torch.dtype, device: str = "cpu") -> RotaryTables:
     return rotary_tables(torch.arange(num_tokens, device=device), args, dtype)
 
 
@@ -172,10 +174,10 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
     is_padding_T = torch.tensor([False, True, False, False, True])
     with torch.inference_mode():
         rotary = _rotary(5, ARGS, torch.float32)
-        alone = completed(model(hidden_TD, rotary, _attend))
+        alone = run_to_completion(model(hidden_TD, rotary, _attend))
         before = model.expert_load
         hidden_TD[is_padding_T] = torch.nan  # as memory that nobody wrote to may be
-        padded = completed(model(hidden_TD, rotary, _attend, None, is_padding_T))
+        padded = run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T))
     torch.testing.assert_close(padded[~is_padding_T], alone[~is_padding_T])
     after = model.expert_load
     assert {layer: sum(after[layer]) - sum(before[layer]) for layer in before} == dict.fromkeys(range(4), 3 * 2)
@@ -184,11 +186,11 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
 class _Dirty(LocalExperts):
     """Leaves in memory what multiplies to nothing good."""
 
-    def ask(self, layer: int, rows_CD: Tensor, groups: Groups) -> Answered:
+    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> CompletedExperts:
         done_CD = torch.full_like(rows_CD, torch.nan)
         own = slice(sum(groups.sizes))
-        done_CD[own] = super().ask(layer, rows_CD, groups).result()[own]
-        return Answered(layer, done_CD)
+        done_CD[own] = super().dispatch(layer, rows_CD, groups).result()[own]
+        return CompletedExperts(layer, done_CD)
 
 
 def test_what_experts_make_of_padding_is_nothing() -> None:
@@ -197,7 +199,9 @@ def test_what_experts_make_of_padding_is_nothing() -> None:
     for is_padding in ([False, True, True], [True, True, True]):
         is_padding_T = torch.tensor(is_padding)
         with torch.inference_mode():
-            out_TD = completed(model(torch.randn(3, ARGS.dim), _rotary(3, ARGS, torch.float32), _attend, None, is_padding_T))
+            out_TD = run_to_completion(
+                model(torch.randn(3, ARGS.dim), _rotary(3, ARGS, torch.float32), _attend, None, is_padding_T)
+            )
         assert out_TD.isfinite().all()
 
 
@@ -207,7 +211,7 @@ def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
     args = replace(ARGS, moe=MoeArgs(8, 2))
     with torch.device("meta"):
         model = StageModel(args, range(2, 4)).to(torch.bfloat16)
-        model._expert_tokens.settle(torch.device("meta"))
+        model._expert_tokens.to_device(torch.device("meta"))
         experts = model.experts
         assert isinstance(experts, LocalExperts)
         hidden_TD = torch.empty(5, args.dim, dtype=torch.bfloat16)
@@ -215,13 +219,13 @@ def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
         with torch.inference_mode():
             rotary = _rotary(5, args, torch.bfloat16, "meta")
             with pytest.raises(RuntimeError, match="no data"):
-                completed(model(hidden_TD, rotary, _attend, None, is_padding_T))
+                run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T))
             for layer, own in experts.layers.items():
                 _share_a_block(list(own.children()))
-                assert not experts.is_static, layer
-            experts.settle()
-            assert experts.is_static
-            assert completed(model(hidden_TD, rotary, _attend, None, is_padding_T)).shape == (5, args.dim)
+                assert not experts.is_graph_safe, layer
+            experts.finalize_weights()
+            assert experts.is_graph_safe
+            assert run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T)).shape == (5, args.dim)
         with pytest.raises(NotImplementedError, match="meta"):
             _ = model.expert_load
 
@@ -236,7 +240,7 @@ def _share_a_block(experts: list[torch.nn.Module]) -> None:
 
 def _plan_of(**changes: object) -> Callable[[], bool]:
     plan = replace(tiny_plan(ARGS).stages[0], **{"dtype": "bfloat16", **changes})  # type: ignore[arg-type]
-    return lambda: are_together(plan, "cuda:0")
+    return lambda: supports_grouped_gemm(plan, "cuda:0")
 
 
 @pytest.mark.parametrize(
@@ -270,7 +274,11 @@ def test_stages_without_experts_and_processors_do_without_a_word(caplog: pytest.
     stage = tiny_plan(ARGS).stages[0]
     dense = tiny_plan(tiny_args(moe=False)).stages[0]
     assert not any(
-        (are_together(stage, "cpu"), are_together(dense, "cuda:0"), are_together(replace(stage, experts_inside=False), "cuda:0"))
+        (
+            supports_grouped_gemm(stage, "cpu"),
+            supports_grouped_gemm(dense, "cuda:0"),
+            supports_grouped_gemm(replace(stage, experts_inside=False), "cuda:0"),
+        )
     )
     assert not caplog.records
-    assert LocalExperts(dense.args, dense.layers).is_static, "there is nothing to wait for"
+    assert LocalExperts(dense.args, dense.layers).is_graph_safe, "there is nothing to wait for"

@@ -12,10 +12,10 @@ from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.workers.model.grouped_gemm import FEW_ROWS
 from tramontane.workers.model.moe import LocalExperts
-from tramontane.workers.model.transformer import StageModel, completed
-from tramontane.workers.stage.cuda_graphs import CudaRecorder
-from tramontane.workers.weights.expert_placement import are_together
-from tramontane.workers.weights.loader import with_weights
+from tramontane.workers.model.transformer import StageModel, run_to_completion
+from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
+from tramontane.workers.weights.expert_placement import supports_grouped_gemm
+from tramontane.workers.weights.loader import load_module
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -28,9 +28,9 @@ TOLERANCE = 2e-2
 
 @pytest.fixture(scope="module")
 def model() -> StageModel:
-    if not are_together(PLAN, "cuda"):
+    if not supports_grouped_gemm(PLAN, "cuda"):
         pytest.skip("this GPU has no kernel for grouped products")
-    made = with_weights(
+    made = load_module(
         lambda: StageModel(ARGS, LAYERS),
         ARGS,
         lambda layout: stage_tensors(ARGS, LAYERS, layout),
@@ -41,7 +41,7 @@ def model() -> StageModel:
         lambda _read, _loaded: None,
         experts_together=True,
     )
-    made.settle(torch.device("cuda"))
+    made.finalize_weights(torch.device("cuda"))
     return made
 
 
@@ -59,7 +59,7 @@ def _rows(num_rows: int, seed: int = 0) -> Tensor:
 
 def _run(model: StageModel, hidden_TD: Tensor, is_padding_T: Tensor | None) -> Tensor:
     for layer in LAYERS:
-        hidden_TD = hidden_TD + completed(model.fed_forward(layer, hidden_TD, None, is_padding_T))
+        hidden_TD = hidden_TD + run_to_completion(model.feed_forward(layer, hidden_TD, None, is_padding_T))
     return hidden_TD
 
 
@@ -71,10 +71,10 @@ def _run(model: StageModel, hidden_TD: Tensor, is_padding_T: Tensor | None) -> T
 def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: list[int]) -> None:
     experts, groups = model.experts, groups_of(sizes)
     assert isinstance(experts, LocalExperts)
-    assert experts.is_static
+    assert experts.is_graph_safe
     rows_CD = _rows(sum(sizes) + 2)  # two of which are nobody's
     with torch.inference_mode():
-        grouped = experts.ask(1, rows_CD, replace(groups, ends_E=groups.ends_E.cuda())).result()[: sum(sizes)]
+        grouped = experts.dispatch(1, rows_CD, replace(groups, ends_E=groups.offsets_E.cuda())).result()[: sum(sizes)]
         each = experts.run(1, range(8), sizes, rows_CD)
     torch.testing.assert_close(grouped, each, rtol=TOLERANCE, atol=TOLERANCE)
 
@@ -104,7 +104,7 @@ def test_a_cuda_graph_follows_other_choices_and_counts_no_padding(model: StageMo
     """Of 4 tokens row by row, of 16 as a grouped product."""
     hidden_TD, is_padding_T = _rows(num_tokens), torch.ones(num_tokens, dtype=torch.bool, device="cuda")
     with torch.inference_mode():
-        replay = CudaRecorder().record(lambda: _run(model, hidden_TD, is_padding_T))
+        replay = CudaGraphCapture().capture(lambda: _run(model, hidden_TD, is_padding_T))
         for seed in range(1, 9):
             own = num_tokens - seed % 4
             hidden_TD.copy_(_rows(num_tokens, seed))

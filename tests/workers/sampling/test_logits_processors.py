@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from logit_formulas import changed_logits
 
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, Decodes, MicroBatch
-from tramontane.workers.sampling.logits_processors import LogitChanges
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
+from tramontane.workers.sampling.logits_processors import LogitsProcessor
 
 VOCAB, EOS = 12, (2, 7)
 PLAIN = SamplingParams(max_tokens=50)
@@ -30,8 +30,8 @@ SEQUENCES = st.lists(
 )
 
 
-def _changes() -> LogitChanges:
-    return LogitChanges(VOCAB, EOS, torch.device("cpu"))
+def _changes() -> LogitsProcessor:
+    return LogitsProcessor(VOCAB, EOS, torch.device("cpu"))
 
 
 def _chunks(seq_id: int, sampling: SamplingParams, ids: list[int], num_prompt: int, size: int) -> list[Chunk]:
@@ -75,7 +75,7 @@ def test_logits_are_changed_as_the_formulas_say(
         begun.append(MicroBatch(0, len(begun), chunks, changes_after if turn == 0 else ()))
     for turn in range(0 if replayed else max(len(output) for *_, output in sequences)):
         going = [(seq_id, prompt, output) for seq_id, (_, prompt, output) in enumerate(sequences) if turn < len(output)]
-        decodes = Decodes(
+        decodes = DecodeColumns(
             tuple(seq_id for seq_id, *_ in going),
             tuple(len(prompt) + turn for _, prompt, _ in going),
             tuple(output[turn] for *_, output in going),
@@ -119,5 +119,5 @@ def test_the_first_token_after_the_prompt_knows_the_prompt_and_no_output() -> No
     changes.update(MicroBatch(0, 0, (Chunk(0, 0, (4,), (), wish, True, 1),)))
     logits = torch.full((1, VOCAB), 6.0)
     assert changes.apply(logits, (0,), (1,))[0, 4] == 3.0
-    changes.update(MicroBatch(0, 1, (), (), Decodes((0,), (1,), (4,))))
+    changes.update(MicroBatch(0, 1, (), (), DecodeColumns((0,), (1,), (4,))))
     assert changes.apply(logits, (0,), (2,))[0, 4] == 2.0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.sampling import sampler
-from tramontane.workers.sampling.sampler import uniform
+from tramontane.workers.sampling.sampler import hashed_uniform
 
 VOCAB = 40
 
@@ -75,7 +75,7 @@ def test_the_same_token_as_by_hand(params: SamplingParams) -> None:
     tokens = sample(logits, [params] * 300, range(300))
     borders = 0
     for row, token in enumerate(tokens):
-        expected, distance = _pick(_kept(logits[row].tolist(), params), uniform(params.seed, params.choice, row))
+        expected, distance = _pick(_kept(logits[row].tolist(), params), hashed_uniform(params.seed, params.choice, row))
         if distance < 1e-6:  # float32 may fall on either side
             borders += 1
         else:
@@ -163,7 +163,7 @@ def test_a_draw_does_not_depend_on_its_company() -> None:
 
 def test_seed_choice_and_position_each_make_another_draw() -> None:
     base = {(seed, choice, position) for seed in (-5, 0, 1) for choice in (0, 1, 2) for position in range(50)}
-    assert len({uniform(*key) for key in base}) == len(base)
+    assert len({hashed_uniform(*key) for key in base}) == len(base)
     flat = torch.zeros(1, 1000).expand(50, -1)
     draws = [
         sample(flat, [_params(seed=seed, choice=choice)] * 50, range(first, first + 50))
@@ -176,9 +176,9 @@ def test_seed_choice_and_position_each_make_another_draw() -> None:
 
 def test_uniform_is_pinned() -> None:
     """Replays on another machine, or by a later version, must continue with the same numbers."""
-    assert uniform(0, 0, 0) == 0.156742553465558
-    assert uniform(-(2**63), 3, 32767) == 0.8022540742961797
-    draws = [uniform(11, 0, position) for position in range(4000)]
+    assert hashed_uniform(0, 0, 0) == 0.156742553465558
+    assert hashed_uniform(-(2**63), 3, 32767) == 0.8022540742961797
+    draws = [hashed_uniform(11, 0, position) for position in range(4000)]
     assert all(0.0 <= u < 1.0 for u in draws)
     tenths = Counter(int(10 * u) for u in draws)
     assert all(320 < tenths[i] < 480 for i in range(10))

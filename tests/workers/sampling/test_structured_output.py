@@ -9,7 +9,7 @@ import torch
 from tramontane.proto.request import FinishReason, SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.sampling import structured_output as grammar
-from tramontane.workers.sampling.structured_output import Constraints, answered, unpacked
+from tramontane.workers.sampling.structured_output import StructuredOutputManager, output_tokens, unpack_bitmasks
 
 # 0 to 255 are bytes, then some longer pieces; two control tokens, and a piece twice
 PIECES = (*(bytes([i]) for i in range(256)), b'{"', b"", b'"}', b'": ', b"", b'{"', b"true")
@@ -20,11 +20,13 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 JSON = "start: %json " + json.dumps(SCHEMA | {"x-guidance": {"whitespace_flexible": False}})
 
 
-def _constraints(pieces: Sequence[bytes] = PIECES, eos: tuple[int, ...] = (EOS, OTHER_EOS)) -> Constraints:
-    return Constraints(lambda: pieces, VOCAB, eos)
+def _constraints(pieces: Sequence[bytes] = PIECES, eos: tuple[int, ...] = (EOS, OTHER_EOS)) -> StructuredOutputManager:
+    return StructuredOutputManager(lambda: pieces, VOCAB, eos)
 
 
-def _begin(constraints: Constraints, *grammars: str, said: bytes = b"", released: tuple[int, ...] = (), **sampling: bool) -> None:
+def _begin(
+    constraints: StructuredOutputManager, *grammars: str, said: bytes = b"", released: tuple[int, ...] = (), **sampling: bool
+) -> None:
     """Sequences 0, 1, ... with prompts of two tokens, and what they have said before."""
     chunks = [
         Chunk(i, 0, (5, 6, *said), (), SamplingParams(grammar=text, ignore_eos=sampling.get("ignore_eos", False)), True, 2)
@@ -33,14 +35,14 @@ def _begin(constraints: Constraints, *grammars: str, said: bytes = b"", released
     constraints.update(MicroBatch(0, 0, tuple(chunks), released))
 
 
-def _allowed(constraints: Constraints, seq_id: int = 0) -> set[int]:
-    logits = constraints.masked(torch.zeros(1, VOCAB), [seq_id])
+def _allowed(constraints: StructuredOutputManager, seq_id: int = 0) -> set[int]:
+    logits = constraints.apply_masks(torch.zeros(1, VOCAB), [seq_id])
     return set(torch.isfinite(logits[0]).nonzero()[:, 0].tolist())
 
 
-def _say(constraints: Constraints, *token_ids: int) -> tuple[tuple[int, FinishReason], ...]:
+def _say(constraints: StructuredOutputManager, *token_ids: int) -> tuple[tuple[int, FinishReason], ...]:
     for token_id in token_ids:
-        ended = constraints.ended([0], [token_id])
+        ended = constraints.finished([0], [token_id])
     return ended
 
 
@@ -98,21 +100,21 @@ def test_what_was_said_before_is_taken_in_again_chunk_by_chunk() -> None:
     ("start", "ids", "expected"), [(0, (1, 2), ()), (4, (1, 2, 3), (2, 3)), (5, (1, 2), (1, 2)), (9, (1,), (1,))]
 )
 def test_which_tokens_of_a_chunk_are_the_answers(start: int, ids: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    assert answered(Chunk(0, start, ids, (), None, False), 5) == expected
+    assert output_tokens(Chunk(0, start, ids, (), None, False), 5) == expected
 
 
 def test_rows_without_a_grammar_stay_as_they_are() -> None:
     constraints = _constraints()
     logits = torch.randn(3, VOCAB)
-    assert constraints.masked(logits, [0, 1, 2]) is logits, "nobody has one, and nothing is done"
+    assert constraints.apply_masks(logits, [0, 1, 2]) is logits, "nobody has one, and nothing is done"
     _begin(constraints, "", DIGITS, "")
     before = logits.clone()
-    masked = constraints.masked(logits, [0, 1, 2])
+    masked = constraints.apply_masks(logits, [0, 1, 2])
     assert torch.equal(logits, before)
     assert torch.equal(masked[[0, 2]], logits[[0, 2]])
     assert torch.isfinite(masked[1]).sum() == len("0123456789y")
     _begin(constraints, "", "", "", released=(1,))
-    assert constraints.masked(logits, [0, 1, 2]) is logits
+    assert constraints.apply_masks(logits, [0, 1, 2]) is logits
 
 
 def test_the_vocabulary_is_read_once_and_only_for_who_needs_it() -> None:
@@ -122,7 +124,7 @@ def test_the_vocabulary_is_read_once_and_only_for_who_needs_it() -> None:
         reads.append(1)
         return PIECES
 
-    constraints = Constraints(read, VOCAB, ())
+    constraints = StructuredOutputManager(read, VOCAB, ())
     _begin(constraints, "", "")
     assert not reads
     _begin(constraints, DIGITS, JSON)
@@ -150,8 +152,8 @@ def test_what_a_grammar_does_not_allow_ends_the_sequence() -> None:
     """As a row of logits that are no numbers may bring about."""
     constraints = _constraints()
     _begin(constraints, DIGITS, DIGITS)
-    assert constraints.ended([0, 1], [ord("x"), ord("1")]) == ((0, FinishReason.ERROR),)
-    assert constraints.ended([0, 1], [ord("x"), ord("1")]) == ((0, FinishReason.ERROR),)
+    assert constraints.finished([0, 1], [ord("x"), ord("1")]) == ((0, FinishReason.ERROR),)
+    assert constraints.finished([0, 1], [ord("x"), ord("1")]) == ((0, FinishReason.ERROR),)
 
 
 @pytest.mark.parametrize("sampled", [ord("x"), EOS])
@@ -159,10 +161,10 @@ def test_a_grammar_that_cannot_be_followed_never_ends_well(sampled: int) -> None
     """Nothing is masked then, so the model may end by itself at once."""
     constraints = _constraints()
     _begin(constraints, "start: nothing", DIGITS)
-    assert constraints.ended([0, 1], [sampled, ord("1")]) == ((0, FinishReason.ERROR),)
+    assert constraints.finished([0, 1], [sampled, ord("1")]) == ((0, FinishReason.ERROR),)
 
 
 def test_bits_count_from_the_lowest() -> None:
-    allowed = unpacked([b"\x05\x80", b"\x00\x01"], 20)
+    allowed = unpack_bitmasks([b"\x05\x80", b"\x00\x01"], 20)
     assert [row.nonzero()[:, 0].tolist() for row in allowed] == [[0, 2, 15], [8]]
     assert allowed.shape == (2, 20)

@@ -16,15 +16,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from tramontane.proto.model_args import ModelArgs, Quantization, YarnScaling
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.plan import ClusterPlan, WindowClass
+from tramontane.proto.plan import PipelinePlan, WindowClass
 from tramontane.proto.request import SamplingParams
-from tramontane.workers.attention.backend import Kernels
+from tramontane.workers.attention.backend import AttentionKernels
 from tramontane.workers.attention.metadata import decode_index
 from tramontane.workers.attention.rolling_cache import PageRings
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
-from tramontane.workers.stage.cuda_graphs import Compute, CudaRecorder
-from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.cuda_graphs import Compute, CudaGraphCapture
+from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
 
 WINDOWS = [
@@ -43,7 +43,7 @@ class Replays:
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
 
-    def record(self, compute: Compute) -> Compute:
+    def capture(self, compute: Compute) -> Compute:
         with TRACING:
             self.num_recorded += 1
             compute()
@@ -57,8 +57,8 @@ class Replays:
         return replay
 
 
-def _recording(plan: ClusterPlan, args: ModelArgs, recorder: Replays) -> list[StageWorker]:
-    means = Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+def _recording(plan: PipelinePlan, args: ModelArgs, recorder: Replays) -> list[StageWorker]:
+    means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
     workers = split_model(random_model(args), plan)
     return [StageWorker(worker.plan, experts_together(worker.model), means=means) for worker in workers]
 
@@ -83,7 +83,7 @@ def test_the_same_tokens_as_step_by_step(
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param(replace(tiny_args(n_layers=2, moe=False), rope_scaling=YarnScaling(4.0, 64, query_beta=0.1)), id="scaled"),
+        pytest.param(replace(tiny_args(n_layers=2, moe=False), rope_scaling=YarnScaling(4.0, 64, llama4_beta=0.1)), id="scaled"),
         pytest.param(tiny_args(n_layers=2, moe=False, tied=True), id="tied"),
     ],
 )
@@ -99,7 +99,9 @@ def test_quantised_weights_too(quantize: Quantization) -> None:
     args = tiny_args(n_layers=2, moe=False)
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
-    recording = StageWorker(plan.stages[0], plain.model, means=Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=recorder))
+    recording = StageWorker(
+        plan.stages[0], plain.model, means=DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+    )
     expected = run_in_process(plan, [plain], PROMPTS[:5], budget=32)
     assert run_in_process(plan, [recording], PROMPTS[:5], budget=32) == expected
     assert recorder.num_replayed > recorder.num_recorded
@@ -112,12 +114,12 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
     )
     ring = PageRings(WindowClass(24, 7, 28), 4, 4, torch.device("cpu"))
     for slot in range(4):
-        ring.append(slot, tuple(range(7 * slot, 7 * slot + 7)))
-    ring.write_down()
+        ring.append_pages(slot, tuple(range(7 * slot, 7 * slot + 7)))
+    ring.flush()
     numbers_2B = torch.tensor([[ring.scratch_slot] * 4, [0] * 4])
 
     def tensors() -> Tensor:
-        mask = kernels.PagesInPlace(None).bias(decode_index(ring, numbers_2B[0], numbers_2B[1], 7, []))
+        mask = kernels.PagedDecode(None).bias(decode_index(ring, numbers_2B[0], numbers_2B[1], 7, []))
         keys = torch.stack([mask.k_seqinfo.seqstart[:-1], mask.k_seqinfo.seqlen], dim=1)
         return torch.cat([mask.block_tables, keys, mask.q_seqinfo.seqstart[:-1, None]], dim=1)
 
@@ -129,7 +131,9 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
 
 def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, args = Replays(), tiny_args(n_layers=2, moe=False)
-    monkeypatch.setattr(stage_worker, "means_for", lambda *_: Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=recorder))
+    monkeypatch.setattr(
+        stage_worker, "backend_for", lambda *_: DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+    )
     plan = tiny_plan(args, 2, max_num_seqs=5)
     workers = [StageWorker.load(stage, RandomWeights()) for stage in plan.stages]
     for worker in workers:
@@ -188,7 +192,7 @@ def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeyp
         return torch.ones(1)
 
     with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
-        CudaRecorder().record(compute)
+        CudaGraphCapture().capture(compute)
     assert seen == ["beside", "beside", "recording"]
     assert cuda.current.name == "usual"
 
@@ -196,7 +200,7 @@ def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeyp
 class _Refuses:
     """A device that cannot record some of what it is asked for."""
 
-    def record(self, _compute: Compute) -> Compute:
+    def capture(self, _compute: Compute) -> Compute:
         raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
 
 
@@ -204,7 +208,7 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(caplog: pytest.LogCap
     args = tiny_args(n_layers=2, moe=False)
     plan = tiny_plan(args, 1)
     expected = run_in_process(plan, split_model(random_model(args), plan), PROMPTS[:5], budget=32)
-    means = Means(Kernels(SdpaPrefill(), PagedDecode()), recorder=_Refuses())
+    means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=_Refuses())
     with caplog.at_level(logging.WARNING, logger="tramontane.workers.stage.cuda_graphs"):
         assert run_in_process(plan, split_model(random_model(args), plan, means=means), PROMPTS[:5], budget=32) == expected
     (record,) = caplog.records

@@ -18,17 +18,17 @@ from torch.utils._pytree import tree_leaves
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, Decodes, MicroBatch
-from tramontane.workers.attention.backend import Kernels
-from tramontane.workers.attention.metadata import DecodeIndex
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch
+from tramontane.workers.attention.backend import AttentionKernels
+from tramontane.workers.attention.metadata import DecodeMetadata
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.device import pinned_memory as pinned
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute
-from tramontane.workers.stage.device_backend import Means
+from tramontane.workers.stage.device_backend import DeviceBackend
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.weights.expert_placement import places_together
+from tramontane.workers.weights.expert_placement import allocate_contiguous
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 META = torch.device("meta")
@@ -61,7 +61,7 @@ class OnePlace(TorchDispatchMode):
 class OtherMemory(pinned.CudaPinning):
     """Of a driver that is not there."""
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def empty_pinned(self, tensor: Tensor) -> Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -70,14 +70,14 @@ class OtherMemory(pinned.CudaPinning):
     def mark(self, device: torch.device) -> Callable[[], None]:
         return lambda: None
 
-    def sent(self, pinned: Tensor, device: torch.device) -> Tensor:
+    def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
         return torch.empty(pinned.shape, dtype=pinned.dtype, device=device)
 
 
 class Once:
     """Records nothing, and computes twice, as CUDA graphs are warmed up."""
 
-    def record(self, compute: Compute) -> Compute:
+    def capture(self, compute: Compute) -> Compute:
         compute()
         return compute
 
@@ -85,9 +85,9 @@ class Once:
 class InPlace(PagedDecode):
     """Also makes the mask that xformers would be given."""
 
-    def bias(self, index: DecodeIndex) -> Any:  # noqa: ANN401
+    def bias(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         xformers_kernels = pytest.importorskip("tramontane.workers.attention.xformers_backend")
-        xformers_kernels.PagesInPlace(None).bias(index)
+        xformers_kernels.PagedDecode(None).bias(index)
         return super().bias(index)
 
 
@@ -95,9 +95,9 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
     """Its experts together, as grouped products want them."""
     with META:
         model = StageModel(args, stage.layers).eval().bfloat16()
-    places = places_together(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
+    places = allocate_contiguous(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
-    return StageWorker(stage, model, "meta", means=Means(Kernels(SdpaPrefill(), InPlace()), recorder=Once()))
+    return StageWorker(stage, model, "meta", means=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), recorder=Once()))
 
 
 def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
@@ -108,10 +108,10 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
         return Chunk(seq_id, start, tuple(random_ids(num_tokens, seq_id)), (pages, pages), sampling, wants_token)
 
     yield MicroBatch(0, 0, (chunk(0, 0, 9, True),))
-    yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=Decodes((0,), (9,), (4,)))
-    yield MicroBatch(0, 2, (chunk(1, 5, 4, True),), decodes=Decodes((0,), (10,), (4,)))
-    yield MicroBatch(0, 3, (), decodes=Decodes((0, 1), (11, 9), (4, 5)))
-    yield MicroBatch(0, 4, (), decodes=Decodes((0, 1), (12, 10), (4, 5)))
+    yield MicroBatch(0, 1, (chunk(1, 0, 5, False),), decodes=DecodeColumns((0,), (9,), (4,)))
+    yield MicroBatch(0, 2, (chunk(1, 5, 4, True),), decodes=DecodeColumns((0,), (10,), (4,)))
+    yield MicroBatch(0, 3, (), decodes=DecodeColumns((0, 1), (11, 9), (4, 5)))
+    yield MicroBatch(0, 4, (), decodes=DecodeColumns((0, 1), (12, 10), (4, 5)))
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
@@ -129,6 +129,6 @@ def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
         for batch in _batches(sampling):
             hidden_TD = torch.empty(batch.num_tokens, args.dim, dtype=torch.bfloat16, device=META)
             with OnePlace():
-                unread = worker.begin(batch, None if stage.is_first else Activation(hidden_TD, ()))
+                unread = worker.launch(batch, None if stage.is_first else Activation(hidden_TD, ()))
             assert (unread.hidden_TD is None) == stage.is_last
         assert len(worker.graphs.sizes) == 1

@@ -12,15 +12,15 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.request import SamplingParams
-from tramontane.proto.step import Chunk, Decodes, MicroBatch, StepResult
-from tramontane.workers.attention.sdpa_backend import sdpa_kernels
-from tramontane.workers.device.events import Mark
+from tramontane.proto.step import Chunk, DecodeColumns, MicroBatch, StepResult
+from tramontane.workers.attention.sdpa_backend import cpu_kernels
+from tramontane.workers.device.events import DeviceEvent
 from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage import stage_worker
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import Compute
-from tramontane.workers.stage.device_backend import Means
-from tramontane.workers.stage.overlapped_executor import Overlapped
+from tramontane.workers.stage.device_backend import DeviceBackend
+from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
 from tramontane.workers.stage.pending_outcome import Outcome
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -62,14 +62,14 @@ class DeviceMark:
         if self.device.fails:
             raise self.device.fails
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: DeviceEvent) -> float:
         assert isinstance(earlier, DeviceMark)
         return float(self.number - earlier.number)
 
 
 def _worker(device: Device) -> StageWorker:
     model: StageModel = random_model(ARGS)
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, means=Means(sdpa_kernels(), mark=device.mark))
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, means=DeviceBackend(cpu_kernels(), mark=device.mark))
     worker.fence(0)
     return worker
 
@@ -89,7 +89,7 @@ class Calls:
     def __init__(self) -> None:
         self.device = Device()
         self.worker = _worker(self.device)
-        self.steps = Overlapped(self.worker, 2)
+        self.steps = OverlappedExecutor(self.worker, 2)
         self.threads = ThreadPoolExecutor(8)
 
     def ask(self, step_id: int, epoch: int = 0) -> "Future[Outcome]":
@@ -124,7 +124,7 @@ def test_the_next_step_is_prepared_while_one_is_computed(calls: Calls) -> None:
 class _AtOnce:
     """A ``Recorder`` of a device that needs none."""
 
-    def record(self, compute: Compute) -> Compute:
+    def capture(self, compute: Compute) -> Compute:
         return compute
 
 
@@ -133,7 +133,7 @@ def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monk
     """The first of a step's two marks comes between its inputs and its layers."""
     device, seen = Device(), []
     device.finish(10**6)
-    index_of = stage_worker.build_step_index
+    index_of = stage_worker.build_attention_metadata
 
     def noted(name: str, call: Callable[..., object]) -> Callable[..., object]:
         def noting(*args: object) -> object:
@@ -142,18 +142,18 @@ def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monk
 
         return noting
 
-    means = Means(sdpa_kernels(), recorder=_AtOnce() if is_recorded else None, mark=noted("mark", device.mark))  # type: ignore[arg-type]
+    means = DeviceBackend(cpu_kernels(), recorder=_AtOnce() if is_recorded else None, mark=noted("mark", device.mark))  # type: ignore[arg-type]
     worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), means=means)
     if worker.graphs is not None:
-        monkeypatch.setattr(worker.graphs, "_put", noted("inputs", worker.graphs._put))
-    monkeypatch.setattr(stage_worker, "build_step_index", noted("inputs", index_of))
+        monkeypatch.setattr(worker.graphs, "_copy_inputs", noted("inputs", worker.graphs._copy_inputs))
+    monkeypatch.setattr(stage_worker, "build_attention_metadata", noted("inputs", index_of))
     monkeypatch.setattr(worker.model, "embed", noted("layers", worker.model.embed))
     worker.fence(0)
     worker.step(_batch(0), None)
     assert seen == ["inputs", "mark", "layers", "mark"]
     for step_id in (1, 2):  # which is not the first of its size
         seen.clear()
-        worker.step(MicroBatch(0, step_id, (), (), Decodes((0,), (step_id,), (1,))), None)
+        worker.step(MicroBatch(0, step_id, (), (), DecodeColumns((0,), (step_id,), (1,))), None)
     assert seen == ["inputs", "mark", "layers", "mark"]
 
 
@@ -162,7 +162,7 @@ def test_steps_begin_in_their_order_however_they_come(calls: Calls) -> None:
     calls.device.finish(10**6)
     with pytest.raises(TimeoutError):
         late[0].result(0.05)
-    assert calls.worker.num_begun == 0
+    assert calls.worker.next_step_id == 0
     tokens = [f.result(60).token_ids for f in (calls.ask(0), late[1], late[0])]  # type: ignore[union-attr]
     calls.worker.fence(1)
     assert tokens == [calls.worker.step(_batch(i, 1), None).token_ids for i in range(3)]  # type: ignore[union-attr]
@@ -204,14 +204,14 @@ def test_computing_is_what_the_device_does_and_not_waiting_for_a_neighbour(calls
     asked = calls.threads.submit(calls.steps.step, _batch(0), slow_neighbour)
     while not calls.steps._has_turn:
         time.sleep(0.001)
-    assert calls.steps.computing_s == 0
+    assert calls.steps.busy_for_s == 0
     let_go.set()
     calls.device.has_been_given(3)
-    while not calls.steps.computing_s:
+    while not calls.steps.busy_for_s:
         time.sleep(0.001)
     calls.device.finish(3)
     asked.result(60)
-    assert calls.steps.computing_s == 0
+    assert calls.steps.busy_for_s == 0
 
 
 def test_the_same_tokens_as_without_a_device() -> None:
@@ -219,6 +219,6 @@ def test_the_same_tokens_as_without_a_device() -> None:
     device.finish(10**6)
     plan = tiny_plan(ARGS, 1)
     expected = run_in_process(plan, split_model(random_model(ARGS), plan), PROMPTS[:8], budget=64)
-    worker = StageWorker(plan.stages[0], random_model(ARGS), means=Means(sdpa_kernels(), mark=device.mark))
+    worker = StageWorker(plan.stages[0], random_model(ARGS), means=DeviceBackend(cpu_kernels(), mark=device.mark))
     assert run_in_process(plan, [worker], PROMPTS[:8], budget=64) == expected
     assert torch.get_num_threads() >= 1

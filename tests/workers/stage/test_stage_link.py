@@ -19,14 +19,14 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
 from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
-from tramontane.workers.links.channel import MAX_UNSENT, Address, Edge, Edges, Listener
-from tramontane.workers.links.gpu_channel import GpuEdges, Place, Ways
-from tramontane.workers.links.ipc_memory import HostSharing
-from tramontane.workers.links.process_group_channel import GroupEdge, GroupEdges, interface_of
-from tramontane.workers.links.tcp_channel import SocketEdge, SocketEdges, SocketListener
+from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
+from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
+from tramontane.workers.links.ipc_memory import HostIpc
+from tramontane.workers.links.process_group_channel import GroupEdges, ProcessGroupChannel, interface_for_address
+from tramontane.workers.links.tcp_channel import SocketEdges, SocketListener, TcpChannel
 from tramontane.workers.stage.stage_link import StageLink
 from tramontane.workers.stage.stage_worker import StageWorker
-from tramontane.workers.stage.step_executor import OneAtATime
+from tramontane.workers.stage.step_executor import SerialExecutor
 
 ARGS = tiny_args(n_layers=3)
 HOST = "127.0.0.1"
@@ -35,20 +35,21 @@ HOST = "127.0.0.1"
 class BetweenPlaces:
     """Edges as between GPUs, from one that listens to one that connects."""
 
-    def __init__(self, listening: Place, connecting: Place) -> None:
+    def __init__(self, listening: DeviceLocation, connecting: DeviceLocation) -> None:
         self._listening, self._connecting = (
-            GpuEdges(Ways(place, torch.device("cpu"), HostSharing(), GroupEdges("gloo"))) for place in (listening, connecting)
+            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), GroupEdges("gloo")))
+            for place in (listening, connecting)
         )
 
     def listen(self, host: str) -> Listener:
         return self._listening.listen(host)
 
-    def connect(self, address: Address, host: str, /) -> Edge:
+    def connect(self, address: Address, host: str, /) -> Channel:
         return self._connecting.connect(address, host)
 
 
-HERE, THERE = Place("this boot", "GPU-1"), Place("this boot", "GPU-2")
-EDGES: list[Edges] = [SocketEdges(), GroupEdges("gloo"), BetweenPlaces(HERE, HERE), BetweenPlaces(HERE, THERE)]
+HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
+EDGES: list[ChannelFactory] = [SocketEdges(), GroupEdges("gloo"), BetweenPlaces(HERE, HERE), BetweenPlaces(HERE, THERE)]
 every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
 
 
@@ -56,8 +57,8 @@ def _workers(num_stages: int) -> list[StageWorker]:
     return split_model(random_model(ARGS), tiny_plan(ARGS, num_stages))
 
 
-def _link(worker: StageWorker, edges: Edges) -> StageLink:
-    return StageLink(worker, OneAtATime(worker, 1), HOST, edges)
+def _link(worker: StageWorker, edges: ChannelFactory) -> StageLink:
+    return StageLink(worker, SerialExecutor(worker, 1), HOST, edges)
 
 
 def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
@@ -68,14 +69,14 @@ def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
 
 def _send_on(link: StageLink, step_id: int) -> None:
     """More than may be on its way to a neighbour that takes nothing."""
-    for more in range(MAX_UNSENT + 1):
+    for more in range(MAX_PENDING_SENDS + 1):
         link.step(_batch(step_id + more))
 
 
 class LinkedThreads:
     """A chain of stages as actors would be: one thread computes for each, and others may call it as well."""
 
-    def __init__(self, workers: list[StageWorker], edges: Edges) -> None:
+    def __init__(self, workers: list[StageWorker], edges: ChannelFactory) -> None:
         self.workers = workers
         self.edges = edges
         self.links: list[StageLink] = []
@@ -121,7 +122,7 @@ class LinkedThreads:
 
 
 @contextmanager
-def _linked(num_stages: int, edges: Edges) -> Iterator[LinkedThreads]:
+def _linked(num_stages: int, edges: ChannelFactory) -> Iterator[LinkedThreads]:
     chain = LinkedThreads(_workers(num_stages), edges)
     try:
         chain.link_up(0)
@@ -132,7 +133,7 @@ def _linked(num_stages: int, edges: Edges) -> Iterator[LinkedThreads]:
 
 @every_kind
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_same_tokens_as_without_a_link(num_stages: int, edges: Edges) -> None:
+def test_same_tokens_as_without_a_link(num_stages: int, edges: ChannelFactory) -> None:
     plan = tiny_plan(ARGS, num_stages)
     expected = run_in_process(plan, _workers(num_stages), PROMPTS[:8], budget=64)
     with _linked(num_stages, edges) as chain:
@@ -140,26 +141,28 @@ def test_same_tokens_as_without_a_link(num_stages: int, edges: Edges) -> None:
 
 
 @every_kind
-def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
+def test_a_stage_that_fails_leaves_no_other_waiting_and_new_edges_work(
+    monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory
+) -> None:
     plan = tiny_plan(ARGS, 3)
     with _linked(3, edges) as chain:
         expected = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8]))
         with monkeypatch.context() as patch:
-            begin, failing = chain.workers[1].begin, iter([5])
+            begin, failing = chain.workers[1].launch, iter([5])
 
             def fails_once(batch: MicroBatch, incoming: torch.Tensor | None) -> object:
                 if batch.step_id == 5 and next(failing, None):
                     raise PipelineError("stage 2 is broken")
                 return begin(batch, incoming)
 
-            patch.setattr(chain.workers[1], "begin", fails_once)
+            patch.setattr(chain.workers[1], "launch", fails_once)
             assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected, "computed again"
             assert next(failing, None) is None, "it has failed"
         assert asyncio.run(run_prompts(chain, scheduler_for(plan, 64), PROMPTS[:8])) == expected
 
 
 @every_kind
-def test_a_step_of_another_epoch_changes_nothing(edges: Edges) -> None:
+def test_a_step_of_another_epoch_changes_nothing(edges: ChannelFactory) -> None:
     with _linked(3, edges) as chain:
         assert asyncio.run(_run(chain, _batch(0))).step_id == 0
         for stage in range(3):
@@ -173,7 +176,7 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
 
 
 @every_kind
-def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: Edges) -> None:
+def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: ChannelFactory) -> None:
     """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
@@ -187,7 +190,7 @@ def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: Edges) -> Non
 
 
 @every_kind
-def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: Edges) -> None:
+def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: ChannelFactory) -> None:
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
         with pytest.raises(AssertionError, match="step 1 came where 0 was due"):
@@ -198,18 +201,18 @@ def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: Edges) -> No
 
 def test_only_so_much_is_on_its_way() -> None:
     with _linked(2, GroupEdges("gloo")) as chain:
-        started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_UNSENT + 3)]
-        for step_id in range(MAX_UNSENT):
+        started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_PENDING_SENDS + 3)]
+        for step_id in range(MAX_PENDING_SENDS):
             assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
-        for step_id in range(MAX_UNSENT + 3):
+        for step_id in range(MAX_PENDING_SENDS + 3):
             outlet = chain.links[0]._outlet
-            assert isinstance(outlet, GroupEdge)
-            assert len(outlet._unsent) <= MAX_UNSENT
+            assert isinstance(outlet, ProcessGroupChannel)
+            assert len(outlet._unsent) <= MAX_PENDING_SENDS
             assert chain.start(1, _batch(step_id)).result().step_id == step_id
-        assert [future.result().step_id for future in started] == [*range(MAX_UNSENT + 3)]
+        assert [future.result().step_id for future in started] == [*range(MAX_PENDING_SENDS + 3)]
 
 
-def _socket_pair() -> tuple[SocketEdge, SocketEdge]:
+def _socket_pair() -> tuple[TcpChannel, TcpChannel]:
     listener = SocketListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
@@ -222,10 +225,10 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
     sent = [torch.full((2048, 1024), float(number), dtype=torch.bfloat16) for number in range(5)]  # 4 MiB each
     with ThreadPoolExecutor(1) as thread:
         sending = [thread.submit(sender.send, hidden_TD) for hidden_TD in sent]
-        for number in range(MAX_UNSENT):
+        for number in range(MAX_PENDING_SENDS):
             sending[number].result()  # it does not wait for whoever takes it
         for hidden_TD in sent:
-            assert len(sender._unsent) <= MAX_UNSENT
+            assert len(sender._unsent) <= MAX_PENDING_SENDS
             taken_TD = torch.empty_like(hidden_TD)
             receiver.receive(taken_TD)
             assert torch.equal(taken_TD, hidden_TD)
@@ -250,7 +253,7 @@ def test_a_neighbour_may_take_its_time() -> None:
 
 
 @every_kind
-def test_edges_of_earlier_epochs_leave_nothing_behind(edges: Edges) -> None:
+def test_edges_of_earlier_epochs_leave_nothing_behind(edges: ChannelFactory) -> None:
     def open_sockets() -> int:
         return len([s for s in psutil.Process().net_connections("tcp") if s.status == psutil.CONN_ESTABLISHED])
 
@@ -292,7 +295,7 @@ def test_edges_over_ipv6() -> None:
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
 def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tramontane.workers.links.tcp_channel.WORD_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = SocketListener(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
@@ -315,7 +318,7 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
 
 
 @every_kind
-def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: Edges) -> None:
+def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory) -> None:
     for kind in ("socket_edge", "group_edge"):
         monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
@@ -327,7 +330,7 @@ def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, e
 
 
 @every_kind
-def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: Edges) -> None:
+def test_everything_that_listens_does_so_at_the_given_address_and_ends_with_the_link(edges: ChannelFactory) -> None:
     before = _listening()
     link = _link(_workers(2)[0], edges)
     address = link.listen()
@@ -345,7 +348,7 @@ def _listening() -> set[tuple[str, int]]:
 
 
 def test_the_interface_of_an_address() -> None:
-    assert interface_of("127.0.0.1") == "lo"
+    assert interface_for_address("127.0.0.1") == "lo"
 
 
 def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> None:
@@ -360,7 +363,7 @@ def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> Non
 
 
 @every_kind
-def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: Edges) -> None:
+def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: ChannelFactory) -> None:
     first, _, last = _workers(3)
     for worker in (first, last):
         worker.fence(0)

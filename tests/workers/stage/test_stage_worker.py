@@ -67,11 +67,11 @@ def test_what_a_sequence_asked_for_is_forgotten_with_it(worker: StageWorker) -> 
     asking = Chunk(7, 0, (1, 2), ((0,),), replace(GREEDY, return_experts=(0,)), True)
     result = worker.step(MicroBatch(0, 0, (asking,)), None)
     assert isinstance(result, StepResult)
-    assert [(choices.seq_id, choices.layer, len(choices.expert_ids)) for choices in result.choices] == [(7, 0, 2)]
+    assert [(choices.seq_id, choices.layer, len(choices.expert_ids)) for choices in result.expert_choices] == [(7, 0, 2)]
     result = worker.step(_batch(0, 1, seq_id=1, released=(7,)), None)
     assert isinstance(result, StepResult)
-    assert result.choices == ()
-    assert worker.table.watched == {}
+    assert result.expert_choices == ()
+    assert worker.table.expert_layers == {}
 
 
 @pytest.mark.parametrize("step_id", [0, 2])

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import INDEX_NAME, SINGLE_NAME, loaded_state, random_model, tiny_args, tiny_plan, unpacked, write_checkpoint
 
 from tramontane.proto.errors import CheckpointError
-from tramontane.proto.hf_config import from_hf_config, hf_config_of
-from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
+from tramontane.proto.hf_config import from_hf_config, to_hf_config
+from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, Quantization
-from tramontane.proto.model_folder import Layout, layout_of, read_model_args
+from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import safetensors_file as tensor_file
@@ -303,7 +303,7 @@ def test_a_config_that_is_no_json_object(tmp_path: Path, data: bytes) -> None:
 
 
 def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
-    return {**hf_config_of(ARGS), **changes}
+    return {**to_hf_config(ARGS), **changes}
 
 
 @pytest.mark.parametrize(
@@ -476,15 +476,15 @@ def test_what_old_writers_stored_beside_the_weights_does_not_matter(tmp_path: Pa
 def test_a_folder_with_both_layouts_is_read_as_hugging_faces(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", ARGS)
     (folder / "params.json").write_text("{}")
-    assert layout_of(folder) is Layout.HUGGING_FACE
+    assert detect_layout(folder) is Layout.HUGGING_FACE
     (folder / "consolidated.safetensors").write_bytes(b"")
-    assert layout_of(folder) is Layout.HUGGING_FACE
+    assert detect_layout(folder) is Layout.HUGGING_FACE
     (folder / "params.json").write_text('{"_sliding_window": [null, 8]}')
-    assert layout_of(folder) is Layout.MISTRAL, "only it has the windows of the layers"
+    assert detect_layout(folder) is Layout.MISTRAL, "only it has the windows of the layers"
     (folder / "params.json").write_text('{"sliding_window": 8}')
-    assert layout_of(folder) is Layout.HUGGING_FACE
+    assert detect_layout(folder) is Layout.HUGGING_FACE
     (folder / SINGLE_NAME).unlink()
-    assert layout_of(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
+    assert detect_layout(folder) is Layout.MISTRAL, "config.json came with it, the weights of its layout did not"
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
@@ -503,7 +503,7 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     assert "'../secret.safetensors', which is not in its folder" in _refused(lambda: Checkpoint(folder))
 
 
-PARAMS = mistral_params_of(ARGS)
+PARAMS = to_mistral_params(ARGS)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from tramontane.proto.hf_config import from_hf_config, hf_config_of
-from tramontane.proto.mistral_params import from_mistral_params, mistral_params_of
+from tramontane.proto.hf_config import from_hf_config, to_hf_config
+from tramontane.proto.mistral_params import from_mistral_params, to_mistral_params
 from tramontane.proto.model_args import ModelArgs, YarnScaling
-from tramontane.proto.model_folder import Layout, layout_of, read_model_args
-from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
+from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -29,11 +29,11 @@ from tramontane.workers.weights.tensor_specs import stage_tensors
 
 TOLERANCE = 1e-4
 # Devstral 2 and Ministral 3 are published with it; tied embeddings come with Ministral 3B.
-YARN = YarnScaling(factor=16.0, original_max_seq_len=32, query_beta=0.1)
-MODELS = {name: replace(scaled_down(args), dtype="float32") for name, args in PRESETS.items()}
+YARN = YarnScaling(factor=16.0, original_max_seq_len=32, llama4_beta=0.1)
+MODELS = {name: replace(tiny_variant(args), dtype="float32") for name, args in PRESETS.items()}
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
-MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, query_beta=0.0, magnitude=1.2772588722239782))
+MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, magnitude=1.2772588722239782))
 LENGTHS = (100, 37, 3)
 
 
@@ -53,7 +53,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         folders[layout] = tmp_path_factory.mktemp("published") / layout.name
         write_random_checkpoint(folders[layout], args, layout, part_bytes=2**20)
     model = AutoModelForCausalLM.from_pretrained(folders[Layout.HUGGING_FACE], attn_implementation="eager").eval()
-    assert type(model).__name__ == hf_config_of(args)["architectures"][0]
+    assert type(model).__name__ == to_hf_config(args)["architectures"][0]
     prompts = [random_ids(n, seed=n, vocab_size=args.vocab_size) for n in LENGTHS]
     with torch.inference_mode():
         logits = [model(torch.tensor([prompt]), use_cache=False).logits[0] for prompt in prompts]
@@ -63,7 +63,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("layout", Layout)
 def test_both_layouts_are_detected_and_say_the_same(written: Written, layout: Layout) -> None:
     folder = written.folders[layout]
-    assert layout_of(folder) is layout
+    assert detect_layout(folder) is layout
     assert read_model_args(folder) == written.args
     Checkpoint(folder).check(written.args)
 
@@ -190,8 +190,8 @@ def test_published_params_are_the_preset(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_survives_both_configurations(name: str) -> None:
-    assert from_hf_config(hf_config_of(PRESETS[name])) == PRESETS[name]
-    assert from_mistral_params(mistral_params_of(PRESETS[name])) == PRESETS[name]
+    assert from_hf_config(to_hf_config(PRESETS[name])) == PRESETS[name]
+    assert from_mistral_params(to_mistral_params(PRESETS[name])) == PRESETS[name]
 
 
 BILLIONS = {

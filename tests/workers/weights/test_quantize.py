@@ -16,13 +16,13 @@ from tiny_models import SINGLE_NAME, loaded_state, random_model, tiny_args, tiny
 from tramontane.proto.errors import CheckpointError
 from tramontane.proto.model_args import ModelArgs, Quantization
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.proto.presets import PRESETS, scaled_down
-from tramontane.workers.kernels.linear import product_in_blocks
-from tramontane.workers.kernels.quantized_linear import QuantizedLinear, blockwise
+from tramontane.proto.presets import PRESETS, tiny_variant
+from tramontane.workers.kernels.linear import blockwise_linear
+from tramontane.workers.kernels.quantized_linear import QuantizedLinear, dequantized_linear
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights import quantize as quantize_module
 from tramontane.workers.weights import tensor_specs as tensor_names
-from tramontane.workers.weights.quantize import LARGEST, NUMBER_DTYPES, hold, quantized
+from tramontane.workers.weights.quantize import MAX_MAGNITUDE, NUMBER_DTYPES, load_tensor, quantize_weight
 from tramontane.workers.weights.random_weights import random_parameter
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
@@ -46,14 +46,14 @@ def test_a_weight_is_off_by_half_a_step_at_most(
     generator = torch.Generator().manual_seed(seed)
     magnitudes_NK = 2.0 ** torch.randint(-12, 1, (rows, width), generator=generator)  # also too small for fp8's three bits
     weight_NK = torch.randn(rows, width, generator=generator) * magnitudes_NK * 2.0**size
-    numbers_NK, scale_N = quantized(weight_NK, quantize, scale_dtype, CPU)
+    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
     assert numbers_NK.dtype == NUMBER_DTYPES[quantize]
     assert scale_N.dtype == scale_dtype
-    assert numbers_NK.float().abs().amax() <= LARGEST[quantize]
+    assert numbers_NK.float().abs().amax() <= MAX_MAGNITUDE[quantize]
     weight_NK, scale_N1 = weight_NK.double(), scale_N.double()[:, None]
     off_NK = (weight_NK - numbers_NK.double() * scale_N1).abs()
     assert (off_NK <= scale_N1 * _steps(weight_NK / scale_N1, quantize) / 2 * (1 + 1e-6)).all()
-    assert (scale_N1[:, 0] <= weight_NK.abs().amax(1) / LARGEST[quantize] * (1 + 2**-8)).all()  # and no scale is too large
+    assert (scale_N1[:, 0] <= weight_NK.abs().amax(1) / MAX_MAGNITUDE[quantize] * (1 + 2**-8)).all()  # and no scale is too large
     if quantize is FP8:  # as the docstring has it
         assert (off_NK <= torch.maximum(weight_NK.abs() / 16, scale_N1 / 1024) * (1 + 1e-6)).all()
 
@@ -62,7 +62,7 @@ def test_numbers_that_fp8_has_stay_as_they_are() -> None:
     """All 254 of them, the largest of which gives the scale 1."""
     every_1K = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     every_1K = every_1K[every_1K.isfinite()][None]
-    numbers_1K, scale_1 = quantized(every_1K, FP8, torch.float32, CPU)
+    numbers_1K, scale_1 = quantize_weight(every_1K, FP8, torch.float32, CPU)
     assert scale_1.item() == 1
     assert torch.equal(numbers_1K.float(), every_1K)
 
@@ -72,7 +72,7 @@ def test_numbers_that_fp8_has_stay_as_they_are() -> None:
 def test_every_scale_that_rounds_down_keeps_its_largest_number(quantize: Quantization, scale_dtype: torch.dtype) -> None:
     """65,536 magnitudes between two powers of two: none of them may round to 128, which int8 does not have, or past 448."""
     weight_NK = torch.linspace(1, 2, 2**16)[:, None]
-    numbers_NK, _ = quantized(torch.cat((weight_NK, -weight_NK), 1), quantize, scale_dtype, CPU)
+    numbers_NK, _ = quantize_weight(torch.cat((weight_NK, -weight_NK), 1), quantize, scale_dtype, CPU)
     there = numbers_NK.float().unique().tolist()
     assert there in ([-127, 127], [-127, -126, 126, 127]) if quantize is INT8 else there == [-448, 448]
 
@@ -82,7 +82,7 @@ def test_every_scale_that_rounds_down_keeps_its_largest_number(quantize: Quantiz
 @pytest.mark.parametrize("quantize", Quantization)
 def test_rows_of_nothing_stay_nothing(quantize: Quantization, scale_dtype: torch.dtype, size: float) -> None:
     weight_NK = torch.tensor([[0.0, 0.0], [1.0, -0.5], [size, -size]])
-    numbers_NK, scale_N = quantized(weight_NK, quantize, scale_dtype, CPU)
+    numbers_NK, scale_N = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
     back_NK = numbers_NK.float() * scale_N.float()[:, None]
     assert (scale_N > 0).all(), "0 / 0 is no number"
     assert back_NK.isfinite().all()
@@ -110,7 +110,7 @@ def _linear(out_features: int, in_features: int, dtype: torch.dtype, quantize: Q
     scale_dtype = getattr(torch, quantize.scale_dtype(DTYPES[dtype]))
     linear = QuantizedLinear(in_features, out_features, NUMBER_DTYPES[quantize], scale_dtype)
     weight_NK = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0)) * in_features**-0.5
-    linear.weight, linear.scale = quantized(weight_NK, quantize, scale_dtype, CPU)
+    linear.weight, linear.scale = quantize_weight(weight_NK, quantize, scale_dtype, CPU)
     return linear
 
 
@@ -146,7 +146,7 @@ def test_matrices_of_several_blocks(dtype: torch.dtype, quantize: Quantization) 
     off = (whole_NK - linear.weight.float() * scale_N1).abs()
     assert (off <= scale_N1 * _steps(whole_NK / scale_N1, quantize) / 2 * (1 + 1e-3)).all()
     x_TK = torch.randn(2, 2**19, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for out_TN in (linear(x_TK), blockwise(x_TK, linear.weight, linear.scale)):
+    for out_TN in (linear(x_TK), dequantized_linear(x_TK, linear.weight, linear.scale)):
         torch.testing.assert_close(out_TN.double(), _exact(x_TK, linear), rtol=1e-2, atol=1e-2)
 
 
@@ -165,9 +165,9 @@ def test_small_rows_keep_their_precision_in_float16(quantize: Quantization) -> N
     """Their scales would be lost in float16, and products of unscaled numbers would overflow it."""
     x_TK = torch.full((2, 4096), 100.0, dtype=torch.float16)
     linear = QuantizedLinear(4096, 1, NUMBER_DTYPES[quantize], torch.float32)
-    linear.weight, linear.scale = quantized(torch.full((1, 4096), 1e-4), quantize, torch.float32, CPU)
+    linear.weight, linear.scale = quantize_weight(torch.full((1, 4096), 1e-4), quantize, torch.float32, CPU)
     for dtype in (torch.float16, torch.float32):  # whichever of them this CPU multiplies
-        out_TN = product_in_blocks(x_TK, linear.weight, dtype, linear.scale)
+        out_TN = blockwise_linear(x_TK, linear.weight, dtype, linear.scale)
         torch.testing.assert_close(out_TN.float(), torch.full((2, 1), 40.96), rtol=2e-3, atol=0)
 
 
@@ -246,9 +246,9 @@ def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: P
     def watched(piece: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:  # noqa: ANN401
         assert not any(earlier() is not None for earlier in pieces)
         pieces.append(weakref.ref(piece))
-        return quantized(piece, *rest)
+        return quantize_weight(piece, *rest)
 
-    monkeypatch.setattr(quantize_module, "quantized", watched)
+    monkeypatch.setattr(quantize_module, "quantize_weight", watched)
     monkeypatch.setattr(tensor_names, "PIECE", 500)
     cut = loaded_state(StageWorker.load(plan, folder))
     assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
@@ -258,13 +258,13 @@ def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: P
 
 @pytest.mark.parametrize("quantize", Quantization)
 def test_random_weights_can_be_quantised_as_they_are_made(quantize: Quantization) -> None:
-    args = scaled_down(PRESETS["mixtral-8x7b"])
+    args = tiny_variant(PRESETS["mixtral-8x7b"])
     specs = list(stage_tensors(args, range(args.n_layers)))
     assert any(spec.quantizable for spec in specs)
     for spec in specs:
         made = random_parameter(spec, "bfloat16")
         state: dict[str, torch.Tensor] = {}
-        hold(state, spec, [made], "bfloat16", "cpu", quantize)
+        load_tensor(state, spec, [made], "bfloat16", "cpu", quantize)
         held = sum(tensor[spec.rows].nbytes for tensor in state.values())
         assert held == spec.num_bytes("bfloat16", quantize)
         assert all(tensor.data_ptr() != made.data_ptr() for tensor in state.values())
@@ -275,7 +275,7 @@ def test_a_float_tensor_is_copied_into_the_dtype() -> None:
     stored = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     for wanted in (None, *Quantization):
         state: dict[str, torch.Tensor] = {}
-        hold(state, spec, [stored], "float32", "cpu", wanted)
+        load_tensor(state, spec, [stored], "float32", "cpu", wanted)
         assert state.keys() == {"norm.weight"}
         assert state["norm.weight"].dtype == torch.float32
         assert state["norm.weight"].tolist() == [1.0, 2.0, 3.0]

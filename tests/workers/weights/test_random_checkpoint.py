@@ -13,8 +13,8 @@ from tiny_models import INDEX_NAME, tiny_args, unpacked
 from tramontane.cluster.cli.make_random import LayoutName, Scale, make_random
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.model_args import ModelArgs, Quantization
-from tramontane.proto.model_folder import Layout, layout_of, read_model_args
-from tramontane.proto.presets import PRESETS, scaled_down
+from tramontane.proto.model_folder import Layout, detect_layout, read_model_args
+from tramontane.proto.presets import PRESETS, tiny_variant
 from tramontane.workers.weights import random_checkpoint
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
@@ -44,7 +44,7 @@ def test_both_layouts_hold_the_model_that_is_made_without_a_disk(tmp_path: Path,
 def test_random_weights_are_those_of_the_checkpoint_in_any_dtype(
     tmp_path: Path, dtype: str, quantize: Quantization | None
 ) -> None:
-    args = scaled_down(PRESETS["mixtral-8x7b"])
+    args = tiny_variant(PRESETS["mixtral-8x7b"])
     write_random_checkpoint(tmp_path / "model", args, Layout.MISTRAL)
     read = unpacked(Checkpoint(tmp_path / "model").load(partial(stage_tensors, args, range(2)), dtype, "cpu", quantize))
     heard: list[tuple[int, int]] = []
@@ -83,8 +83,8 @@ def test_no_file_is_larger_than_was_asked_for(tmp_path: Path) -> None:
 
 def test_the_command_writes_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_random("ministral-8b", tmp_path / "model", Scale.SMALL, LayoutName.MISTRAL)
-    assert layout_of(tmp_path / "model") is Layout.MISTRAL
-    assert read_model_args(tmp_path / "model") == scaled_down(PRESETS["ministral-8b"])
+    assert detect_layout(tmp_path / "model") is Layout.MISTRAL
+    assert read_model_args(tmp_path / "model") == tiny_variant(PRESETS["ministral-8b"])
     assert "4 layers" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="is not empty; give a folder"):
         make_random("ministral-8b", tmp_path / "model", Scale.SMALL)

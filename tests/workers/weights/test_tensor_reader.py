@@ -17,18 +17,18 @@ from tramontane.proto.model_folder import Layout
 from tramontane.workers.weights import tensor_reader as staging
 from tramontane.workers.weights import tensor_specs as tensor_names
 from tramontane.workers.weights.checkpoint import Checkpoint
-from tramontane.workers.weights.quantize import hold
+from tramontane.workers.weights.quantize import load_tensor
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
-from tramontane.workers.weights.safetensors_file import STORED_TYPES, tensors_in
+from tramontane.workers.weights.safetensors_file import STORED_TYPES, read_header
 from tramontane.workers.weights.tensor_reader import (
     DTYPES,
     LEAST_PART,
-    MappedRows,
+    MmapRows,
+    PinnedReader,
+    PinnedStagingBuffers,
     RowsOf,
-    StagedFiles,
-    Staging,
     Wait,
-    reading_for,
+    open_reader,
 )
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
@@ -68,9 +68,9 @@ class LateLane(HostLane):
 
 def _pieces(lane: HostLane, path: Path, sizes: Sequence[int]) -> list[bytes]:
     """Carried one after the other, and looked at when all are there."""
-    staging_ = Staging(lane)
+    staging_ = PinnedStagingBuffers(lane)
     with path.open("rb") as file:
-        there = [staging_.carry(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+        there = [staging_.upload(file.fileno(), sum(sizes[:i]), size) for i, size in enumerate(sizes)]
     staging_.close()
     return [piece.numpy().tobytes() for piece in there]
 
@@ -124,18 +124,18 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
 def _state(found: Checkpoint, rows_of: RowsOf, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
-        hold(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
+        load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
     return unpacked(state)
 
 
 def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
     """Piece by piece, in halves where they are stored as pairs, and counted alike."""
-    found, staging_ = Checkpoint(folder), Staging(HostLane())
+    found, staging_ = Checkpoint(folder), PinnedStagingBuffers(HostLane())
     assert len(set(found.files.values())) > 1
-    rows_of = StagedFiles(staging_).rows
+    rows_of = PinnedReader(staging_).rows
     num_pieces = 0
     for path, spec in _specs(found):
-        staged, mapped = rows_of(path, spec), MappedRows(path, spec)
+        staged, mapped = rows_of(path, spec), MmapRows(path, spec)
         for here, there in zip(mapped, staged, strict=True):
             num_pieces += 1
             assert (here.dtype, here.shape) == (there.dtype, there.shape)
@@ -149,8 +149,8 @@ def test_staged_rows_are_those_of_the_mapped_file(folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantize", [None, Quantization.INT8])
 def test_a_stage_is_the_same_however_it_is_read(folder: Path, dtype: str, quantize: Quantization | None) -> None:
-    found, staging_ = Checkpoint(folder), Staging(HostLane())
-    staged = _state(found, StagedFiles(staging_).rows, dtype, quantize)
+    found, staging_ = Checkpoint(folder), PinnedStagingBuffers(HostLane())
+    staged = _state(found, PinnedReader(staging_).rows, dtype, quantize)
     staging_.close()
     loaded = unpacked(found.load(partial(stage_tensors, ARGS, range(2)), dtype, "cpu", quantize))
     assert staged.keys() == loaded.keys()
@@ -163,8 +163,8 @@ def test_every_type_that_is_supported_is_known_to_both_ways() -> None:
 
 def test_only_a_gpu_is_reached_by_way_of_buffers() -> None:
     """Nothing is asked of CUDA before there is something to read."""
-    for device, kind in (("cpu", "MappedRows"), ("meta", "MappedRows"), ("cuda", "rows"), ("cuda:1", "rows")):
-        with reading_for(device) as rows_of:
+    for device, kind in (("cpu", "MmapRows"), ("meta", "MmapRows"), ("cuda", "rows"), ("cuda:1", "rows")):
+        with open_reader(device) as rows_of:
             assert getattr(rows_of, "__name__", "") == kind
 
 
@@ -177,9 +177,9 @@ def _first(folder: Path) -> tuple[Path, TensorSpec]:
 
 def test_a_file_that_got_shorter_is_named(folder: Path) -> None:
     path, spec = _first(folder)
-    staging_ = Staging(HostLane())
-    rows = StagedFiles(staging_).rows(path, spec)
-    path.write_bytes(path.read_bytes()[: tensors_in(path)[spec.name].start + 100])
+    staging_ = PinnedStagingBuffers(HostLane())
+    rows = PinnedReader(staging_).rows(path, spec)
+    path.write_bytes(path.read_bytes()[: read_header(path)[spec.name].start + 100])
     with pytest.raises(CheckpointError, match=f"weights file {path} is damaged or truncated: it ends too soon"):
         list(rows)
     path.unlink()
@@ -199,9 +199,9 @@ def test_a_file_that_does_not_hold_the_tensor_is_named(folder: Path, change: str
         spec = TensorSpec(spec.name, spec.parameter, (spec.shape[1], spec.shape[0]))
     else:
         spec = TensorSpec("another", spec.parameter, spec.shape)
-    staging_ = Staging(HostLane())
+    staging_ = PinnedStagingBuffers(HostLane())
     with pytest.raises(CheckpointError, match=f"weights file {path} (is missing|is damaged|has no tensor)"):
-        StagedFiles(staging_).rows(path, spec)
+        PinnedReader(staging_).rows(path, spec)
     staging_.close()
 
 
