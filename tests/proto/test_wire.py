@@ -51,7 +51,7 @@ chunks = st.builds(
     token_ids=st.lists(ids, min_size=1, max_size=9).map(tuple),
     new_pages=st.lists(pages, max_size=3).map(tuple),
     sampling=st.none() | sampling,
-    wants_token=st.booleans(),
+    needs_sample=st.booleans(),
     num_prompt=ids,
     request_id=st.text(max_size=9),
 )
@@ -59,7 +59,7 @@ columns = st.lists(st.tuples(ids, ids, ids), max_size=5).map(lambda rows: tuple(
 gained = st.lists(st.tuples(ids, st.lists(pages, max_size=3).map(tuple)), max_size=2).map(tuple)
 decodes = st.builds(lambda columns, gained: DecodeColumns(*columns, gained), columns, gained)
 some_chunks = st.lists(chunks, max_size=5).map(tuple)
-batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, released=pages, decodes=decodes)
+batches = st.builds(MicroBatch, epoch=ids, step_id=ids, chunks=some_chunks, freed_seq_ids=pages, decodes=decodes)
 times = st.floats(0, 2e9)
 experts = st.lists(st.builds(ExpertTiming, ids, times, ids), max_size=3).map(tuple)
 timings = st.lists(st.builds(StageTiming, ids, times, times, ids, times, times, times, experts), max_size=4).map(tuple)
@@ -72,7 +72,7 @@ logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, sta
     tuple
 )
 ended = st.lists(st.tuples(ids, st.sampled_from(FinishReason)), max_size=2).map(tuple)
-results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, choices=choices, logprobs=logprobs, ended=ended)
+results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended)
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
 tokens = st.builds(RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs)
 

@@ -106,7 +106,7 @@ class TellingChain(RememberingChain):
         experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
         told = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
         result = await super()._through(batch, sampled)
-        return replace(result, choices=tuple(experts), logprobs=tuple(told))
+        return replace(result, expert_choices=tuple(experts), logprobs=tuple(told))
 
 
 def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:

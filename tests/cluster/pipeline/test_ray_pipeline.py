@@ -503,7 +503,7 @@ def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp
 
 
 def test_threads_of_stages_that_take_turns_soon_sleep() -> None:
-    plan = replace(tiny_plan(ARGS, 2), stages_at_once=1)
+    plan = replace(tiny_plan(ARGS, 2), max_concurrent_stages=1)
     with placed(PipelineSpec("test-turns", plan, RandomWeights(), threads_per_stage=2, use_gpus=False)) as chain:
         for health in ray.get([stage.health.remote() for stage in chain.stages]):
             assert b"GOMP_SPINCOUNT=50000" in Path(f"/proc/{health.pid}/environ").read_bytes().split(b"\0")

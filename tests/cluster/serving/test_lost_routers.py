@@ -248,7 +248,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             routers._room.unaccepted[-1] = WaitingRequest(1, 0.0)  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
-            told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, was_accepted=True)
+            told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, already_admitted=True)
             asked = [asyncio.create_task(_told(routers, [spec])) for spec in (told, untold)]
             for _ in range(50):
                 await asyncio.sleep(0)

@@ -156,7 +156,7 @@ class ExpertChain(ScriptedChain):
             for c in all_chunks(batch)
         ]
         self.num_told += sum(len(choices.expert_ids) for choices in told if choices.layer == 0)
-        return replace(await super()._run(batch), choices=tuple(told))
+        return replace(await super()._run(batch), expert_choices=tuple(told))
 
 
 async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[RequestOutput]:

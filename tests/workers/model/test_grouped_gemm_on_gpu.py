@@ -74,7 +74,7 @@ def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: lis
     assert experts.is_graph_safe
     rows_CD = _rows(sum(sizes) + 2)  # two of which are nobody's
     with torch.inference_mode():
-        grouped = experts.dispatch(1, rows_CD, replace(groups, ends_E=groups.offsets_E.cuda())).result()[: sum(sizes)]
+        grouped = experts.dispatch(1, rows_CD, replace(groups, offsets_E=groups.offsets_E.cuda())).result()[: sum(sizes)]
         each = experts.run(1, range(8), sizes, rows_CD)
     torch.testing.assert_close(grouped, each, rtol=TOLERANCE, atol=TOLERANCE)
 

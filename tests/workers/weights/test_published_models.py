@@ -33,7 +33,7 @@ YARN = YarnScaling(factor=16.0, original_max_seq_len=32, llama4_beta=0.1)
 MODELS = {name: replace(tiny_variant(args), dtype="float32") for name, args in PRESETS.items()}
 MODELS["tied"] = replace(MODELS["mistral-7b-v0.3"], tied_embeddings=True)
 MODELS["yarn"] = replace(MODELS["mistral-nemo-12b"], rope_scaling=YARN)
-MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, magnitude=1.2772588722239782))
+MODELS["yarn, louder"] = replace(MODELS["tied"], rope_scaling=replace(YARN, llama4_beta=0.0, attention_factor=1.2772588722239782))
 LENGTHS = (100, 37, 3)
 
 
