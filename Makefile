@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
+.PHONY: demo test quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,10 @@ test: check  ## ruff and types, then the tests: beside those of Ray Serve, which
 	} > .tests-beside.log 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest -m serve; served=$$?; \
 	wait $$beside; beside=$$?; cat .tests-beside.log; test $$served -eq 0 -a $$beside -eq 0
+
+ROOM ?= proto workers router cluster
+quick: check  ## lint, types, and the tests of one room that need no Ray: make quick ROOM=router
+	$(BIN)/python -m pytest -q -m "not ray" tests/test_walls.py $(ROOM:%=tests/%)
 
 check: $(STAMP) types
 	$(BIN)/ruff check .

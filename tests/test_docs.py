@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import pytest
 from typer.main import get_command
 
-from tramontane.cluster.cli import app
+from tramontane.cluster.cli.main import app
 
 ROOT = Path(__file__).parents[1]
 MAX_LINES, MAX_BYTES, MAX_WIDTH = 250, 16 * 2**10, 120

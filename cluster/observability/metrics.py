@@ -45,33 +45,62 @@ def _histogram(name: str, unit: str, labels: str, meaning: str, boundaries: tupl
     return Metric(name, "histogram", unit, tuple(labels.split()), meaning, boundaries)
 
 
-RUNNING = _gauge("pipeline_running", "0 or 1", "pipeline", "whether the pipeline takes requests now")
-ACTIVE = _counter("pipeline_active_seconds", "seconds", "pipeline", "in which any micro-batch was in flight")
-STAGE_BUSY = _counter("stage_busy_seconds", "seconds", "pipeline stage", "in which the stage worked")
-STAGE_WAITING = _counter("stage_waiting_seconds", "seconds", "pipeline stage", "in which others had work and the stage had not")
-STAGE_TOKENS = _counter("stage_tokens", "tokens", "pipeline stage", "that went through the stage")
-SCHEDULED = _counter("scheduled_tokens", "tokens", "pipeline phase", "in micro-batches, of prompts and of answers")
-MICRO_BATCHES = _counter("micro_batches", "micro-batches", "pipeline", "that came back")
-MICRO_BATCH_TOKENS = _histogram("micro_batch_tokens", "tokens", "pipeline", "in one micro-batch", TOKENS)
-HOPS_S = _histogram("hop_seconds", "seconds", "pipeline stage", "until the free stage began what the one before had ended", HOPS)
-NUM_RUNNING = _gauge("num_requests_running", "sequences", "pipeline", "that have a place in the pipeline")
-NUM_WAITING = _gauge("num_requests_waiting", "sequences", "pipeline", "in the router's queue")
-PAGES_HELD = _gauge("kv_cache_pages_in_use", "pages", "pipeline window", "of the rolling cache that sequences hold")
-PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "that there are")
-PREEMPTIONS = _counter("num_preemptions", "sequences", "pipeline", "that gave their pages back and were computed again")
-RECOVERIES = _counter("recoveries", "recoveries", "pipeline", "after a stage, a node or a step failed")
-PAUSES = _counter("recovery_pause_seconds", "seconds", "pipeline", "from a failure to the first token after it")
-FIRST_TOKEN = _histogram("time_to_first_token_seconds", "seconds", "kind", "from a request's arrival to its first token")
-INTER_TOKEN = _histogram("inter_token_latency_seconds", "seconds", "kind", "between a request's tokens")
-WHOLE = _histogram("e2e_request_latency_seconds", "seconds", "kind", "from a request's arrival to its end")
-QUEUE = _histogram("request_queue_time_seconds", "seconds", "kind", "of a request in the router's queue")
-PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "kind", "of prompts, once a request has its first token")
-GENERATION_TOKENS = _counter("generation_tokens", "tokens", "kind", "that were made")
-SUCCESS = _counter("request_success", "choices", "kind finished_reason", "that ended, and why")
-REFUSED = _counter("requests_refused", "requests", "kind reason", "that were not taken, and why")
-EXPERT_TOKENS = _counter("expert_tokens", "tokens", "pipeline stage layer expert", "that an expert was given, wherever it sits")
-EXPERT_BUSY = _counter("expert_busy_seconds", "seconds", "pipeline actor", "in which the experts of an expert actor worked")
-EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "of hidden states that an expert actor was given")
+RUNNING = _gauge("pipeline_running", "0 or 1", "pipeline", "Whether the pipeline accepts requests now (1) or not (0).")
+ACTIVE = _counter("pipeline_active_seconds", "seconds", "pipeline", "Time in which at least one micro-batch was in flight.")
+STAGE_BUSY = _counter("stage_busy_seconds", "seconds", "pipeline stage", "Time in which the stage computed.")
+STAGE_WAITING = _counter(
+    "stage_waiting_seconds",
+    "seconds",
+    "pipeline stage",
+    "Time in which the stage did not compute although a micro-batch was in flight.",
+)
+STAGE_TOKENS = _counter("stage_tokens", "tokens", "pipeline stage", "Tokens that the stage processed.")
+SCHEDULED = _counter("scheduled_tokens", "tokens", "pipeline phase", "Tokens in micro-batches, by phase.")
+MICRO_BATCHES = _counter("micro_batches", "micro-batches", "pipeline", "Micro-batches that the pipeline completed.")
+MICRO_BATCH_TOKENS = _histogram("micro_batch_tokens", "tokens", "pipeline", "Tokens in a micro-batch.", TOKENS)
+HOPS_S = _histogram(
+    "hop_seconds",
+    "seconds",
+    "pipeline stage",
+    "Time until the stage, once free, started a micro-batch that the previous stage had finished.",
+    HOPS,
+)
+NUM_RUNNING = _gauge("num_requests_running", "sequences", "pipeline", "Sequences that hold a slot in the pipeline.")
+NUM_WAITING = _gauge("num_requests_waiting", "sequences", "pipeline", "Sequences in the router's waiting queue.")
+PAGES_HELD = _gauge("kv_cache_pages_in_use", "pages", "pipeline window", "Pages of the rolling KV cache that sequences hold.")
+PAGES = _gauge("kv_cache_pages", "pages", "pipeline window", "Pages of the rolling KV cache in total.")
+PREEMPTIONS = _counter(
+    "num_preemptions",
+    "sequences",
+    "pipeline",
+    "Sequences that were preempted: they released their pages and were computed again.",
+)
+RECOVERIES = _counter(
+    "recoveries", "recoveries", "pipeline", "Recoveries of the pipeline after a stage, a node or a step failed."
+)
+PAUSES = _counter(
+    "recovery_pause_seconds", "seconds", "pipeline", "Time from a failure to the first token of any request after it."
+)
+FIRST_TOKEN = _histogram(
+    "time_to_first_token_seconds", "seconds", "kind", "Time from the arrival of a request to its first token."
+)
+INTER_TOKEN = _histogram("inter_token_latency_seconds", "seconds", "kind", "Time between two tokens of a request.")
+WHOLE = _histogram("e2e_request_latency_seconds", "seconds", "kind", "Time from the arrival of a request to its end.")
+QUEUE = _histogram("request_queue_time_seconds", "seconds", "kind", "Time that a request spent in the router's waiting queue.")
+PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "kind", "Prompt tokens, counted when a request has its first token.")
+GENERATION_TOKENS = _counter("generation_tokens", "tokens", "kind", "Tokens that were generated.")
+SUCCESS = _counter("request_success", "choices", "kind finished_reason", "Choices that ended, by reason.")
+REFUSED = _counter("requests_refused", "requests", "kind reason", "Requests that were refused, by reason.")
+EXPERT_TOKENS = _counter(
+    "expert_tokens",
+    "tokens",
+    "pipeline stage layer expert",
+    "Tokens that were routed to an expert, on a stage or on an expert actor.",
+)
+EXPERT_BUSY = _counter(
+    "expert_busy_seconds", "seconds", "pipeline actor", "Time in which the experts of an expert actor computed."
+)
+EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "Rows of hidden states that an expert actor received.")
 
 OF_PIPELINES = (
     *(RUNNING, ACTIVE, STAGE_BUSY, STAGE_WAITING, STAGE_TOKENS, SCHEDULED, MICRO_BATCHES, MICRO_BATCH_TOKENS, HOPS_S),

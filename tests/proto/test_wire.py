@@ -72,7 +72,9 @@ logprobs = st.lists(st.builds(lambda seq_id, start, scored: Logprobs(seq_id, sta
     tuple
 )
 ended = st.lists(st.tuples(ids, st.sampled_from(FinishReason)), max_size=2).map(tuple)
-results = st.builds(StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended)
+results = st.builds(
+    StepResult, ids, ids, token_ids=pages, timings=timings, expert_choices=choices, logprobs=logprobs, finished=ended
+)
 events = st.lists(st.builds(TokenEvent, ids, ids, st.none() | st.sampled_from(FinishReason)), max_size=3).map(tuple)
 tokens = st.builds(RequestOutput, events, st.builds(RequestTimings, times, times, times), choices, logprobs)
 

@@ -22,7 +22,7 @@ from tramontane.cluster.deploy.ray_up import MARK, SERVE_FILE, SETTINGS_FILE
 from tramontane.proto.errors import ConfigError, PlanError
 
 SHIPPED = Path(cluster_file.__file__).parents[1] / "clouds"
-README = Path(__file__).parents[3] / "README.md"
+PAGE = Path(__file__).parents[3] / "docs" / "deploy" / "ray-up.md"
 CLOUDS = {"aws": "AMI", "gcp": "PROJECT IMAGE", "azure": "PUBLISHER OFFER SKU"}  # and their blanks
 PROVIDERS = {**CLOUDS, "local": "HOST-1 HOST-2 HOST-3 HOST-4"}
 MIXTRAL = ("--model", "mixtral-8x7b", "--stages", "4")
@@ -212,8 +212,8 @@ def test_what_somebody_else_wrote_stays(tmp_path: Path) -> None:
     assert (tmp_path / "mine.yaml").read_text() == "cluster_name: mine\n"
 
 
-def test_the_readme_has_every_option() -> None:
-    table = README.read_text(encoding="utf-8").split("### As a Ray cluster")[1].split("\n### ")[0]
+def test_the_documentation_has_every_option() -> None:
+    table = PAGE.read_text(encoding="utf-8")
     command = get_command(app).commands["cluster-yaml"]  # type: ignore[attr-defined]
     options = [name for parameter in command.params for name in parameter.opts]
     assert len(options) > 20

@@ -132,9 +132,9 @@ def test_json_tells_everything(generate: Generate) -> None:
     assert run.json["ready_after_s"] <= run.json["first_token_after_s"]
 
 
-def test_the_readme_names_all_that_json_tells(generate: Generate) -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
-    table = readme.split("`--json` prints one object")[1].split("## Serve it")[0]
+def test_the_documentation_names_all_that_json_tells(generate: Generate) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "cli.md").read_text(encoding="utf-8")
+    table = page.split("### JSON output")[1].split("\n## ")[0]
     told = generate("--json", "It").json
     for name in (*told, *told["completions"][0], *told["stages"][0]):
         assert f"`{name}`" in table

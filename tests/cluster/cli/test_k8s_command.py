@@ -17,7 +17,7 @@ from tramontane.cluster.serving.app import UNBOUNDED, build, validate_config
 from tramontane.cluster.serving.autoscaling import PipelineAutoscalingPolicy
 from tramontane.proto.errors import ConfigError, PlanError
 
-README = Path(__file__).parents[3] / "README.md"
+ROOT = Path(__file__).parents[3]
 MIXTRAL = ("--model", "mixtral-8x7b", "--gpu-memory", "48GiB")
 
 
@@ -134,7 +134,7 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
 
 def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = f"that needs {tmp_path / 'mine/../../base'}, which is not there"
-    words, k8s = (*MIXTRAL, "--stages", "4"), README.parent / "k8s"
+    words, k8s = (*MIXTRAL, "--stages", "4"), ROOT / "k8s"
     _written(tmp_path / "mine", *words)
     assert missing in capsys.readouterr().out
     for base in (str(k8s), "https://example.com/tramontane//k8s"):
@@ -154,8 +154,8 @@ def test_the_number_of_pods_is_not_guessed(tmp_path: Path) -> None:
     assert "--stages" in refused.value.format_message()
 
 
-def test_the_readme_has_every_option() -> None:
-    table = README.read_text(encoding="utf-8").split("### On Kubernetes")[1].split("\n### ")[0]
+def test_the_documentation_has_every_option() -> None:
+    table = (ROOT / "docs" / "deploy" / "kubernetes.md").read_text(encoding="utf-8")
     options = [name for parameter in get_command(app).commands["k8s"].params for name in parameter.opts]  # type: ignore[attr-defined]
     assert len(options) > 20
     assert [name for name in options if f"`{name}`" not in table and name != "--help"] == []

@@ -213,10 +213,11 @@ def test_what_a_door_counts_is_told_once() -> None:
     assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in OF_REQUESTS}
 
 
-def test_the_table_of_the_readme_is_the_codes() -> None:
-    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8").split("### Metrics")[1].split("\n## ")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.splitlines() if line.startswith("| `ray_")]
+def test_the_table_of_the_documentation_is_the_codes() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
+    table = page.split("<!-- metrics:")[1].split("<!-- end of metrics -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.startswith("| `ray_")]
     told = [[f"`{m.exported}`", m.unit, ", ".join(f"`{label}`" for label in m.labels), m.meaning] for m in METRICS]
     assert [row[:4] for row in rows] == told
     values = {word for reason in FinishReason for word in [reason.value]} | set(REFUSALS.values()) | set(REQUEST_KINDS)
-    assert all(f"`{value}`" in readme for value in values), "what labels may say"
+    assert all(f"`{value}`" in page for value in values), "what labels may say"

@@ -9,7 +9,7 @@ from dashboard_queries import ALERTS, alerts, compared, metric_names, panels, qu
 
 from tramontane.cluster.observability.metrics import METRICS
 
-README = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "observability.md").read_text(encoding="utf-8")
 
 
 def test_every_query_asks_for_metrics_of_the_table_and_every_metric_is_asked_for() -> None:
@@ -42,18 +42,17 @@ def test_panels_do_not_lie_over_each_other_and_use_the_chosen_source() -> None:
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
-def test_an_alert_says_what_to_do_and_the_readme_knows_it(alert: dict[str, object]) -> None:
+def test_an_alert_says_what_to_do_and_the_documentation_names_it(alert: dict[str, object]) -> None:
     annotations = alert["annotations"]
     assert isinstance(annotations, dict)
     assert set(annotations) == {"summary", "runbook"}
     assert alert["labels"] in ({"severity": "critical"}, {"severity": "warning"})
     assert str(alert["expr"]) != compared(str(alert["expr"])), "it has a bound"
-    table = README.split("### Metrics")[1].split("\n## ")[0]
-    rows = [line for line in table.splitlines() if f"`{alert['alert']}`" in line and line.startswith("| `ray_")]
+    rows = [line for line in PAGE.splitlines() if f"`{alert['alert']}`" in line and line.startswith("| `ray_")]
     assert len(rows) == 1
     assert rows[0].split("`")[1] in metric_names(str(alert["expr"])), "beside the metric that it watches"
     for flag in re.findall(r"--[a-z-]+", str(annotations["runbook"])):
-        assert f"`{flag}" in README, flag
+        assert f"`{flag}" in PAGE, flag
 
 
 def test_the_rules_for_kubernetes_are_the_same() -> None:

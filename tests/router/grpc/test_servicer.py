@@ -360,7 +360,7 @@ def test_without_the_key_nothing_is_done() -> None:
                 codes = [await code_of(channel, method, b"\xff\xff") for method in METHODS]
             assert set(codes) == {StatusCode.UNAUTHENTICATED}
             assert house.router._seq_ids.__reduce__()[1] == (0,), "nothing was ever submitted"
-        async with _house(admits=lambda peer: not peer.startswith("ipv4:127.")) as house:
+        async with _house(allow_peer=lambda peer: not peer.startswith("ipv4:127.")) as house:
             with pytest.raises(AuthenticationError, match="its --host says so"):
                 await house.client.models()
 
