@@ -10,7 +10,7 @@ import torch
 from stage_driver import teacher_forced
 from torch.nn import functional as F
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import read_model_args

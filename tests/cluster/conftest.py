@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 
 # What may stand above the complaint: how far the command had come.
 PROGRESS = re.compile(r"(checking the checkpoint|loading the model|starting Ray|joining Ray at \S+) \.\.\.")

@@ -19,7 +19,7 @@ from tramontane.cluster.bench.online import LoadPattern, bench_online, make_clie
 from tramontane.cluster.bench.report import BenchDisplay, as_data
 from tramontane.cluster.bench.results import BenchResult, FailureCount, RoundPlan
 from tramontane.cluster.bench.workload import Workload, arrivals
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import plotting as pictures
 from tramontane.cluster.http.app import HttpApp

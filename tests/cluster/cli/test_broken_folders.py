@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_args, write_tokenizer
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.proto.model_folder import Layout
 from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 

@@ -17,7 +17,7 @@ import pytest
 from reference import greedy
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.console.display import sanitize
 from tramontane.router.tokenization.chat import ChatMessage
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
@@ -26,7 +26,7 @@ from tramontane.workers.model.transformer import StageModel
 ARGS = replace(tiny_args(n_layers=2, window=None, max_seq_len=160), vocab_size=300)
 SLOW = """
 import time
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.console.display import sanitize
 from tramontane.workers.stage.stage_worker import StageWorker
 step = StageWorker.step

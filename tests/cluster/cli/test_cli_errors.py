@@ -16,7 +16,7 @@ import ray
 import typer
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.pipeline import engine as launch
 from tramontane.cluster.pipeline import ray_cluster as ray_address
 from tramontane.cluster.planning.hardware import Hardware

@@ -17,7 +17,7 @@ from rich.console import Console
 from tiny_models import random_model, tiny_args, write_checkpoint, write_tokenizer
 from typer.testing import CliRunner
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.console import prompts
 from tramontane.cluster.console.display import STRIP_CONTROL, Display
 from tramontane.cluster.console.token_colors import TokenColors

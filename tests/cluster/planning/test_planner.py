@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tiny_models import GIB, tiny_args, tiny_plan
 
-from tramontane.cluster.cli.main import main as cli
+from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.pipeline.engine import make_scheduler
 from tramontane.cluster.planning.hardware import Gpu, Hardware
