@@ -20,7 +20,7 @@ from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMes
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
-from tramontane.workers.links.tcp_channel import SocketEdges
+from tramontane.workers.links.tcp_channel import TcpChannelFactory
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -36,7 +36,7 @@ def expert_plan(
     return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
 
 
-class WatchedEdges(SocketEdges):
+class WatchedEdges(TcpChannelFactory):
     """Remembers every end that it made, so that all can be cut at once, as when a process dies."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class ExpertActors:
                 raise PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
             return self._doors[actor_id].open(calls)
 
-        edges = self._fixed_edges or SocketEdges()
+        edges = self._fixed_edges or TcpChannelFactory()
         return DirectExpertClient(introduce, notify, ExpertMessageLayout.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
 
     def kill(self, actor_id: int) -> None:

@@ -20,8 +20,8 @@ from tramontane.workers.links.control_socket import ControlSocket
 from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcUnavailableError, accept_ipc, offer_ipc
 from tramontane.workers.links.ipc_cuda import CudaIpc
 from tramontane.workers.links.ipc_memory import IpcBackend
-from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketListener, TcpChannel, connect
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
+from tramontane.workers.links.tcp_channel import TcpChannel, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,14 +44,14 @@ class DeviceLocation:
 class ChannelOptions:
     """What the edges of one device are made of."""
 
-    place: DeviceLocation
+    location: DeviceLocation
     device: torch.device
-    sharing: IpcBackend  # to an end at the same place
-    groups: ChannelFactory  # to any other
+    ipc: IpcBackend  # to an end at the same place
+    process_groups: ChannelFactory  # to any other
 
     @classmethod
     def of(cls, device: torch.device) -> "ChannelOptions":
-        return cls(DeviceLocation.of(device), device, CudaIpc(device), GroupEdges("nccl"))
+        return cls(DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl"))
 
 
 class HandshakeChannel:
@@ -105,7 +105,7 @@ class HostStagedChannel:
 class GpuListener:
     def __init__(self, ways: ChannelOptions, host: str) -> None:
         self._ways, self._host = ways, host
-        self._listener = SocketListener(host)
+        self._listener = TcpListener(host)
         self._line: ControlSocket | None = None  # while the two find out how
         self._store: Listener | None = None
         self.address: Address = self._listener.address
@@ -124,9 +124,9 @@ class GpuListener:
                 end.close()
 
     def _made(self, line: ControlSocket) -> Channel:
-        if _is_same_device(line, self._ways.place):
-            return _ipc_or_host_staged(line, lambda: offer_ipc(line, self._ways.sharing))
-        self._store = self._ways.groups.listen(self._host)
+        if _is_same_device(line, self._ways.location):
+            return _ipc_or_host_staged(line, lambda: offer_ipc(line, self._ways.ipc))
+        self._store = self._ways.process_groups.listen(self._host)
         line.send(self._store.address)
         edge = HandshakeChannel(line, self._store.accept())
         return _warm_up(edge, edge.send, torch.zeros(1, device=self._ways.device))
@@ -145,10 +145,10 @@ class GpuChannelFactory:
         return _negotiated(ControlSocket(connect(address)), lambda line: self._made(line, host))
 
     def _made(self, line: ControlSocket, host: str) -> Channel:
-        if _is_same_device(line, self._ways.place):
-            return _ipc_or_host_staged(line, lambda: accept_ipc(line, self._ways.sharing))
+        if _is_same_device(line, self._ways.location):
+            return _ipc_or_host_staged(line, lambda: accept_ipc(line, self._ways.ipc))
         store_host, port, word = line.receive(TIMEOUT_S)
-        edge = HandshakeChannel(line, self._ways.groups.connect((store_host, port, word), host))
+        edge = HandshakeChannel(line, self._ways.process_groups.connect((store_host, port, word), host))
         return _warm_up(edge, edge.receive, torch.empty(1, device=self._ways.device))
 
 

@@ -76,7 +76,7 @@ class ProcessGroupChannel:
             raise LinkError(f"the link to a neighbour is broken: {first_line(error)}") from error.with_traceback(None)
 
 
-class GroupListener:
+class ProcessGroupListener:
     """The store through which the two find each other. It asks for no word."""
 
     def __init__(self, host: str, backend: str) -> None:
@@ -97,14 +97,14 @@ class GroupListener:
         self._store = None
 
 
-class GroupEdges:
+class ProcessGroupChannelFactory:
     """``ChannelFactory`` of process groups; ``backend`` is nccl or gloo."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
 
-    def listen(self, host: str) -> GroupListener:
-        return GroupListener(host, self._backend)
+    def listen(self, host: str) -> ProcessGroupListener:
+        return ProcessGroupListener(host, self._backend)
 
     def connect(self, address: Address, host: str, /) -> ProcessGroupChannel:
         store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)

@@ -68,7 +68,7 @@ class TcpChannel:
             return 0
 
 
-class SocketListener:
+class TcpListener:
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family)
@@ -102,18 +102,18 @@ class SocketListener:
         _close_socket(self._listener)
 
 
-class SocketEdges:
+class TcpChannelFactory:
     """``ChannelFactory`` of TCP connections."""
 
-    def listen(self, host: str) -> SocketListener:
-        return SocketListener(host)
+    def listen(self, host: str) -> TcpListener:
+        return TcpListener(host)
 
     def connect(self, address: Address, _host: str, /) -> TcpChannel:
         return TcpChannel(connect(address))
 
 
 def connect(address: Address) -> socket.socket:
-    """To a ``SocketListener``. Raises OSError."""
+    """To a ``TcpListener``. Raises OSError."""
     host, port, word = address
     connection = socket.create_connection((host, port), CONNECT_TIMEOUT.total_seconds())
     try:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 # Elsewhere torch reads the sizes of the groups on the host and multiplies one after the other.
 KERNEL_CAPABILITIES = (9, 10)  # the first number of it: Hopper and Blackwell
 KERNEL_STEP = 8  # bfloat16 numbers in the 16 bytes that rows must begin at
-FEW_ROWS = 8  # up to which each row reads its expert's weights by itself; not measured yet
+MAX_SMALL_BATCH_ROWS = 8  # up to which each row reads its expert's weights by itself; not measured yet
 CLOSE = 2e-2  # of bfloat16 products added in another order, by relative norm
 
 
@@ -29,7 +29,7 @@ class StackedExperts(NamedTuple):
 
     w13_E2FD: Tensor
     w2_EDF: Tensor
-    for_few: bool = False
+    has_small_batch_kernel: bool = False
 
     def run(self, rows_CD: Tensor, ends_E: Tensor, gated: Callable[[Tensor], Tensor] = EAGER.silu_and_mul) -> Tensor:
         """Each expert on its group of rows, [C, D]; those with none are not read. ``ends_E`` (int32) stays on the device.
@@ -37,12 +37,12 @@ class StackedExperts(NamedTuple):
 
         Rows after the last group are nobody's: what comes out there is whatever was in memory.
         """
-        if self.for_few and len(rows_CD) <= FEW_ROWS:
-            return self.row_by_row(rows_CD, ends_E)
+        if self.has_small_batch_kernel and len(rows_CD) <= MAX_SMALL_BATCH_ROWS:
+            return self.run_small_batch(rows_CD, ends_E)
         both_C2F = F.grouped_mm(rows_CD, self.w13_E2FD.transpose(1, 2), offs=ends_E)
         return F.grouped_mm(gated(both_C2F), self.w2_EDF.transpose(1, 2), offs=ends_E)
 
-    def row_by_row(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
+    def run_small_batch(self, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
         """The same, by kernels that read an expert's weights for each of its rows."""
         from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv  # Triton comes with torch for CUDA only
 
@@ -57,7 +57,7 @@ def enable_small_batch_kernel(stacks: Mapping[int, StackedExperts]) -> dict[int,
     if why := try_or_reason(lambda: _try(first)):
         logger.warning("experts on %s: no kernel for few rows (%s)", first.w13_E2FD.device, why)
         return dict(stacks)
-    return {layer: stack._replace(for_few=True) for layer, stack in stacks.items()}
+    return {layer: stack._replace(has_small_batch_kernel=True) for layer, stack in stacks.items()}
 
 
 def _is_on_gpu(stack: StackedExperts) -> bool:
@@ -69,11 +69,11 @@ def _try(stack: StackedExperts) -> None:
     """Groups of 0, 1, 1, ... rows: of 8 rows and 8 experts the last row is nobody's, of one row expert 1 has it."""
     num_experts, _, width = stack.w13_E2FD.shape
     like = stack.w13_E2FD
-    for num_rows in (1, FEW_ROWS):
+    for num_rows in (1, MAX_SMALL_BATCH_ROWS):
         rows_CD = torch.randn(num_rows, width, dtype=like.dtype, device=like.device)
         ends_E = torch.arange(num_experts, dtype=torch.int32, device=like.device).clamp(max=num_rows)
         own = slice(min(num_rows, num_experts - 1))
-        assert_close_norm(stack.row_by_row(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
+        assert_close_norm(stack.run_small_batch(rows_CD, ends_E)[own], stack.run(rows_CD, ends_E)[own], CLOSE)
 
 
 def as_stacked_view(weights: Sequence[Tensor]) -> Tensor | None:

@@ -44,13 +44,13 @@ class Attention(nn.Module):
         self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
-        self.pointwise = EAGER
+        self.fused_ops = EAGER
 
     def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
         num_queries, num_keys, _ = self.num_heads
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
-        turned_THd = self.pointwise.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        turned_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
         q_THd, k_TGd = rotary.scale_queries(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
         out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
@@ -64,10 +64,10 @@ class FeedForward(nn.Module):
         super().__init__()
         self.w13 = Linear(args.dim, 2 * args.hidden_dim)
         self.w2 = Linear(args.hidden_dim, args.dim)
-        self.pointwise = EAGER
+        self.fused_ops = EAGER
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.w2(self.pointwise.silu_and_mul(self.w13(x_TD)))
+        out_TD: Tensor = self.w2(self.fused_ops.silu_and_mul(self.w13(x_TD)))
         return out_TD
 
 
@@ -100,11 +100,11 @@ class TransformerBlock(nn.Module):
     def forward(self, h_TD: Tensor, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
         """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
         attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
-        return self.attention.pointwise.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+        return self.attention.fused_ops.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
 
 
 def set_fused_ops(model: nn.Module, pointwise: FusedOps) -> None:
     """In every layer."""
     for module in model.modules():
         if isinstance(module, (Attention, FeedForward)):
-            module.pointwise = pointwise
+            module.fused_ops = pointwise

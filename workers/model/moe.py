@@ -171,7 +171,7 @@ class LocalExperts(ExpertSet):
     def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> CompletedExperts:
         """See ``ExpertBackend``; rows are [C, D]. Answers as many, or as many as belong to an expert."""
         if layer in self._stacks:
-            gated = self.expert(ExpertId(layer, 0)).pointwise.silu_and_mul
+            gated = self.expert(ExpertId(layer, 0)).fused_ops.silu_and_mul
             return CompletedExperts(layer, self._stacks[layer].run(rows_CD, groups.offsets_E, gated))
         sizes = groups.sizes
         return CompletedExperts(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))

@@ -17,14 +17,14 @@ class DeviceBackend:
     """``recorder``: None where steps of decodes are computed like all others. ``mark``: None where what was asked for is done."""
 
     kernels: AttentionKernels
-    pointwise: FusedOps = EAGER
-    recorder: GraphCapture | None = None
-    mark: MakeMark | None = None
+    fused_ops: FusedOps = EAGER
+    graph_capture: GraphCapture | None = None
+    make_event: MakeMark | None = None
 
     @property
     def pads_decodes(self) -> bool:
         """Whether decodes are padded, which takes a page of the caches."""
-        return self.recorder is not None or self.mark is not None
+        return self.graph_capture is not None or self.make_event is not None
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:

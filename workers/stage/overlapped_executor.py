@@ -28,8 +28,8 @@ class OverlappedExecutor:
     """
 
     def __init__(self, worker: StageWorker, max_open: int) -> None:
-        assert worker.means.mark is not None, "this is for devices that do later what they are asked for"
-        self.worker, self._max_open, self._make_mark = worker, max_open, worker.means.mark
+        assert worker.backend.make_event is not None, "this is for devices that do later what they are asked for"
+        self.worker, self._max_open, self._make_mark = worker, max_open, worker.backend.make_event
         self._news = threading.Condition()
         self._has_turn = self._is_interrupted = False
         self._num_open = self._num_working = 0

@@ -48,21 +48,21 @@ class StageWorker:
         model: StageModel,
         device: str = "cpu",
         read_pieces: LoadVocabulary = tuple,
-        means: DeviceBackend | None = None,
+        backend: DeviceBackend | None = None,
     ) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
         model.finalize_weights(self.device)
-        self.means = means or backend_for(plan, self.device)
-        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.means.pads_decodes)
+        self.backend = backend or backend_for(plan, self.device)
+        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.frequencies = rotary_frequencies(plan.args).to(self.device)
-        set_fused_ops(model, self.means.pointwise)
+        set_fused_ops(model, self.backend.fused_ops)
         self.graphs = self._graphs()
-        self.logit_changes = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
-        self.constraints = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
+        self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
+        self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         self.logprobs = LogprobTracker(plan.args.vocab_size)
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -102,8 +102,8 @@ class StageWorker:
         """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
         self.table.clear()
-        self.logit_changes.clear()
-        self.constraints.clear()
+        self.logits_processor.clear()
+        self.structured_output.clear()
         self.logprobs.clear()
         self.epoch = epoch
         self.next_step_id = 0
@@ -143,14 +143,14 @@ class StageWorker:
         """A step that gives way in every layer, once its experts have been asked. Steps begin in their order, and none may be
         resumed before the one before it is a layer ahead: what it wrote to the next layer's caches may be needed.
         """
-        notes = StepTimer(self.means.mark)
+        notes = StepTimer(self.backend.make_event)
         self.check_epoch(batch)
         self.check_order(batch)
         self.next_step_id += 1
         self.table.update(batch)
         if self.plan.is_last:
-            self.logit_changes.update(batch)
-            self.constraints.update(batch)
+            self.logits_processor.update(batch)
+            self.structured_output.update(batch)
             self.logprobs.update(batch)
         notes.experts = expert_choice_recorder(batch, self.table, self.plan.layers)
         if self._can_replay(batch, notes):
@@ -173,10 +173,10 @@ class StageWorker:
 
     def _graphs(self) -> CudaGraphRunner | None:
         """None where nothing is recorded, or cannot be: experts whose groups the host must know."""
-        recorder, experts = self.means.recorder, self.model.experts
+        recorder, experts = self.backend.graph_capture, self.model.experts
         if recorder is None or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
             return None
-        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.means.kernels, recorder)
+        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.backend.kernels, recorder)
 
     def _can_replay(self, batch: MicroBatch, notes: StepTimer) -> bool:
         """Nothing but decodes, and nobody who asks which experts they choose."""
@@ -197,7 +197,7 @@ class StageWorker:
         if hidden_TD is None:
             hidden_TD = self.model.embed(index.token_ids)
         rotary = rotary_tables(index.positions, self.plan.args, self.dtype, self.frequencies)
-        attend = CachedAttention(self.cache, index, self.means.kernels)
+        attend = CachedAttention(self.cache, index, self.backend.kernels)
         outcome: torch.Tensor = yield from self.model(hidden_TD, rotary, attend, notes)
         return outcome
 
@@ -222,16 +222,16 @@ class StageWorker:
                 return Activation(done, *told)
             token_ids = () if sampled is None else tuple(sampled.tensor.tolist())
             logprobs = (*of_prompts, *self.logprobs.sampled(done, token_ids, seq_ids, positions))
-            ended = self.constraints.finished(seq_ids, token_ids)
+            ended = self.structured_output.finished(seq_ids, token_ids)
             return StepResult(batch.epoch, batch.step_id, token_ids, *told, logprobs, ended)
 
-        is_asked = bool(self.constraints.num_sequences or self.logprobs.num_sequences) or notes.experts is not NO_RECORDER
+        is_asked = bool(self.structured_output.num_sequences or self.logprobs.num_sequences) or notes.experts is not NO_RECORDER
         return PendingOutcome(None if self.plan.is_last else done, is_asked, read)
 
     def _sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """A token id [S] of each sequence, on the device."""
-        changed_SV = self.logit_changes.apply(logits_SV, seq_ids, positions)
-        allowed_SV = self.constraints.apply_masks(changed_SV, seq_ids)
+        changed_SV = self.logits_processor.apply(logits_SV, seq_ids, positions)
+        allowed_SV = self.structured_output.apply_masks(changed_SV, seq_ids)
         return sample(allowed_SV, [self.table.sampling[s] for s in seq_ids], positions)
 
 

@@ -24,7 +24,7 @@ from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.ipc_memory import HostIpc
-from tramontane.workers.links.process_group_channel import GroupEdges
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -67,7 +67,7 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
 
 
-GROUPS = GroupEdges("gloo")
+GROUPS = ProcessGroupChannelFactory("gloo")
 ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS))
 
 
@@ -230,12 +230,12 @@ class HeldExperts:
     """Experts that answer with what they are given, when a test lets them; knows who asked, in which order."""
 
     def __init__(self) -> None:
-        self.news = threading.Condition()
+        self.condition = threading.Condition()
         self.asked: list[HeldAnswer] = []
 
     def dispatch(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
         answer = HeldAnswer(layer, rows_CD)
-        with self.news:
+        with self.condition:
             self.asked.append(answer)
         return answer
 
@@ -243,19 +243,19 @@ class HeldExperts:
         """None is lost."""
 
     def let(self, number: int) -> None:
-        with self.news:
-            self.asked[number].has_news = True
-            self.news.notify_all()
+        with self.condition:
+            self.asked[number].is_ready = True
+            self.condition.notify_all()
 
 
 class HeldAnswer:
     usage = ExpertUsage()
 
     def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
-        self.layer, self._rows_CD, self.has_news = layer, rows_CD, False
+        self.layer, self._rows_CD, self.is_ready = layer, rows_CD, False
 
     def poll(self) -> bool:
-        return self.has_news
+        return self.is_ready
 
     def result(self) -> torch.Tensor:
         return self._rows_CD
@@ -275,8 +275,8 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
             first = 2 * layer
             wait_until(lambda first=first: len(held.asked) == first + 2)
             assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
-            with held.news:
-                held.asked[first + 1].has_news = True
+            with held.condition:
+                held.asked[first + 1].is_ready = True
                 assert stage._next() is None, "the later one has its answer, but must not overtake"
             held.let(first)
         wait_until(lambda: len(held.asked) == 9)

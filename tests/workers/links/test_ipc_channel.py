@@ -28,8 +28,8 @@ from tramontane.workers.links.gpu_channel import (
 )
 from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcReceiver, IpcSender, accept_ipc, offer_ipc
 from tramontane.workers.links.ipc_memory import HostEvent, HostIpc, IpcBackend, SharedEvent, SharedMemory
-from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketListener, connect
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
+from tramontane.workers.links.tcp_channel import TcpListener, connect
 
 HOST = "127.0.0.1"
 HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
@@ -37,7 +37,7 @@ ROUNDS = 60
 
 
 def _lines() -> tuple[ControlSocket, ControlSocket]:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept_connection)
         connected = connect(listener.address)
@@ -241,7 +241,7 @@ def _shared_here() -> int:
 
 
 def _edges(place: DeviceLocation, sharing: IpcBackend | None = None) -> GpuChannelFactory:
-    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), GroupEdges("gloo")))
+    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), ProcessGroupChannelFactory("gloo")))
 
 
 def _chosen(listening: GpuChannelFactory, connecting: GpuChannelFactory) -> tuple[Channel, Channel]:
@@ -339,7 +339,7 @@ def test_a_neighbour_that_dies_while_they_choose_is_missed_at_once(
 
 
 def test_a_listener_that_dies_while_they_choose_is_missed_at_once() -> None:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         connected = thread.submit(_edges(HERE).connect, listener.address, HOST)
         connection = listener.accept_connection()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.workers.model.grouped_gemm import FEW_ROWS
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS
 from tramontane.workers.model.moe import LocalExperts
 from tramontane.workers.model.transformer import StageModel, run_to_completion
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
@@ -79,16 +79,16 @@ def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: lis
     torch.testing.assert_close(grouped, each, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
+@pytest.mark.parametrize("num_rows", range(1, MAX_SMALL_BATCH_ROWS + 1))
 def test_few_rows_are_what_a_grouped_product_makes_of_them(model: StageModel, num_rows: int) -> None:
     assert isinstance(model.experts, LocalExperts)
     for stack in model.experts._stacks.values():
-        assert stack.for_few, "the kernel does not work here"
+        assert stack.has_small_batch_kernel, "the kernel does not work here"
         for ends in ([0] * 7 + [num_rows], [num_rows] * 8, [0, *range(7)], [num_rows // 2] * 3 + [num_rows] * 5):
             ends_E, own = torch.tensor(ends, dtype=torch.int32, device="cuda").clamp(max=num_rows), slice(min(ends[-1], num_rows))
             with torch.inference_mode():
                 rows_CD = _rows(num_rows)
-                few, grouped = (each.run(rows_CD, ends_E)[own] for each in (stack, stack._replace(for_few=False)))
+                few, grouped = (each.run(rows_CD, ends_E)[own] for each in (stack, stack._replace(has_small_batch_kernel=False)))
             torch.testing.assert_close(few, grouped, rtol=TOLERANCE, atol=TOLERANCE)
 
 

@@ -97,7 +97,9 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
         model = StageModel(args, stage.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
-    return StageWorker(stage, model, "meta", means=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), recorder=Once()))
+    return StageWorker(
+        stage, model, "meta", backend=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), graph_capture=Once())
+    )
 
 
 def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:

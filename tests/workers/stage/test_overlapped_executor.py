@@ -69,7 +69,7 @@ class DeviceMark:
 
 def _worker(device: Device) -> StageWorker:
     model: StageModel = random_model(ARGS)
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, means=DeviceBackend(cpu_kernels(), mark=device.mark))
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
     worker.fence(0)
     return worker
 
@@ -142,8 +142,10 @@ def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monk
 
         return noting
 
-    means = DeviceBackend(cpu_kernels(), recorder=_AtOnce() if is_recorded else None, mark=noted("mark", device.mark))  # type: ignore[arg-type]
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), means=means)
+    backend = DeviceBackend(
+        cpu_kernels(), graph_capture=_AtOnce() if is_recorded else None, make_event=noted("mark", device.mark)
+    )  # type: ignore[arg-type]
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), backend=backend)
     if worker.graphs is not None:
         monkeypatch.setattr(worker.graphs, "_copy_inputs", noted("inputs", worker.graphs._copy_inputs))
     monkeypatch.setattr(stage_worker, "build_attention_metadata", noted("inputs", index_of))
@@ -219,6 +221,6 @@ def test_the_same_tokens_as_without_a_device() -> None:
     device.finish(10**6)
     plan = tiny_plan(ARGS, 1)
     expected = run_in_process(plan, split_model(random_model(ARGS), plan), PROMPTS[:8], budget=64)
-    worker = StageWorker(plan.stages[0], random_model(ARGS), means=DeviceBackend(cpu_kernels(), mark=device.mark))
+    worker = StageWorker(plan.stages[0], random_model(ARGS), backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
     assert run_in_process(plan, [worker], PROMPTS[:8], budget=64) == expected
     assert torch.get_num_threads() >= 1

@@ -22,8 +22,8 @@ from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
 from tramontane.workers.links.ipc_memory import HostIpc
-from tramontane.workers.links.process_group_channel import GroupEdges, ProcessGroupChannel, interface_for_address
-from tramontane.workers.links.tcp_channel import SocketEdges, SocketListener, TcpChannel
+from tramontane.workers.links.process_group_channel import ProcessGroupChannel, ProcessGroupChannelFactory, interface_for_address
+from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener
 from tramontane.workers.stage.stage_link import StageLink
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import SerialExecutor
@@ -37,7 +37,7 @@ class BetweenPlaces:
 
     def __init__(self, listening: DeviceLocation, connecting: DeviceLocation) -> None:
         self._listening, self._connecting = (
-            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), GroupEdges("gloo")))
+            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory("gloo")))
             for place in (listening, connecting)
         )
 
@@ -49,7 +49,12 @@ class BetweenPlaces:
 
 
 HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
-EDGES: list[ChannelFactory] = [SocketEdges(), GroupEdges("gloo"), BetweenPlaces(HERE, HERE), BetweenPlaces(HERE, THERE)]
+EDGES: list[ChannelFactory] = [
+    TcpChannelFactory(),
+    ProcessGroupChannelFactory("gloo"),
+    BetweenPlaces(HERE, HERE),
+    BetweenPlaces(HERE, THERE),
+]
 every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
 
 
@@ -200,7 +205,7 @@ def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: ChannelFacto
 
 
 def test_only_so_much_is_on_its_way() -> None:
-    with _linked(2, GroupEdges("gloo")) as chain:
+    with _linked(2, ProcessGroupChannelFactory("gloo")) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_PENDING_SENDS + 3)]
         for step_id in range(MAX_PENDING_SENDS):
             assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
@@ -213,10 +218,10 @@ def test_only_so_much_is_on_its_way() -> None:
 
 
 def _socket_pair() -> tuple[TcpChannel, TcpChannel]:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        connected = SocketEdges().connect(listener.address, HOST)
+        connected = TcpChannelFactory().connect(listener.address, HOST)
         return accepted.result(), connected
 
 
@@ -279,12 +284,12 @@ def _wait_for_leave() -> None:
 
 def test_edges_over_ipv6() -> None:
     try:
-        listener = SocketListener("::1")
+        listener = TcpListener("::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        connected = SocketEdges().connect(listener.address, "::1")
+        connected = TcpChannelFactory().connect(listener.address, "::1")
         accepted.result().send(torch.ones(2))
         received_T = torch.zeros(2)
         connected.receive(received_T)
@@ -296,10 +301,10 @@ def test_edges_over_ipv6() -> None:
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
 def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
-        neighbour = SocketEdges().connect(listener.address, HOST)  # it has said the word before anybody waits for that
+        neighbour = TcpChannelFactory().connect(listener.address, HOST)  # it has said the word before anybody waits for that
         accepted = thread.submit(listener.accept)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
@@ -314,13 +319,13 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
     worker = _workers(2)[1]
     worker.fence(0)
     with pytest.raises(LinkError, match="is not linked"):
-        _link(worker, SocketEdges()).step(_batch(0))
+        _link(worker, TcpChannelFactory()).step(_batch(0))
 
 
 @every_kind
 def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory) -> None:
-    for kind in ("socket_edge", "group_edge"):
-        monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
+    for kind in ("tcp_channel", "process_group_channel"):
+        monkeypatch.setattr(f"tramontane.workers.links.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
     worker.fence(0)
     with socket.socket() as nobody:
