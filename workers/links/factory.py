@@ -8,5 +8,5 @@ from tramontane.workers.links.tcp_channel import TcpChannelFactory
 
 
 def channel_factory_for(device: torch.device) -> ChannelFactory:
-    """The fastest that there are between stages on such devices."""
+    """Return the fastest way to make channels between stages on such devices."""
     return GpuChannelFactory(ChannelOptions.of(device)) if device.type == "cuda" else TcpChannelFactory()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from host_ipc import HostIpc
 from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -23,7 +24,6 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
-from tramontane.workers.links.ipc_memory import HostIpc
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -131,7 +131,7 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     assert asked[-1] == moved
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(answer.result(), inside.dispatch(2, rows, groups_of([2, 3, 0, 4])).result())
+        assert torch.equal(answer.result(), inside(2, rows, groups_of([2, 3, 0, 4])))
     experts.close()
 
 
@@ -202,7 +202,7 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     assert asked.usage.asked_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(asked.result(), inside.dispatch(1, rows, groups).result())
+        assert torch.equal(asked.result(), inside(1, rows, groups))
     experts.close()
 
 

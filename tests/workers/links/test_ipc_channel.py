@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 import torch
+from host_ipc import HostEvent, HostIpc
 from lazy_gpu import LazyGpu
 
 from tramontane.proto.errors import LinkError
@@ -27,7 +28,7 @@ from tramontane.workers.links.gpu_channel import (
     HostStagedChannel,
 )
 from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcReceiver, IpcSender, accept_ipc, offer_ipc
-from tramontane.workers.links.ipc_memory import HostEvent, HostIpc, IpcBackend, SharedEvent, SharedMemory
+from tramontane.workers.links.ipc_memory import IpcBackend, SharedEvent, SharedMemory
 from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.links.tcp_channel import TcpListener, connect
 
@@ -56,7 +57,7 @@ def _leave(*edges: Channel) -> None:
     for edge in edges:
         edge.close()
     for thread in threading.enumerate():
-        if thread.name == "edge-leave":
+        if thread.name == "channel-close":
             thread.join()
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from host_ipc import HostIpc
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
@@ -21,7 +22,6 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
-from tramontane.workers.links.ipc_memory import HostIpc
 from tramontane.workers.links.process_group_channel import ProcessGroupChannel, ProcessGroupChannelFactory, interface_for_address
 from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener
 from tramontane.workers.stage.stage_link import StageLink
@@ -239,7 +239,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
             assert torch.equal(taken_TD, hidden_TD)
         for future in sending:
             future.result()
-    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("edge")]
+    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("channel")]
     assert helpers
     sender.close()
     receiver.close()
@@ -278,7 +278,7 @@ def test_edges_of_earlier_epochs_leave_nothing_behind(edges: ChannelFactory) -> 
 def _wait_for_leave() -> None:
     """Some ends wait for each other before they are gone."""
     for thread in threading.enumerate():
-        if thread.name == "edge-leave":
+        if thread.name == "channel-close":
             thread.join()
 
 
