@@ -4,7 +4,8 @@
 
 Mixtral 8x7B's sizes, in bfloat16: up to how many rows the first is quicker is what ``grouped_gemm.MAX_SMALL_BATCH_ROWS``
 should be. Rows are dealt out to the experts by chance, several times, in a CUDA graph, so that no launch is waited for. The
-share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small sizes end soon.
+share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small
+sizes end soon.
 """
 
 import argparse

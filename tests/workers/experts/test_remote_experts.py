@@ -1,4 +1,4 @@
-"""Experts elsewhere: the tokens are the same, whoever runs which expert, and whoever dies meanwhile."""
+"""Experts on actors: the tokens are the same whichever actor runs an expert, also if actors die."""
 
 import asyncio
 import itertools
@@ -96,7 +96,7 @@ def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
 
 
 def test_a_fence_fails_where_experts_are_lost_for_good(folder: Path) -> None:
-    """So that whoever drives the pipeline hears of it, rather than of every request."""
+    """So that the router gets one error for the pipeline, rather than one for every request."""
     plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
     with open_chain(plan, folder, actors) as chain:
         asyncio.run(chain.fence())
@@ -152,7 +152,7 @@ def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[]
 
 
 def test_a_replica_takes_over_at_once(folder: Path) -> None:
-    """Nobody revives the actor: what it was given, and all that follows, has to find another."""
+    """The actor is not revived: its calls, and all that follow, go to the other."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
     _dies_at(actors, 0, 9)
     with open_chain(plan, folder, actors) as chain:
@@ -206,7 +206,7 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     experts.close()
 
 
-def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
+def test_the_actor_with_the_fewest_queued_rows_is_called(folder: Path) -> None:
     """5 rows wait at the first actor, the second has done 9: the next one goes there."""
     actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
     gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Memory shared by CUDA IPC, with a runtime that is told what to answer: what goes through it, and what it costs if it fails."""
+"""Memory shared by CUDA IPC, with a scripted runtime: the calls that it gets, and what is freed if one fails."""
 
 import ctypes
 from collections.abc import Iterator

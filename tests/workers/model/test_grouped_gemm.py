@@ -173,7 +173,7 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
         rotary = _rotary(5, ARGS, torch.float32)
         alone = model(hidden_TD, rotary, _attend)
         before = model.expert_load
-        hidden_TD[is_padding_T] = torch.nan  # as memory that nobody wrote to may be
+        hidden_TD[is_padding_T] = torch.nan  # as uninitialized memory may be
         padded = model(hidden_TD, rotary, _attend, None, is_padding_T)
     torch.testing.assert_close(padded[~is_padding_T], alone[~is_padding_T])
     after = model.expert_load
@@ -202,7 +202,7 @@ def test_what_experts_make_of_padding_is_nothing() -> None:
 
 @pytest.mark.parametrize("with_padding", [False, True])
 def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
-    """Tensors on the meta device have shapes and no numbers: whoever asks for one fails."""
+    """Tensors on the meta device have shapes and no numbers: reading one fails."""
     args = replace(ARGS, moe=MoeArgs(8, 2))
     with torch.device("meta"):
         model = StageModel(args, range(2, 4)).to(torch.bfloat16)

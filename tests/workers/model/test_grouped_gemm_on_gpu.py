@@ -73,7 +73,7 @@ def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: lis
     experts, groups = model.experts, groups_of(sizes)
     assert isinstance(experts, LocalExperts)
     assert experts.is_graph_safe
-    rows_CD = _rows(sum(sizes) + 2)  # two of which are nobody's
+    rows_CD = _rows(sum(sizes) + 2)  # two of which belong to no expert
     with torch.inference_mode():
         grouped = experts(1, rows_CD, replace(groups, offsets_E=groups.offsets_E.cuda()))[: sum(sizes)]
         each = run_experts([experts.expert(ExpertId(1, expert)) for expert in range(8)], sizes, rows_CD)

@@ -152,7 +152,7 @@ class _FakeCuda:
         self.current, self.breaks = self.stream("usual"), breaks
         fakes: dict[str, object] = {
             "graph_pool_handle": lambda: (0, 0),
-            "Stream": lambda: self.stream("beside"),
+            "Stream": lambda: self.stream("warm-up"),
             "current_stream": lambda: self.current,
             "set_stream": self.set_stream,
             "stream": self.on,
@@ -195,7 +195,7 @@ def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeyp
 
     with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
         CudaGraphCapture().capture(compute)
-    assert seen == ["beside", "beside", "recording"]
+    assert seen == ["warm-up", "warm-up", "recording"]
     assert cuda.current.name == "usual"
 
 

@@ -1,7 +1,7 @@
 """What a step asks of a GPU waits for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
 
-Beside it nothing may mix what is here with what is there, and nothing may get there but through pinned memory: either would wait
-for all that the GPU has been given, and neither can be recorded in a CUDA graph.
+In addition, no operation may mix tensors of the host and the device, and every copy goes through pinned memory: otherwise it
+would wait for all work of the GPU, and could not be recorded in a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -103,7 +103,7 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
 
 
 def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
-    """A prompt; another's first half beside a decode; its second half beside another; decodes alone, twice."""
+    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice."""
 
     def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
         pages = () if start else (seq_id,)

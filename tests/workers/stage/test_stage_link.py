@@ -73,7 +73,7 @@ def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
 
 
 def _send_on(link: StageLink, step_id: int) -> None:
-    """More than may be on its way to a neighbour that takes nothing."""
+    """More than may be on its way to a neighbor that receives nothing."""
     for more in range(MAX_PENDING_SENDS + 1):
         link.step(_batch(step_id + more))
 
@@ -181,7 +181,7 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
 
 
 @every_kind
-def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: ChannelFactory) -> None:
+def test_a_stage_that_waits_fails_when_its_neighbor_closes(edges: ChannelFactory) -> None:
     """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
@@ -208,7 +208,7 @@ def test_only_so_much_is_on_its_way() -> None:
     with _linked(2, ProcessGroupChannelFactory("gloo")) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_PENDING_SENDS + 3)]
         for step_id in range(MAX_PENDING_SENDS):
-            assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
+            assert started[step_id].result().step_id == step_id, "it does not wait for the receiver"
         for step_id in range(MAX_PENDING_SENDS + 3):
             outlet = chain.links[0]._outlet
             assert isinstance(outlet, ProcessGroupChannel)
@@ -231,7 +231,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
     with ThreadPoolExecutor(1) as thread:
         sending = [thread.submit(sender.send, hidden_TD) for hidden_TD in sent]
         for number in range(MAX_PENDING_SENDS):
-            sending[number].result()  # it does not wait for whoever takes it
+            sending[number].result()  # it does not wait for the receiver
         for hidden_TD in sent:
             assert len(sender._unsent) <= MAX_PENDING_SENDS
             taken_TD = torch.empty_like(hidden_TD)
@@ -248,7 +248,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
         assert not helper.is_alive()
 
 
-def test_a_neighbour_may_take_its_time() -> None:
+def test_a_neighbor_may_take_its_time() -> None:
     """Only a machine that answers no probes has vanished: one that takes nothing may still be computing."""
     sender, receiver = _socket_pair()
     for edge in (sender, receiver):
@@ -299,19 +299,19 @@ def test_edges_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
-def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_the_token_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
     listener = TcpListener(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
-        neighbour = TcpChannelFactory().connect(listener.address, HOST)  # it has said the word before anybody waits for that
+        neighbor = TcpChannelFactory().connect(listener.address, HOST)  # it has sent the token before the listener reads it
         accepted = thread.submit(listener.accept)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
-        neighbour.receive(received_T)
+        neighbor.receive(received_T)
         assert received_T.tolist() == [1, 1, 1]
         assert stranger.recv(1) == b"", "it was hung up on"
-        neighbour.close()
+        neighbor.close()
         accepted.result().close()
 
 
@@ -328,10 +328,10 @@ def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, e
         monkeypatch.setattr(f"tramontane.workers.links.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
     worker.fence(0)
-    with socket.socket() as nobody:
-        nobody.bind((HOST, 0))  # and listens to nothing, but keeps the port from others
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))  # does not listen, but keeps the port from others
         with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
-            _link(worker, edges).connect((HOST, nobody.getsockname()[1], "word"))
+            _link(worker, edges).connect((HOST, unused.getsockname()[1], "word"))
 
 
 @every_kind
@@ -364,11 +364,11 @@ def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> Non
     pipe.send(link.listen())
     link.connect(pipe.recv())
     link.step(_batch(0))
-    pipe.recv()  # for ever
+    pipe.recv()  # forever
 
 
 @every_kind
-def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: ChannelFactory) -> None:
+def test_a_killed_neighbor_is_noticed_at_once_on_both_sides(edges: ChannelFactory) -> None:
     first, _, last = _workers(3)
     for worker in (first, last):
         worker.fence(0)
