@@ -1,13 +1,10 @@
-"""The seams: how requests reach a router, how steps reach stages, how tokens reach experts."""
+"""The seams: how requests reach a router, how steps reach stages."""
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.proto.step import ExpertUsage, MicroBatch, StepResult
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tramontane.proto.step import MicroBatch, StepResult
 
 
 class TokenSource(Protocol):
@@ -56,63 +53,4 @@ class StageChain(Protocol):
 
         Raises PipelineError if a stage cannot be reached or somebody else drives them.
         """
-        ...
-
-
-class PendingExperts(Protocol):
-    """Rows that experts of one layer have been asked to run. For the thread that computes."""
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether ``advance`` has something to do."""
-        ...
-
-    def wait(self) -> None:
-        """Until there is news."""
-        ...
-
-    def poll(self) -> bool:
-        """Do what there is to do about answers that came, or never will; whether all are there.
-
-        Raises PipelineError where one of them is out of reach for good.
-        """
-        ...
-
-    @property
-    def usage(self) -> ExpertUsage:
-        """What it took, once all are there."""
-        ...
-
-    def result(self) -> "Tensor":
-        """The rows that experts made of those that they were given, in the same order; once all are there."""
-        ...
-
-
-class ExpertGroups(Protocol):
-    """How rows that lie one after the other are shared out among the experts of a layer."""
-
-    @property
-    def offsets_E(self) -> "Tensor":
-        """Where each expert's group ends, int32 [E] on the rows' device: groups of 2, 0 and 3 end at 2, 2 and 5."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Of the groups, one per expert: for whoever needs them on the host. On a GPU this waits for them."""
-        ...
-
-
-class ExpertBackend(Protocol):
-    """Whoever runs the experts of a layer: the stage itself, or actors of their own."""
-
-    @property
-    def is_graph_safe(self) -> bool:
-        """Whether asking never waits for the device, and does the same whatever is chosen: then a CUDA graph may hold it."""
-        ...
-
-    def dispatch(self, layer: int, rows_CD: "Tensor", groups: ExpertGroups) -> PendingExperts:
-        """Have each expert run its group of rows. Rows after the last group are padding, and come back as anything."""
         ...

@@ -199,7 +199,7 @@ def _indexes(
 def replay_check(device: str, small: bool) -> Iterator[Check]:
     """Logits of recorded steps against those of computed ones, of tokens that depend on neither: worst of several sizes."""
     with running(_four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
-        means, worst = runner.worker.means, 0.0
+        backend, worst = runner.worker.backend, 0.0
         for batch in BATCHES:
             recorded = _forced(runner, batch)
             graphs, runner.worker.graphs = runner.worker.graphs, None
@@ -207,7 +207,7 @@ def replay_check(device: str, small: bool) -> Iterator[Check]:
             worst = max(worst, *differences, key=_badness)
             runner.worker.graphs = graphs
         yield Check("recorded steps: logits of them against computed ones, at worst", worst, MAX_DIFFERENCE)
-        if means.recorder is not None:
+        if backend.graph_capture is not None:
             recorded_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
             missing = {next_power_of_two(batch) for batch in BATCHES} - recorded_sizes
             yield Check("recorded steps: sizes that could not be recorded", float(len(missing)), 1.0)

@@ -49,8 +49,8 @@ class _OverlappedStage(StageActor):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         loaded = super()._load()
-        means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=_Computes(), mark=_Reached)
-        return StageWorker(loaded.plan, loaded.model, means=means)
+        backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=_Computes(), make_event=_Reached)
+        return StageWorker(loaded.plan, loaded.model, backend=backend)
 
     def _new_steps(self) -> Any:  # noqa: ANN401
         from tramontane.workers.stage.overlapped_executor import OverlappedExecutor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.model import grouped_gemm as grouped
-from tramontane.workers.model.grouped_gemm import FEW_ROWS, StackedExperts, enable_small_batch_kernel
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, StackedExperts, enable_small_batch_kernel
 
 INTERPRETED = """
 import torch
@@ -60,11 +60,11 @@ def _stack() -> StackedExperts:
 
 
 def _same(stack: StackedExperts, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
-    return stack._replace(for_few=False).run(rows_CD, ends_E)
+    return stack._replace(has_small_batch_kernel=False).run(rows_CD, ends_E)
 
 
 def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StackedExperts, "row_by_row", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(StackedExperts, "run_small_batch", lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
     assert enable_small_batch_kernel(stacks) == stacks
     assert enable_small_batch_kernel({}) == {}
@@ -87,11 +87,11 @@ def test_what_does_not_work_is_said_and_not_used(
             raise ImportError(error)
         return factor * _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
+    monkeypatch.setattr(StackedExperts, "run_small_batch", few_rows)
     monkeypatch.setattr(grouped, "_is_on_gpu", lambda _stack: True)
     with caplog.at_level(logging.WARNING):
         stacks = enable_small_batch_kernel({0: _stack(), 1: _stack()})
-    assert [stack.for_few for stack in stacks.values()] == [not why] * 2
+    assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
 
@@ -103,14 +103,14 @@ def test_more_rows_are_a_grouped_product(monkeypatch: pytest.MonkeyPatch) -> Non
         few.append(len(rows_CD))
         return _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
-    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, 100):
+    monkeypatch.setattr(StackedExperts, "run_small_batch", few_rows)
+    for num_rows in (1, MAX_SMALL_BATCH_ROWS, MAX_SMALL_BATCH_ROWS + 1, 100):
         ends_E = torch.tensor([0, num_rows, num_rows, num_rows], dtype=torch.int32)
         rows_CD = torch.randn(num_rows, 16)
         assert torch.equal(_stack_run(rows_CD, ends_E, True), _stack_run(rows_CD, ends_E, False))
-    assert few == [1, FEW_ROWS]
+    assert few == [1, MAX_SMALL_BATCH_ROWS]
 
 
 def _stack_run(rows_CD: Tensor, ends_E: Tensor, for_few: bool) -> Tensor:
     torch.manual_seed(0)
-    return _stack()._replace(for_few=for_few).run(rows_CD, ends_E)
+    return _stack()._replace(has_small_batch_kernel=for_few).run(rows_CD, ends_E)

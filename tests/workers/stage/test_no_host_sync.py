@@ -1,7 +1,7 @@
 """What a step asks of a GPU waits for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
 
-Beside it nothing may mix what is here with what is there, and nothing may get there but through pinned memory: either would wait
-for all that the GPU has been given, and neither can be recorded in a CUDA graph.
+In addition, no operation may mix tensors of the host and the device, and every copy goes through pinned memory: otherwise it
+would wait for all work of the GPU, and could not be recorded in a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -97,11 +97,13 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
         model = StageModel(args, stage.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
-    return StageWorker(stage, model, "meta", means=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), recorder=Once()))
+    return StageWorker(
+        stage, model, "meta", backend=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), graph_capture=Once())
+    )
 
 
 def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
-    """A prompt; another's first half beside a decode; its second half beside another; decodes alone, twice."""
+    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice."""
 
     def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
         pages = () if start else (seq_id,)
