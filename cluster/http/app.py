@@ -35,7 +35,7 @@ from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTempl
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
 from tramontane.router.openai.completion_request import parse_body, parse_completion
-from tramontane.router.openai.request_context import TIMEOUT, RequestTokenSource, parse_timeout
+from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -213,13 +213,13 @@ class HttpApp:
         try:
             return await self._bodies.read(request, self._max_body)
         except OverloadedError as error:
-            self._model.counts.note_refusal(error)
+            self._model.counts.record_refusal(error)
             raise
 
 
 def _deadline(request: Request, begun: ResumeState) -> float:
     """By the event loop's clock: of 30 s, another door that was lost has had 12, so 18 are left. Raises ParameterError."""
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT)) - begun.waited_s
+    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - begun.waited_s
 
 
 def _parsed_load(body: bytes) -> ExpertLoad:

@@ -65,7 +65,7 @@ class ChatChoice(ChoiceDetokenizer):
         self._calls: list[CallDelta] = []
 
     @property
-    def reason(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """OpenAI's word for how it ended; None while it goes on."""
         has_calls = self._parser is not None and self._parser.num_calls > 0
         return "tool_calls" if has_calls and self.finish is FinishReason.STOP else self.finish and self.finish.value
@@ -175,7 +175,7 @@ class ChatCompletion:
         if change["finish_reason"] == FinishReason.ERROR.value:
             raise ParameterError("the model's vocabulary cannot follow what response_format or tools ask for", "response_format")
         if change["finish_reason"] is not None:
-            change["finish_reason"] = self._choices[change["index"]].reason
+            change["finish_reason"] = self._choices[change["index"]].finish_reason
         return change
 
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_unless
+from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_except
 from tramontane.router.openai.request_fields import SamplingFields, default_if_null
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
 from tramontane.router.structured.grammar import MAX_TOOLS
@@ -53,7 +53,7 @@ Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str |
 class SystemMessage(_Body):
     role: Literal["system", "developer"]
     content: Content
-    name: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
         return ChatMessage("system", self.content)
@@ -62,7 +62,7 @@ class SystemMessage(_Body):
 class UserMessage(_Body):
     role: Literal["user"]
     content: Content
-    name: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
         return ChatMessage("user", self.content)
@@ -87,11 +87,11 @@ class AssistantMessage(_Body):
     tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
-    name: Annotated[Any, unsupported_unless()] = None
-    refusal: Annotated[Any, unsupported_unless()] = None
-    audio: Annotated[Any, unsupported_unless()] = None
-    annotations: Annotated[Any, unsupported_unless([])] = None
-    function_call: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
+    refusal: Annotated[Any, unsupported_except()] = None
+    audio: Annotated[Any, unsupported_except()] = None
+    annotations: Annotated[Any, unsupported_except([])] = None
+    function_call: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
@@ -146,14 +146,14 @@ class ChatRequest(SamplingFields):
     return_token_ids: Annotated[bool, default_if_null(False)] = False
     user: str | None = None  # means nothing here, and harms nothing
 
-    audio: Annotated[Any, unsupported_unless()] = None
-    function_call: Annotated[Any, unsupported_unless("none")] = None
-    functions: Annotated[Any, unsupported_unless([])] = None
-    metadata: Annotated[Any, unsupported_unless({})] = None
-    modalities: Annotated[Any, unsupported_unless(["text"])] = None
-    prediction: Annotated[Any, unsupported_unless()] = None
-    service_tier: Annotated[Any, unsupported_unless("auto", "default")] = None
-    store: Annotated[Any, unsupported_unless()] = None
+    audio: Annotated[Any, unsupported_except()] = None
+    function_call: Annotated[Any, unsupported_except("none")] = None
+    functions: Annotated[Any, unsupported_except([])] = None
+    metadata: Annotated[Any, unsupported_except({})] = None
+    modalities: Annotated[Any, unsupported_except(["text"])] = None
+    prediction: Annotated[Any, unsupported_except()] = None
+    service_tier: Annotated[Any, unsupported_except("auto", "default")] = None
+    store: Annotated[Any, unsupported_except()] = None
 
     @property
     def includes_usage(self) -> bool:

@@ -38,7 +38,7 @@ class ChoiceBuilder:
 
     choices: Sequence[ChoiceDetokenizer]
     logprobs: Callable[[Tokenizer | None, Sequence[TokenWithLogprobs], int], dict[str, Any]] = completion_logprobs
-    joined_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
+    merge_logprobs: Callable[[Iterable[dict[str, Any] | None]], dict[str, Any]] = merge_logprobs
     grammar: str = ""
 
     def merge_chunks(self, changes: Sequence[dict[str, Any]], request: CompletionRequest) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class ChoiceBuilder:
         if "token_ids" in whole:
             whole["token_ids"] = [token_id for change in changes for token_id in change["token_ids"]]
         if request.logprobs is not None:
-            whole["logprobs"] = self.joined_logprobs(change["logprobs"] for change in changes)
+            whole["logprobs"] = self.merge_logprobs(change["logprobs"] for change in changes)
         for name in ("prompt_experts", "experts") if layers else ():
             parts = [change.get(name, {}) for change in changes]
             whole[name] = {str(layer): [ids for part in parts for ids in part.get(str(layer), ())] for layer in layers}
@@ -151,7 +151,7 @@ class Completion:
         yielded, specs = set(self._begun.choices), self.specs()
         going = [index for index, choice in enumerate(self._choices) if not choice.finish]
         num_prompt, has_begun = sum(map(len, self._prompt_ids)), bool(self._begun.choices)
-        with self._model.counts.counted(self._arrived_at, num_prompt, self._choices, has_begun=has_begun) as counted:
+        with self._model.counts.track(self._arrived_at, num_prompt, self._choices, has_begun=has_begun) as counted:
             async with aclosing(source.generate([specs[index] for index in going])) as batches:
                 async for batch in batches:
                     counted.observe(batch)

@@ -23,7 +23,7 @@ PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
-def unsupported_unless(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
+def unsupported_except(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
     """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
 
     def check(value: Any) -> Any:  # noqa: ANN401
@@ -107,7 +107,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: Annotated[bool, default_if_null(False)] = False
-    include_obfuscation: Annotated[bool | None, unsupported_unless()] = None
+    include_obfuscation: Annotated[bool | None, unsupported_except()] = None
 
 
 class CompletionRequest(SamplingFields):
@@ -130,8 +130,8 @@ class CompletionRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     user: str | None = None  # means nothing here, and harms nothing
 
-    best_of: Annotated[Any, unsupported_unless(1)] = None
-    suffix: Annotated[Any, unsupported_unless("")] = None
+    best_of: Annotated[Any, unsupported_except(1)] = None
+    suffix: Annotated[Any, unsupported_except("")] = None
 
     @property
     def num_sequences(self) -> int:

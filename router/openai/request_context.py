@@ -10,7 +10,7 @@ from tramontane.proto.errors import DeadlineExceededError, ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
 
-TIMEOUT = "x-request-timeout"
+TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
 
 
@@ -46,7 +46,7 @@ class RequestTokenSource:
 
 
 def _deadline_error() -> DeadlineExceededError:
-    return DeadlineExceededError(f"the time that {TIMEOUT} gave is over")
+    return DeadlineExceededError(f"the time that {TIMEOUT_HEADER} gave is over")
 
 
 def parse_timeout(values: Sequence[str]) -> float:
@@ -60,6 +60,6 @@ def parse_timeout(values: Sequence[str]) -> float:
         seconds = math.nan
     if not 0 < seconds <= MAX_TIMEOUT_S:  # also what is no number
         raise ParameterError(
-            f"the header must be given once, with seconds from 0 to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT
+            f"the header must be given once, with seconds from 0 to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT_HEADER
         )
     return seconds

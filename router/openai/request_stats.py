@@ -23,10 +23,10 @@ REFUSALS = MappingProxyType(
     {QueueFullError: "full", OverloadedError: "overloaded", DrainingError: "draining", PipelineUnavailableError: "not_running"}
 )
 # What counts as a client that has left: it may only have no time any more.
-GONE = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
+CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
 
 
-class HasFinish(Protocol):
+class Finishable(Protocol):
     """A choice: why it has finished, if it has."""
 
     @property
@@ -48,7 +48,7 @@ class RequestStats:
             SampleBuffer(),
         )
 
-    def note_refusal(self, error: BaseException) -> bool:
+    def record_refusal(self, error: BaseException) -> bool:
         """Whether it is one."""
         reason = next((reason for kind, reason in REFUSALS.items() if isinstance(error, kind)), None)
         if reason is not None:
@@ -56,8 +56,8 @@ class RequestStats:
         return reason is not None
 
     @contextmanager
-    def counted(
-        self, arrived_at: float, num_prompt: int, choices: Sequence[HasFinish], *, has_begun: bool
+    def track(
+        self, arrived_at: float, num_prompt: int, choices: Sequence[Finishable], *, has_begun: bool
     ) -> Iterator["RequestRecorder"]:
         """Around the work on one request. ``has_begun``: another door has told something of it, and counted its beginning."""
         one = RequestRecorder(self, arrived_at, num_prompt, has_begun)
@@ -65,15 +65,15 @@ class RequestStats:
         try:
             yield one
         except BaseException as error:
-            if not one.has_begun and self.note_refusal(error):
+            if not one.has_begun and self.record_refusal(error):
                 left_by = None
-            elif not isinstance(error, GONE):
+            elif not isinstance(error, CLIENT_GONE_ERRORS):
                 left_by = FinishReason.ERROR
             raise
         finally:
             self._note_end(choices, left_by, arrived_at)
 
-    def _note_end(self, choices: Sequence[HasFinish], left_by: FinishReason | None, arrived_at: float) -> None:
+    def _note_end(self, choices: Sequence[Finishable], left_by: FinishReason | None, arrived_at: float) -> None:
         """``left_by``: why those have ended that did not finish; None: they never began."""
         for choice in choices:
             if (reason := choice.finish or left_by) is not None:
@@ -115,5 +115,5 @@ class CountingTokenSource:
         try:
             self._source.check_capacity(num_sequences, owner)
         except Exception as error:
-            self._counts.note_refusal(error)
+            self._counts.record_refusal(error)
             raise

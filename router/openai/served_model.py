@@ -81,7 +81,7 @@ def check_model_name(model: ServedModel, name: str | None) -> None:
 
 MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have
 MAX_PROMPT_LOGPROBS = 2**17  # likewise 2 MiB: they all come with a prompt's first token
-MAX_LOGPROBS_IN_ALL = 2**19  # of one request's answer, which may be kept whole: some 20 MB of JSON
+MAX_TOTAL_LOGPROBS = 2**19  # of one request's answer, which may be kept whole: some 20 MB of JSON
 
 
 def validate_request(model: ServedModel, request: CompletionRequest) -> None:
@@ -119,7 +119,7 @@ def _validate_output_size(model: ServedModel, request: CompletionRequest, length
         name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
         _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
     if request.logprobs is not None:
-        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
+        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_TOTAL_LOGPROBS)
 
 
 def _check_layers(layers: Sequence[int], num_layers: int) -> None:

@@ -65,7 +65,7 @@ def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
         if isinstance(tokenizer, TekkenTokenizer):
             return MistralChatTemplate(tokenizer.tekkenizer)
         assert isinstance(tokenizer, SentencePieceTokenizer)
-        return MistralChatTemplate.of_sentencepiece(tokenizer.path)
+        return MistralChatTemplate.from_sentencepiece(tokenizer.path)
     except ValueError as error:
         raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
 

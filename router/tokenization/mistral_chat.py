@@ -46,7 +46,7 @@ class MistralChatTemplate:
         )
 
     @classmethod
-    def of_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
+    def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
         """The version is in the file's name (tokenizer.model.v3), or shows in its control tokens."""
         tokenizer = SentencePieceTokenizer(path)
         if path.suffix == ".model":

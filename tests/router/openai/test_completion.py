@@ -28,7 +28,7 @@ from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
 from tramontane.router.openai.served_model import (
-    MAX_LOGPROBS_IN_ALL,
+    MAX_TOTAL_LOGPROBS,
     MAX_PROMPT_LOGPROBS,
     OFFLOAD_CHARS,
     ServedModel,
@@ -436,7 +436,7 @@ def test_logprobs_without_a_tokenizer_are_told_by_number(wordless: ServedModel) 
     [
         ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_PROMPT_LOGPROBS),
         ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_PROMPT_LOGPROBS),
-        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_LOGPROBS_IN_ALL),
+        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_TOTAL_LOGPROBS),
     ],
 )
 def test_log_probabilities_of_too_many_tokens_are_refused(
