@@ -214,11 +214,3 @@ def _shown_name(part: str | int) -> str:
     """A client may call a parameter anything; an error says it in one short line."""
     name = "".join(char if char.isprintable() else "?" for char in str(part)[:MAX_NAME_CHARS])
     return name or '""'
-
-
-ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
-
-
-def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape for everything that goes wrong."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}
