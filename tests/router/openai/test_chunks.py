@@ -60,6 +60,14 @@ def test_chat_answers_and_chunks_match_their_models(body: dict[str, Any]) -> Non
         assert [token_id for each in own for token_id in each.token_ids] == choice.token_ids
 
 
+def test_calls_of_a_whole_answer_have_openais_shape() -> None:
+    [choice] = _post({"tools": [TOOL]}).json()["choices"]
+    [call] = choice["message"]["tool_calls"]
+    assert call == {"id": call["id"], "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert choice["message"] == {"role": "assistant", "content": "Good day", "refusal": None, "tool_calls": [call]}
+    assert choice["finish_reason"] == "tool_calls"
+
+
 def test_chunk_dictionaries_have_the_fields_of_their_models() -> None:
     assert get_type_hints(CompletionChange).keys() == CompletionChoice.model_fields.keys()
     assert get_type_hints(ChatChange).keys() == ChatChunkChoice.model_fields.keys()
