@@ -89,7 +89,7 @@ def _tool_format(template: str, tokenizer: Tokenizer) -> ToolFormat | None:
 
 
 def _has_own_format(folder: Path) -> bool:
-    """Return True if the folder's chat template is not Mistral's instruct format, in which Mistral's own templates write."""
+    """Return True if the folder has a chat template that does not write Mistral's instruct format."""
     template = _template(folder)
     if template is None:
         return False

@@ -47,7 +47,7 @@ class MistralChatTemplate:
 
     @classmethod
     def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
-        """Load a SentencePiece model. Its file's name has the version (tokenizer.model.v3), otherwise its control tokens show it."""
+        """Load a SentencePiece model. Its version is in the file's name (tokenizer.model.v3), else its control tokens show it."""
         tokenizer = SentencePieceTokenizer(path)
         if path.suffix == ".model":
             versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
