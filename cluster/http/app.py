@@ -35,7 +35,8 @@ from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTempl
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
 from tramontane.router.openai.completion_request import parse_body, parse_completion
-from tramontane.router.openai.request_context import TIMEOUT, RequestTokenSource, parse_timeout
+from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
+from tramontane.router.openai.responses import Health, MoveExpertsResponse
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -116,11 +117,11 @@ class HttpApp:
         ]
 
     async def models(self, _request: Request) -> Response:
-        return JSONResponse(model_list(self._model, self._started_at))
+        return JSONResponse(model_list(self._model, self._started_at).as_json())
 
     async def model(self, request: Request) -> Response:
         check_model_name(self._model, request.path_params["name"])
-        return JSONResponse(model_entry(self._model, self._started_at))
+        return JSONResponse(model_entry(self._model, self._started_at).as_json())
 
     async def openapi(self, _request: Request) -> Response:
         """Made when somebody first asks, which few doors see."""
@@ -131,7 +132,7 @@ class HttpApp:
 
     async def health(self, _request: Request) -> Response:
         if await self._is_ready():
-            return JSONResponse({"status": "ready"})
+            return JSONResponse(Health(status="ready").as_json())
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
     async def experts(self, request: Request) -> Response:
@@ -148,17 +149,17 @@ class HttpApp:
         assert self._move_experts is not None
         load = _parsed_load(await self._body(request))
         num_moved, num_pipelines = await self._move_experts(load)
-        return JSONResponse({"moved": num_moved, "pipelines": num_pipelines})
+        return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
 
     async def tokenize(self, request: Request) -> Response:
         parsed = parse_body(TokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
-        return JSONResponse(await tokenize(self._model, self._chat, parsed))
+        return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
 
     async def detokenize(self, request: Request) -> Response:
         parsed = parse_body(DetokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
-        return JSONResponse(await detokenize(self._model, parsed))
+        return JSONResponse((await detokenize(self._model, parsed)).as_json())
 
     async def completions(self, request: Request) -> Response:
         arrived_at = time.monotonic()
@@ -168,7 +169,7 @@ class HttpApp:
         check_model_name(self._model, parsed.model)
         if not begun.is_resumed:
             source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at, begun=begun)
+        completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=begun)
         if not parsed.stream:
             return JSONResponse(await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
         return await self._stream(request, completion, source, parsed.includes_usage)
@@ -213,13 +214,13 @@ class HttpApp:
         try:
             return await self._bodies.read(request, self._max_body)
         except OverloadedError as error:
-            self._model.counts.note_refusal(error)
+            self._model.counts.record_refusal(error)
             raise
 
 
 def _deadline(request: Request, begun: ResumeState) -> float:
     """By the event loop's clock: of 30 s, another door that was lost has had 12, so 18 are left. Raises ParameterError."""
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT)) - begun.waited_s
+    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - begun.waited_s
 
 
 def _parsed_load(body: bytes) -> ExpertLoad:

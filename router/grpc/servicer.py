@@ -197,8 +197,8 @@ class GrpcServicer:
                 async for changes in news:
                     response = to_generate_response(changes)
                     if completion.is_finished:
-                        response.usage.MergeFrom(pb.Usage(**completion.usage))
-                        response.timings.MergeFrom(pb.Timings(**completion.timings))
+                        response.usage.MergeFrom(pb.Usage(**completion.usage.as_json()))
+                        response.timings.MergeFrom(pb.Timings(**completion.timings.as_json()))
                     yield response
                     if not completion.is_finished:
                         await self._pace.wait_turn(clock())

@@ -37,7 +37,7 @@ from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
 MODEL = ServedModel("tiny", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
-FORMAT = MistralChatTemplate.of_sentencepiece(SENTENCEPIECE["v3"])
+FORMAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 CALLS = 5  # [TOOL_CALLS]
 CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]

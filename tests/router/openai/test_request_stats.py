@@ -86,7 +86,7 @@ def _tokens(*choices: int) -> RequestOutput:
 def test_a_request_that_ends_well() -> None:
     counts = RequestStats(Clock(11.0, 11.5, 12.5))
     choices = [Choice(), Choice()]
-    with counts.counted(10.0, 40, choices, has_begun=False) as counted:
+    with counts.track(10.0, 40, choices, has_begun=False) as counted:
         counted.observe(_tokens(0, 1))
         counted.observe(_tokens(0))
         choices[0].finish, choices[1].finish = FinishReason.STOP, FinishReason.LENGTH
@@ -98,7 +98,7 @@ def test_a_request_that_ends_well() -> None:
 
 def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
     counts = RequestStats(Clock(11.0, 12.0))
-    with counts.counted(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
+    with counts.track(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
         counted.observe(_tokens(0))
     assert (counts.prompt_tokens, counts.first_token_s.take(), counts.queue_s.take()) == (0, [], [])
     assert counts.generation_tokens == counts.finished[FinishReason.STOP] == 1
@@ -121,7 +121,7 @@ def test_a_request_that_does_not(
     error: BaseException, has_begun: bool, refused: dict[str, int], reason: FinishReason | None
 ) -> None:
     counts = RequestStats(lambda: 0.0)
-    with suppress(type(error)), counts.counted(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
+    with suppress(type(error)), counts.track(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
         raise error
     assert {name: number for name, number in counts.refused.items() if number} == refused
     assert counts.finished[FinishReason.STOP] == 1, "what had finished has"

@@ -175,7 +175,7 @@ def test_a_template_may_refuse_a_conversation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        ("{% for", "cannot be understood"),
+        ("{% for", "cannot be compiled"),
         ("{{ messages[9]['content'].strip() }}", "does not take"),
         ("{{ ''.__class__.__mro__ }}", "does not take"),
         ("{% for i in range(999999999) %}x{% endfor %}", "does not take"),
