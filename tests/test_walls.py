@@ -42,8 +42,8 @@ PACKAGES: dict[str, set[str]] = {
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
     "router.batch": {"proto", "router.openai"},
-    "router.grpc": {"proto", "router.batch", "router.openai"},
-    "router.client": {"proto", "router.batch", "router.grpc"},
+    "router.grpc": {"proto", "router.openai"},
+    "router.client": {"proto"},
     "cluster.common": set(),
     "cluster.config": {"proto"},
     "cluster.console": {"proto", "cluster.config", "router.engine", "router.tokenization"},
@@ -84,7 +84,7 @@ MAX_MODULES, MAX_LINES = 16, 300
 FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "quantized_gemv": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
-PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
+PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf", "google.rpc"}
 TOP_LEVEL = {
     *("cluster", "workers", "router", "proto", "tests", "k8s", "docs"),
     *("pyproject.toml", "README.md", "Makefile", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"),

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
+from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.database import DONE, FAILED, PENDING, Database, files, jobs, lines
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.jobs import Endpoint, JobState
 from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
 from tramontane.router.openai.errors import HttpErrorSpec
 

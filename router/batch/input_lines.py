@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.batch.jobs import Endpoint
+from tramontane.proto.jobs import Endpoint
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}

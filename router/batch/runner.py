@@ -23,9 +23,9 @@ from tramontane.proto.errors import (
     TramontaneError,
     UserError,
 )
+from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.claims import Claim, JobClaimStore, JobLostError, Outcome, PendingLine
 from tramontane.router.batch.input_lines import body_of
-from tramontane.router.batch.jobs import Endpoint, JobState
 from tramontane.router.batch.outcome_writer import JobThreadPool, OutcomeWriter, Sleep, retry_while_store_down
 from tramontane.router.batch.result_files import write_result_files
 from tramontane.router.batch.storage import JobStorage

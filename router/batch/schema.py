@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
+from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import default_if_null

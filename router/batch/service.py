@@ -7,10 +7,10 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tramontane.proto.errors import JobRefusedError, OverloadedError, TramontaneError, UnknownJobError
+from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.outcome_writer import JobThreadPool
 from tramontane.router.batch.storage import JobStorage, UrlReader
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult

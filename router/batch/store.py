@@ -14,8 +14,8 @@ from typing import Any, cast
 from sqlalchemy import Connection, Row, select, update
 
 from tramontane.proto.errors import UnknownJobError
+from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.openai.errors import HttpErrorSpec
 
 NUM_SHOWN = 3

@@ -13,9 +13,9 @@ from sqlalchemy import Connection, delete, exists, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tramontane.proto.errors import FileTooLargeError, JobRefusedError, OverloadedError
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
 from tramontane.router.batch.input_lines import InputLine, JobLimits, LineSplitter, ParsedLine, parse_line
-from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.batch.outcome_writer import JobThreadPool
 from tramontane.router.batch.store import (
     DISCARDING,

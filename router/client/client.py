@@ -19,10 +19,10 @@ import grpc.aio
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConnectionLostError
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
-from tramontane.router.batch.jobs import Job, JobOptions, ResultLine
+from tramontane.proto.job_messages import parse_job, parse_line
+from tramontane.proto.jobs import Job, JobOptions, ResultLine
 from tramontane.router.client import types as answers
 from tramontane.router.client.types import APPLICATION, OPTIONS, Chunk, ModelInfo, Prompt, RetryPolicy, Score
-from tramontane.router.grpc.job_messages import parse_job, parse_line
 
 R = TypeVar("R")
 

@@ -13,10 +13,10 @@ from google.protobuf.message import Message
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError
+from tramontane.proto.grpc_status import error_from_status
+from tramontane.proto.job_messages import options_message
+from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
-from tramontane.router.batch.jobs import JobOptions
-from tramontane.router.grpc.job_messages import options_message
-from tramontane.router.grpc.status import error_from_status
 
 Prompt = str | Sequence[int]
 M = TypeVar("M", bound=Message)

@@ -12,13 +12,14 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionResponse
 
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import AuthenticationError, RequestError, UnimplementedError
+from tramontane.proto.grpc_status import status_for
+from tramontane.proto.job_messages import job_message, line_message
+from tramontane.proto.jobs import JobService
 from tramontane.proto.log_fields import request_fields
 from tramontane.proto.ports import TokenSource
-from tramontane.router.batch.jobs import JobService
-from tramontane.router.grpc import job_messages as grpc_jobs
 from tramontane.router.grpc.coalesce import aclosing_if_generator, coalesce
 from tramontane.router.grpc.handlers import MalformedMessage, reflection_responses
-from tramontane.router.grpc.job_messages import job_message, line_message
+from tramontane.router.grpc.job_requests import parse_limit, submit, validate_offset
 from tramontane.router.grpc.messages import (
     parse_generate,
     parse_score,
@@ -26,7 +27,6 @@ from tramontane.router.grpc.messages import (
     to_models_response,
     to_score_response,
 )
-from tramontane.router.grpc.status import status_for
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.request_context import RequestTokenSource
 from tramontane.router.openai.served_model import ServedModel, check_model_name
@@ -218,14 +218,14 @@ class GrpcServicer:
         return to_models_response(self._model)
 
     async def _submit_job(self, requests: AsyncIterator[Any]) -> pb.Job:
-        return job_message(await grpc_jobs.submit(self._jobs, requests))
+        return job_message(await submit(self._jobs, requests))
 
     async def _get_job(self, request: pb.GetJobRequest) -> pb.Job:
         return job_message(await self._jobs.get(request.job_id))
 
     async def _list_jobs(self, request: pb.ListJobsRequest) -> pb.ListJobsResponse:
         after = request.after if request.HasField("after") else None
-        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs.list(grpc_jobs.checked_limit(request), after)))
+        return pb.ListJobsResponse(jobs=map(job_message, await self._jobs.list(parse_limit(request), after)))
 
     async def _watch_job(self, request: pb.WatchJobRequest) -> AsyncGenerator[pb.Job, None]:
         changes = self._jobs.watch(request.job_id)
@@ -234,7 +234,7 @@ class GrpcServicer:
                 yield job_message(job)
 
     async def _results(self, request: pb.StreamResultsRequest) -> AsyncGenerator[pb.StreamResultsResponse, None]:
-        results = self._jobs.results(request.job_id, grpc_jobs.validate_offset(request.offset))
+        results = self._jobs.results(request.job_id, validate_offset(request.offset))
         async with aclosing(coalesce(results, lambda line: len(line.body), RESULT_BYTES)) as bunches:
             async for lines in bunches:
                 yield pb.StreamResultsResponse(lines=map(line_message, lines))

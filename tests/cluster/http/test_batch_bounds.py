@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import JobRefusedError, UnknownJobError
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.batch.service import CHARS_AT_ONCE, BatchService
 from tramontane.router.batch.store import StoredResult
 

@@ -30,8 +30,8 @@ from tramontane.proto.errors import (
     UnknownModelError,
     UnsatisfiableSchemaError,
 )
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.batch.service import BatchService
 
 NUL_IN_NAME = b"\r\n".join(

@@ -75,8 +75,8 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.proto.request import SamplingParams, SequenceRequest
-from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.errors import JobStoreError, OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S
 from tramontane.router.batch.input_lines import LineSplitter, ParsedLine
-from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import MAX_TRIES, THREADS
 from tramontane.router.batch.storage import JobStorage
 from tramontane.router.batch.submissions import TAKEN_OVER_AFTER_S

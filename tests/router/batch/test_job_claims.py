@@ -9,8 +9,8 @@ import pytest
 from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore
-from tramontane.router.batch.jobs import JobOptions, JobState
 from tramontane.router.batch.runner import LONGEST_WAIT_S, BatchRunner
 from tramontane.router.batch.storage import JobStorage
 

@@ -9,9 +9,9 @@ import pytest
 from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobRefusedError
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import submissions as job_intake
 from tramontane.router.batch.input_lines import InputLine, LineSplitter
-from tramontane.router.batch.jobs import JobOptions
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from batch_jobs import Place, all_results, echo, pieces, place_in, request, requ
 from postgres import new_database, postgres
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
+from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
-from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import UrlReader
 

@@ -34,16 +34,16 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
-from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.client.types import RetryPolicy, generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
-from tramontane.router.grpc.job_messages import submit
+from tramontane.router.grpc.job_requests import submit
 from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.completion import Completion
