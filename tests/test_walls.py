@@ -438,6 +438,15 @@ def _importable(room: str) -> Iterator[str]:
             yield f"tramontane.{module}"
 
 
+def test_the_client_loads_only_proto_and_grpc(tmp_path: Path) -> None:
+    """It can be used on a machine that has nothing of the server's libraries."""
+    loaded = _loaded_by(["tramontane.client"], tmp_path)
+    ours = {".".join(name.split(".")[1:3]) for name in loaded if name.startswith("tramontane.")}
+    assert {name for name in ours if not name.startswith("proto")} == {"client", "router", "router.client"}
+    theirs = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names
+    assert not theirs & {"fastapi", "httpx", "numpy", "pydantic", "ray", "sqlalchemy", "tokenizers", "torch", "transformers"}
+
+
 @pytest.mark.parametrize(
     ("room", "libraries"),
     [("proto", {"torch", "ray", "transformers", "numpy"}), ("router", {"torch", "ray", "transformers"}), ("workers", {"ray"})],

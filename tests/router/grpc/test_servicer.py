@@ -18,6 +18,8 @@ from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from scripted_chain import ScriptedChain, no_gate
 
+from tramontane.client import AsyncClient, Client, RetryPolicy
+from tramontane.router.client.messages import generate_request
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
@@ -38,8 +40,6 @@ from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
-from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.client.types import RetryPolicy, generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
@@ -104,7 +104,7 @@ async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None
     servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
     server = await _server(servicer, "127.0.0.1:0")
     target = f"127.0.0.1:{server.bound_port}"
-    async with AsyncClient(target, key, patience=IMPATIENT) as client:
+    async with AsyncClient(target, key, retry_policy=IMPATIENT) as client:
         house = House(target, server, servicer, router, jobs, client)
         try:
             yield house
@@ -513,7 +513,7 @@ def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
     """The server stops when two results have arrived; the client asks for those that follow them."""
 
     def collect(target: str, lines: list[ResultLine]) -> list[JobState]:
-        with Client(target, patience=IMPATIENT) as client:
+        with Client(target, retry_policy=IMPATIENT) as client:
             lines.extend(client.results("a", 1))
             return [job.state for job in client.watch_job("a")]
 
