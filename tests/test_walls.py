@@ -71,6 +71,7 @@ PACKAGES: dict[str, set[str]] = {
         *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),
         *("router.engine", "router.scheduling", "router.simulation"),
     },
+    "cluster.llm": {"proto", "cluster.config", "cluster.console", "cluster.pipeline", "router.tokenization"},
     "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.serving"},
     "cluster.cli": {
         *("proto", "cluster.bench", "cluster.common", "cluster.config", "cluster.console", "cluster.deploy"),

@@ -17,13 +17,13 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import grpc
 import grpc.aio
 
-from tramontane.router.client import messages
-from tramontane.router.client.types import Chunk, ModelInfo, Prompt, RetryPolicy, Score
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConnectionLostError
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
 from tramontane.proto.job_messages import parse_job, parse_line
 from tramontane.proto.jobs import Job, JobOptions, ResultLine
+from tramontane.router.client import messages
+from tramontane.router.client.types import Chunk, ModelInfo, Prompt, RetryPolicy, Score
 
 APPLICATION = "tramontane"  # Ray Serve's gRPC proxy needs the application's name if there are several
 CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)

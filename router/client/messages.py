@@ -10,13 +10,13 @@ from typing import Any, BinaryIO, TypeVar
 import grpc
 from google.protobuf.message import Message
 
-from tramontane.router.client.types import Chunk, ModelInfo, Prompt, Score, Timings, TokenLogprob, Usage
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConfigError, DeadlineExceededError
 from tramontane.proto.grpc_status import error_from_status
 from tramontane.proto.job_messages import options_message
 from tramontane.proto.jobs import JobOptions
 from tramontane.proto.request import FinishReason
+from tramontane.router.client.types import Chunk, ModelInfo, Prompt, Score, Timings, TokenLogprob, Usage
 
 M = TypeVar("M", bound=Message)
 

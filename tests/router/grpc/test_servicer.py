@@ -19,7 +19,6 @@ from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, Serv
 from scripted_chain import ScriptedChain, no_gate
 
 from tramontane.client import AsyncClient, Client, RetryPolicy
-from tramontane.router.client.messages import generate_request
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
@@ -40,6 +39,7 @@ from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
+from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
