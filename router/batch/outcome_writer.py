@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, wait_fixed
+
 from tramontane.proto.errors import JobStoreError
 from tramontane.router.batch.claims import Claim, JobClaimStore, Outcome
 
@@ -38,13 +40,15 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 async def retry_while_store_down(call: Callable[[], T], sleep: Sleep, threads: JobThreadPool) -> T:
-    """Beside the event loop, and again for as long as the database or the storage cannot be used."""
-    while True:
-        try:
-            return await threads.run(call)
-        except JobStoreError as error:
-            logger.warning("batch jobs wait: %s", error)
-            await sleep(RETRY_S)
+    """Run a blocking call in a thread, again every ``RETRY_S`` while the database or the storage cannot be used."""
+    retrying = AsyncRetrying(
+        retry=retry_if_exception_type(JobStoreError), wait=wait_fixed(RETRY_S), before_sleep=_warn, sleep=sleep
+    )
+    return await retrying(threads.run, call)
+
+
+def _warn(attempt: RetryCallState) -> None:
+    logger.warning("batch jobs wait: %s", attempt.outcome and attempt.outcome.exception())
 
 
 class OutcomeWriter:

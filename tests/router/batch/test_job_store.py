@@ -131,7 +131,7 @@ def _rows(service: BatchService) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("step", "is_late", "left"),
-    [("begin", True, (0, 0)), ("begin", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
+    [("create", True, (0, 0)), ("create", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
 )
 def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, is_late: bool, left: tuple[int, int]) -> None:
     """The thread goes on, and writes before that is noticed or after. A job has all of its lines or is not there."""
