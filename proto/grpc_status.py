@@ -74,8 +74,9 @@ CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
 def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
     """Return the status for an error. One that is not a TramontaneError is a defect; its message goes only to the log."""
     if not isinstance(error, TramontaneError):
-        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=request_fields(request_id))
-        return _make_status(StatusCode.INTERNAL, "the server has a defect; its log says more", ErrorInfo(reason="DEFECT"), None)
+        name, fields = request_id or "-", request_fields(request_id)
+        logger.error("request %s failed because of a defect of the server", name, exc_info=error, extra=fields)
+        return _make_status(StatusCode.INTERNAL, "the server has a defect; see its log", ErrorInfo(reason="DEFECT"), None)
     if not isinstance(error, UserError | OverloadedError):
         logger.warning("request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
     code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])

@@ -31,7 +31,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
         yield from real(splitter, piece)
 
     monkeypatch.setattr(LineSplitter, "feed", feed)
-    monkeypatch.setattr(job_intake, "CUT_AT_ONCE", 1000)
+    monkeypatch.setattr(job_intake, "SPLIT_BYTES", 1000)
     text = b"\n" * 3000 + b"\n".join(requests(500).splitlines(keepends=True))
     job = asyncio.run(place.service().submit(pieces(text, 10_000), JobOptions()))
     assert (job.num_lines, job.num_invalid) == (500, 0)

@@ -177,7 +177,7 @@ def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_st
             patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
             store.delete(job.number, place.clock.now)
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
-        with pytest.raises(RequestError, match="stood still"):
+        with pytest.raises(RequestError, match="made no progress"):
             change()
     assert (service._jobs.list(5), store.find_by_request_key("half")) == ([], None)
     assert _rows(service) == (2, 2)

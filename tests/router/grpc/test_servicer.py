@@ -278,7 +278,7 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
             with pytest.raises(PipelineError, match="stage 1 died"):
                 await anext(house.client.generate("a"))
         async with _house(jobs=None) as house:
-            with pytest.raises(UnimplementedError, match="no batch jobs"):
+            with pytest.raises(UnimplementedError, match="does not accept batch jobs"):
                 await house.client.get_job("a")
         async with AsyncClient(house.target) as client:
             with pytest.raises(ConnectionLostError):
@@ -415,7 +415,7 @@ def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFi
     async def scenario() -> None:
         async with _house() as house:
             house.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
-            with pytest.raises(TramontaneError, match="the server has a defect; its log says more"):
+            with pytest.raises(TramontaneError, match="the server has a defect; see its log"):
                 await house.client.get_job("a")
         assert "a defect of the server" in caplog.text
 
