@@ -58,22 +58,22 @@ class OutcomeWriter:
     def __init__(self, claims: JobClaimStore, sleep: Sleep, threads: JobThreadPool) -> None:
         self._claims, self._sleep, self._threads = claims, sleep, threads
         self._ready: list[tuple[Claim, Outcome, asyncio.Future[None]]] = []
-        self._is_ready = asyncio.Event()
+        self._wakeup = asyncio.Event()
 
     async def write(self, claim: Claim, outcome: Outcome) -> None:
         """Return when the outcome is on disk. Raises JobLostError."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._ready.append((claim, outcome, written))
-        self._is_ready.set()
+        self._wakeup.set()
         await written
 
     async def run(self) -> None:
         """Write outcomes until cancelled."""
         while True:
-            await self._is_ready.wait()
+            await self._wakeup.wait()
             batch, self._ready = self._ready[:MAX_OUTCOMES], self._ready[MAX_OUTCOMES:]
             if not self._ready:
-                self._is_ready.clear()
+                self._wakeup.clear()
             for claim in {each: None for each, _, _ in batch}:
                 of_claim = [(outcome, written) for each, outcome, written in batch if each is claim or each == claim]
                 await self._finish(claim, of_claim)

@@ -32,7 +32,7 @@ def summarize_line_errors(problems: Sequence[LineError], num_lines: int) -> str:
         by_text.setdefault(problem.message.removeprefix(f"line {problem.line}: "), problem.message)
     shown = list(by_text.values())[:NUM_SHOWN]
     more = [f"and {num_lines - len(shown)} more"] if num_lines > len(shown) else []
-    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is no request"
+    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is not a request"
     return f"{which}: {'; '.join([*shown, *more])}"
 
 

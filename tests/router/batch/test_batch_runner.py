@@ -106,7 +106,7 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps
         assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
-        assert one.error.startswith("the only line is no request: line 1: it is not JSON")
+        assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
         mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
         several = (await service.submit(pieces(mixed), JobOptions())).error
         assert several is not None

@@ -147,6 +147,34 @@ def test_generate_streams_what_a_completion_is() -> None:
     asyncio.run(scenario())
 
 
+def test_threads_share_a_synchronous_client() -> None:
+    """Each call has its own timeout; a stream that is closed or dropped is cancelled; closing the client ends all calls."""
+
+    def use(client: Client, seed: int) -> str:
+        next(client.generate("What news?", max_tokens=200))  # dropped after its first chunk
+        return "".join(chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed))
+
+    async def scenario() -> None:
+        async with _house() as house:
+            client = Client(house.target)
+            texts = await asyncio.gather(*(asyncio.to_thread(use, client, 5) for _ in range(4)))
+            assert len(set(texts)) == 1
+            await house.becomes_idle()
+            client.close()
+            with pytest.raises(ValueError, match="closed channel"):
+                client.models()
+        async with _house(_never) as house:
+            with Client(house.target) as client:
+                slow = asyncio.create_task(asyncio.to_thread(list, client.generate("a", max_tokens=9)))
+                with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
+                    await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
+                assert not slow.done()
+            with pytest.raises(TramontaneError):
+                await slow
+
+    asyncio.run(scenario())
+
+
 def test_the_synchronous_client_gets_the_same() -> None:
     def ask(target: str) -> tuple[list[int], str, list[str]]:
         with Client(target) as client:
