@@ -1,11 +1,11 @@
 """Moving experts between the actors of a running pipeline: nothing that is asked meanwhile goes without an answer."""
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayActorError
+from tenacity import RetryError, Retrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
 from tramontane.cluster.actors.expert_plan_store import store_plan
 from tramontane.cluster.actors.worker_actor import NAMESPACE
@@ -16,7 +16,7 @@ from tramontane.proto.plan import ExpertPlan
 if TYPE_CHECKING:
     from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 
-RETRY_S, MOST_TRIES = 0.2, 300
+RETRY_S, MAX_TRIES = 0.2, 300
 
 
 def rebalance_experts(spec: "PipelineSpec", new: ExpertPlan) -> int:
@@ -51,11 +51,11 @@ def _call_all(names: Sequence[str], method: str, plan: ExpertPlan) -> None:
 
 def _call_with_retry(name: str, method: str, *arguments: object) -> None:
     """Again, where the actor is just being restarted. Raises PipelineError if that takes too long, or happens again and again."""
-    for _ in range(MOST_TRIES):
-        try:
-            ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
-        except RayActorError:
-            time.sleep(RETRY_S)
-        else:
-            return
-    raise PipelineError(f"{name} does not come back; experts stay where they are")
+    try:
+        for attempt in Retrying(
+            retry=retry_if_exception_type(RayActorError), stop=stop_after_attempt(MAX_TRIES), wait=wait_fixed(RETRY_S)
+        ):
+            with attempt:
+                ray.get(getattr(ray.get_actor(name, NAMESPACE), method).remote(*arguments))
+    except RetryError as error:
+        raise PipelineError(f"{name} does not come back; experts stay where they are") from error

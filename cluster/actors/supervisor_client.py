@@ -3,12 +3,12 @@
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 
@@ -22,16 +22,15 @@ RETRY_S = 0.2
 logger = logging.getLogger(__name__)
 
 
+@retry(
+    retry=retry_if_exception_type(ActorUnavailableError),
+    stop=stop_after_delay(RETRY_TIMEOUT_S),
+    wait=wait_fixed(RETRY_S),
+    reraise=True,
+)
 async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor answers
-    """By a supervisor, which may be starting again: what it is asked for here may be asked twice. Raises RayError."""
-    give_up_at = time.monotonic() + RETRY_TIMEOUT_S
-    while True:
-        try:
-            return await call()
-        except ActorUnavailableError:
-            if time.monotonic() > give_up_at:
-                raise
-            await asyncio.sleep(RETRY_S)
+    """Await a call of a supervisor that may be restarting; the call must be idempotent. Raises RayError."""
+    return await call()
 
 
 async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:  # noqa: ANN401

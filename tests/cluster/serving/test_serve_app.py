@@ -56,6 +56,7 @@ from serve_cluster import (
     wait_until_ready,
 )
 
+from tramontane.client import AsyncClient, Client
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.expert_load import MeasuredLoad, read_load
@@ -75,9 +76,8 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.proto.request import SamplingParams, SequenceRequest
-from tramontane.router.batch.jobs import JobOptions, JobState
-from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 pytestmark = [
