@@ -21,7 +21,7 @@ from rich.text import Text
 from tramontane.cluster.config.expert_load import NO_EXPERTS, ExpertLoad, MeasuredLoad, load_as_data, read_load
 from tramontane.cluster.console.heat_map import BUSIEST, busiest_summary, heat_map, legend
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers, client_of, request
+from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers, make_client, request
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 
 
@@ -41,7 +41,7 @@ def experts(
     if watch and as_json:
         raise ConfigError("--watch is for the eye, so --json cannot be used with it")
     console = Console(highlight=False)
-    with client_of(url, auth_headers(key, key_file)) as client:
+    with make_client(url, auth_headers(key, key_file)) as client:
         if adopt is not None:
             console.print(post_load(client, read_load(adopt, "--adopt")))
             return

@@ -20,7 +20,7 @@ from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console.heat_map import busiest_summary, heat_map
 from tramontane.cluster.console.heat_map import legend as heat_legend
 from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, Snapshot, auth_headers, client_of, poll_activity
+from tramontane.cluster.console.server_client import Key, KeyFile, Snapshot, auth_headers, make_client, poll_activity
 from tramontane.cluster.console.timeline import bin_activity, legend, render_timeline
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchModel, Percentiles, PipelineActivity
@@ -35,7 +35,7 @@ def top(
 ) -> None:
     """Show what the pipelines of a running server do, until interrupted."""
     console = Console(highlight=False)
-    with client_of(url, auth_headers(key, key_file)) as client:
+    with make_client(url, auth_headers(key, key_file)) as client:
         looks = islice(poll_activity(client), 1 if once else None)
         if not once:
             for number in (signal.SIGTERM, signal.SIGHUP):  # which would leave the terminal without a cursor

@@ -19,7 +19,7 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, client_of, last_seen
+from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, make_client, last_seen
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
 
@@ -40,7 +40,7 @@ def trace(
         raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
     _check_file(output)
     status = Console(stderr=True, highlight=False).status(f"watching for {seconds:g} s")
-    with client_of(url, auth_headers(key, key_file)) as client, status:
+    with make_client(url, auth_headers(key, key_file)) as client, status:
         data = build_trace(list(_poll(client, seconds)))
     if not num_slices(data):
         raise PipelineUnavailableError(

@@ -32,7 +32,7 @@ def base_url(url: str) -> httpx.URL:
         raise ConfigError(f"--url is {url!r}: {error}") from error
 
 
-def client_of(url: str, headers: Mapping[str, str]) -> httpx.Client:
+def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
     """Raises ConfigError as ``base_url`` does."""
     return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE_S)
 
