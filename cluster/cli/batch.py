@@ -31,9 +31,7 @@ JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say
 HERE = "http://127.0.0.1:8000"
 STANDARD_OUTPUT = "-"
 
-batch = typer.Typer(
-    name="batch", help="Batch jobs of a running server: files of requests, worked off whatever happens meanwhile."
-)
+batch = typer.Typer(name="batch", add_completion=False)
 console = Console(stderr=True, highlight=False)
 
 

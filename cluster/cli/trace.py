@@ -19,7 +19,7 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, make_client, last_seen
+from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, last_seen, make_client
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
 
