@@ -108,7 +108,7 @@ def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate
     monkeypatch.setattr(prompts, "_lines_of_stdin", refuse)
     assert generate(PROMPTS[0], stdin="something\n").out.startswith(PROMPTS[0])
     help_text = " ".join(CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split())
-    assert "each line of standard input is one, blank lines aside; with any, it is not read" in help_text
+    assert "each line of standard input is one, except blank lines; with any, it is not read" in help_text
 
 
 def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:

@@ -110,7 +110,10 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
     ("words", "message"),
     [
         (("--stages", "2", "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
-        ((*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2; it must be at least --replicas, which is 3"),
+        (
+            (*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"),
+            "--max-replicas is 2; it must be at least --replicas, which is 3",
+        ),
         ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
