@@ -73,7 +73,7 @@ def k8s(
         num_stages=len(plan.stages),
         num_experts=config.expert_actors,
         workers=workers,
-        places=plan.max_num_seqs,
+        slots=plan.max_num_seqs,
         replicas=replicas,
         max_replicas=max_replicas or replicas,
         redis=redis,

@@ -252,7 +252,7 @@ def test_without_a_terminal_the_text_is_plain_and_a_note_says_so(generate: Gener
         run = generate("--show-experts", "2", *given)
         assert run.out == generate(*given).out
         assert "layer 2, the heaviest expert of each token:  0  1  2  3 \n" in run.err
-        assert "note: standard output is no terminal, so its text is not coloured; --json tells the experts\n" in run.err
+        assert "note: standard output is not a terminal, so its text is not colored; --json lists the experts\n" in run.err
 
 
 # ---- what a person sees
