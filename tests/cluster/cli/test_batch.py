@@ -159,7 +159,7 @@ def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
         assert why in complaint
         assert complaint.count("--endpoint") == 1
         job = json.loads(tramontane("list", "--url", url, "--json"))[0]
-        assert complaint.endswith(f"and 2 more; all of them: tramontane batch results {job['id']}")
+        assert complaint.endswith(f"and 2 more; all errors: tramontane batch results {job['id']}")
         assert why in tramontane("status", job["id"], "--url", url)
         with pytest.raises(PipelineError, match=why):
             watch(job["id"], url)

@@ -178,8 +178,8 @@ def test_experts_come_below_where_there_are_any() -> None:
     loads = iter([MeasuredLoad(((10, 10), (0, 20)), 1), MeasuredLoad(((10, 40), (0, 30)), 1), None])
     told = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
     first, second, third = (_lines(frame) for frame in render(told, "http://door", 80, lambda: next(loads)))
-    assert "since loading: % of each layer's tokens that each expert was given" in first
-    at = second.index("the last 1 s: % of each layer's tokens that each expert was given")
+    assert "since loading: % of each layer's tokens by expert" in first
+    at = second.index("the last 1 s: % of each layer's tokens by expert")
     assert second[at + 1 : at + 4] == ["layer     0     1 ", "    0   0.0 100.0*", "    1   0.0 100.0*"]
     assert not any("expert" in line for line in third)
 

@@ -326,7 +326,7 @@ def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\n{OTHER}\n")
     assert auth_headers(None, None) == {}
     assert auth_headers(KEY, None) == auth_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="use one of them"):
         auth_headers(KEY, tmp_path / "keys")
     with pytest.raises(ConfigError, match="printable") as refused:
         auth_headers(f"{KEY}\n", None)

@@ -234,7 +234,7 @@ def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, c
         (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must begin with http:// or https://"),
         (["--url", "http://127.0.0.1:1/v1"], "--url http://127.0.0.1:1 does not answer: "),
         (["--watch", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 does not answer: "),
-        (["--json", "--watch"], "--watch is for the eye, so --json cannot be used with it"),
+        (["--json", "--watch"], "--watch updates a terminal, so --json cannot be used with it"),
     ],
 )
 def test_mistakes_are_one_line(refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str) -> None:  # noqa: ANN401
