@@ -86,7 +86,7 @@ class PipelineKeys(KeyGroup):
         "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size for all. "
         "With --stages-per-gpu it is that of each GPU. Without a GPU it is what a stage may use. "
         "No GPU counts for more than it has.",
-        unset="asked of the GPU",
+        unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
     )
@@ -128,7 +128,7 @@ class ExpertKeys(KeyGroup):
     expert_memory: Annotated[Numbers, BeforeValidator(parse_expert_memory)] = key(
         None,
         "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU it is what an actor may use.",
-        unset="asked of the GPU",
+        unset="queried from the GPU",
         metavar="SIZES",
         defines_pipeline=True,
     )

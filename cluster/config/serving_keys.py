@@ -50,7 +50,7 @@ class ScalingKeys(KeyGroup):
 
     title = "Autoscaling"
 
-    replicas: SmallInt = key(1, "Pipelines behind the ingress; the least number where --max-replicas is larger.")
+    replicas: SmallInt = key(1, "Pipelines behind the ingress; the minimum where --max-replicas is larger.")
     max_replicas: SmallInt | None = key(
         None,
         "Pipelines under high load. GPUs, cores and memory are shared out for this many.",
@@ -107,7 +107,7 @@ class LoggingKeys(KeyGroup):
     title = "Logging and tracing"
 
     log_format: LogFormat = key("text", "text, or json: one object per line.")
-    log_level: LogLevel = key("warning", "debug, info, warning or error: the least level of what Tramontane logs.")
+    log_level: LogLevel = key("warning", "debug, info, warning or error: the lowest level that Tramontane logs.")
     tracing_exporter: Text | None = key(
         None, "Where OpenTelemetry spans go: otlp, file or MODULE:FUNCTION.", unset="no tracing", in_serve_config=False
     )
