@@ -1,4 +1,4 @@
-"""How long the stages of a real pipeline take for their work: what ``tramontane simulate`` models."""
+"""Calibration of the pipeline model of ``tramontane simulate`` on real stages."""
 
 import asyncio
 import time
@@ -22,7 +22,7 @@ Step = tuple[BatchWork, tuple[StageTiming, ...]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The mean stage of a real pipeline, and how well its model foretells a run from which nothing was learned."""
+    """The mean stage of a real pipeline, and how well its model predicts a run that it was not fitted to."""
 
     costs: CostModel
     hop_s: float
@@ -30,7 +30,7 @@ class Calibration:
     modelled: Summary
 
     def pipeline(self, num_stages: int) -> PipelineModel:
-        """So many stages, each like the mean of the real ones."""
+        """Return a model of so many stages, each like the mean of the real ones."""
 
         def seconds(work: BatchWork) -> list[float]:
             return [float(self.costs.seconds([work])[0].mean())] * num_stages
@@ -39,7 +39,7 @@ class Calibration:
 
     @property
     def relative_errors(self) -> dict[str, float]:
-        """Modelled over measured, less one."""
+        """Modelled over measured, minus one."""
         pairs = {
             "tokens_per_s": (self.modelled.tokens_per_s, self.measured.tokens_per_s),
             "busy_share": (1 - self.modelled.bubble, 1 - self.measured.bubble),
@@ -50,7 +50,7 @@ class Calibration:
 
 
 class PolicyRecorder:
-    """A policy that remembers what every micro-batch brought and took."""
+    """A policy that records the work and the times of every micro-batch."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -58,9 +58,11 @@ class PolicyRecorder:
         self.steps: list[Step] = []
 
     def share(self, load: SchedulerState) -> BatchBudget | None:
+        """Return the budget of the wrapped policy."""
         return self._policy.share(load)
 
     def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+        """Record a micro-batch."""
         self.steps.append((work, tuple(timings)))
         self._policy.observe(share, work, timings)
 
@@ -72,7 +74,7 @@ async def calibrate(
     report: Callable[[str], None],
     show_loading: ShowLoading,
 ) -> Calibration:
-    """Run two sets of requests on a real pipeline: costs are fitted to the first, and tried on the second."""
+    """Run two sets of requests on a real pipeline: costs are fitted to the first and validated on the second."""
     async with open_engine(config, report, show_loading=show_loading) as engine:
         num_stages = len(engine.plan.stages)
         traces, steps = [], []
@@ -94,9 +96,9 @@ async def calibrate(
 
 
 def hop_seconds(steps: Sequence[Step]) -> float:
-    """Between a stage's end and the next one's start, of micro-batches for which the next one had been waiting.
+    """Return the median time between a stage's end and the next one's start, where the next stage had been waiting.
 
-    Stages of one machine, whose clocks are one.
+    The stages have to be on one machine, so that they have one clock.
     """
     hops, ended = [], [0.0] * len(steps[0][1])
     for _, timings in steps:
@@ -108,11 +110,11 @@ def hop_seconds(steps: Sequence[Step]) -> float:
 
 
 async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
-    """The requests, each at its time."""
+    """Run the requests, each at its time."""
     vocab_size = engine.plan.args.vocab_size
     started, backlog_until = time.time(), 0.0
 
-    async def one(number: int, arrival: SimRequest) -> tuple[float, ...]:
+    async def run_one(number: int, arrival: SimRequest) -> tuple[float, ...]:
         nonlocal backlog_until
         await asyncio.sleep(max(started + arrival.at - time.time(), 0.0))
         prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
@@ -124,7 +126,7 @@ async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyR
                 backlog_until = time.time() - started
         return tuple(times)
 
-    token_times = await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
+    token_times = await asyncio.gather(*(run_one(number, arrival) for number, arrival in enumerate(arrivals)))
     timings = tuple(
         tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each) for _, each in recorder.steps
     )

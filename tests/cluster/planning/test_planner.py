@@ -550,7 +550,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
             seen.append((config, sampling))
             raise RequestError("seen enough")
 
-        monkeypatch.setattr("tramontane.cluster.cli.generate.generate", stop)
+        monkeypatch.setattr("tramontane.cluster.cli.generate.run_generate", stop)
         monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *arguments, "The"])
         with pytest.raises(SystemExit):
             cli.main()
