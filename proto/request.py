@@ -192,7 +192,7 @@ class RequestOutput:
     logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
-    def merged(cls, batches: "list[RequestOutput]") -> "RequestOutput":
+    def merge(cls, batches: "list[RequestOutput]") -> "RequestOutput":
         """Several in one, in order."""
         if len(batches) == 1:
             return batches[0]

@@ -94,7 +94,7 @@ class ExpertTiming(NamedTuple):
 class ExpertUsage(NamedTuple):
     """Of one layer's experts for one micro-batch: from being asked to the last answer, and what each actor did."""
 
-    asked_s: float = 0.0
+    wait_s: float = 0.0
     actors: tuple[ExpertTiming, ...] = ()
 
 

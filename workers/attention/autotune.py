@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, decode_index, num_cached_keys
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.page_table import padded_width
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
@@ -51,12 +51,12 @@ class KernelCase:
     decode_index: DecodeMetadata
 
     def prefill(self, kernel: PrefillKernel) -> Compute:
-        bias = kernel.bias(self.prefill_index)
-        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, bias)
+        mask = kernel.build_mask(self.prefill_index)
+        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)
 
     def decode(self, kernel: DecodeKernel) -> Compute:
-        bias = kernel.bias(self.decode_index)
-        return lambda: kernel.attend(self.q_BHd, self.cached, bias)
+        mask = kernel.build_mask(self.decode_index)
+        return lambda: kernel.attend(self.q_BHd, self.cached, mask)
 
     @property
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -65,8 +65,8 @@ class KernelCase:
             x.float() for x in (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, self.cached.k_NGd, self.cached.v_NGd)
         )
         prefill, decode = SdpaPrefill(), PagedDecode()
-        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.bias(self.prefill_index))
-        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.bias(self.decode_index))
+        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
+        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
 
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
@@ -101,7 +101,7 @@ def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int |
         prefill_index,
         random(num_tokens, args.n_heads, args.head_dim),
         LayerCache(random(*rows), random(*rows)),
-        decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts),
+        build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
     )
 
 

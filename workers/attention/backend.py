@@ -37,17 +37,17 @@ def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int
 
 
 class PrefillKernel(Protocol):
-    """Packed queries against the keys of their chunks: ``bias`` once per step and window class, ``attend`` per layer."""
+    """Packed queries against the keys of their chunks: ``mask`` once per step and window class, ``attend`` per layer."""
 
-    def bias(self, index: PrefillMetadata) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
+    def build_mask(self, index: PrefillMetadata) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor: ...  # noqa: ANN401
 
 
 class DecodeKernel(Protocol):
     """Likewise, for single tokens: each against the keys of its sequence in the cache."""
 
-    def bias(self, index: DecodeMetadata) -> Any: ...  # noqa: ANN401
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor: ...  # noqa: ANN401
+    def build_mask(self, index: DecodeMetadata) -> Any: ...  # noqa: ANN401
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor: ...  # noqa: ANN401
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +63,8 @@ class CachedAttention:
 
     def __init__(self, cache: RollingCache, index: AttentionMetadata, kernels: AttentionKernels) -> None:
         self.cache, self.index, self.kernels = cache, index, kernels
-        self.prefill_bias = [p and kernels.prefill.bias(p) for p in index.prefill]
-        self.decode_bias = [d and kernels.decode.bias(d) for d in index.decode]
+        self.prefill_mask = [p and kernels.prefill.build_mask(p) for p in index.prefill]
+        self.decode_mask = [d and kernels.decode.build_mask(d) for d in index.decode]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
         split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
@@ -82,7 +82,7 @@ class CachedAttention:
         if len(index.cached_rows):
             k_CGd, v_CGd = cached.read(index.cached_rows)
             k_SGd, v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order], torch.cat((v_CGd, v_TGd))[index.key_order]
-        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_bias[self.cache.class_of[layer]])
+        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_mask[self.cache.class_of[layer]])
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd
 
@@ -90,4 +90,4 @@ class CachedAttention:
         """Write, then attend: the token's own key is in the cache like any other."""
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)
-        return self.kernels.decode.attend(q_BHd, cached, self.decode_bias[self.cache.class_of[layer]])
+        return self.kernels.decode.attend(q_BHd, cached, self.decode_mask[self.cache.class_of[layer]])

@@ -89,7 +89,7 @@ def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: to
         sampled_rows=tensor_on(_sampled_rows(batch), torch.int64, device),
         prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
         decode=tuple(
-            decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
+            build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
             for ring in table.rings
         ),
     )
@@ -131,7 +131,9 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
     return _ranges(ranges)
 
 
-def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeMetadata:
+def build_decode_metadata(
+    ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]
+) -> DecodeMetadata:
     return DecodeMetadata(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
 
 

@@ -85,7 +85,7 @@ class GatheredKeys:
 class SdpaPrefill:
     """Block by block."""
 
-    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
+    def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
         blocks, query, key = [], 0, 0
         for num_queries, num_keys in zip(index.query_lens, index.key_lens, strict=True):
             plain = num_queries == num_keys and (index.window is None or num_keys <= index.window)
@@ -94,9 +94,9 @@ class SdpaPrefill:
             query, key = query + num_queries, key + num_keys
         return blocks
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: list[MaskBlock]) -> Tensor:
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: list[MaskBlock]) -> Tensor:
         outs = []
-        for block in bias:
+        for block in mask:
             q, k, v = (x.transpose(0, 1)[None] for x in (q_THd[block.queries], k_SGd[block.keys], v_SGd[block.keys]))
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=block.mask, is_causal=block.mask is None, enable_gqa=True)
             outs.append(out[0].transpose(0, 1))
@@ -106,14 +106,14 @@ class SdpaPrefill:
 class GatheredDecode:
     """Single tokens in groups of similar lengths, so that little is gathered for nothing: for CPUs."""
 
-    def bias(self, index: DecodeMetadata) -> list[tuple[LengthBucket, GatheredKeys]]:
+    def build_mask(self, index: DecodeMetadata) -> list[tuple[LengthBucket, GatheredKeys]]:
         return [(group, GatheredKeys(group.key_rows, _first_keys(group))) for group in bucket_decodes(index)]
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: list[tuple[LengthBucket, GatheredKeys]]) -> Tensor:
-        if len(bias) == 1:  # all of them, in their order
-            return attend_gathered(q_BHd, cached, bias[0][1])
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: list[tuple[LengthBucket, GatheredKeys]]) -> Tensor:
+        if len(mask) == 1:  # all of them, in their order
+            return attend_gathered(q_BHd, cached, mask[0][1])
         out_BHd = torch.empty_like(q_BHd)
-        for group, keys in bias:
+        for group, keys in mask:
             out_BHd[group.tokens] = attend_gathered(q_BHd[group.tokens], cached, keys)
         return out_BHd
 
@@ -123,7 +123,7 @@ class PagedDecode:
     lie. Shapes are all it depends on.
     """
 
-    def bias(self, index: DecodeMetadata) -> GatheredKeys:
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
         table, page_size = page_table(index.ring, index.slots, index.positions, index.num_pages), index.ring.page_size
         rows_P = torch.arange(page_size, device=index.positions.device)
         rows_BL = (table.pages_BN.long()[:, :, None] * page_size + rows_P).flatten(1)
@@ -131,8 +131,8 @@ class PagedDecode:
         seen_BL = (keys_L >= table.first_B[:, None]) & (keys_L < table.end_B[:, None])
         return GatheredKeys(rows_BL, seen_BL[:, None, None, :])
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: GatheredKeys) -> Tensor:
-        return attend_gathered(q_BHd, cached, bias)
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: GatheredKeys) -> Tensor:
+        return attend_gathered(q_BHd, cached, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +143,11 @@ class BatchSizeDispatch:
     many: DecodeKernel
     max_few: int
 
-    def bias(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
-        return self._for(len(index.slots)).bias(index)
+    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
+        return self._for(len(index.slots)).build_mask(index)
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor:  # noqa: ANN401
-        return self._for(len(q_BHd)).attend(q_BHd, cached, bias)
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+        return self._for(len(q_BHd)).attend(q_BHd, cached, mask)
 
     def _for(self, num_tokens: int) -> DecodeKernel:
         return self.few if num_tokens <= self.max_few else self.many

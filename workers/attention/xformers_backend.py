@@ -50,15 +50,15 @@ class PackedPrefill:
 
     operator: Operator
 
-    def bias(self, index: PrefillMetadata) -> PrefillMask:
+    def build_mask(self, index: PrefillMetadata) -> PrefillMask:
         device = index.cached_rows.device
         queries, keys = (_SeqLenInfo.from_seqlens(lens, device=device) for lens in (index.query_lens, index.key_lens))
         if index.window is None:
             return BlockDiagonalCausalFromBottomRightMask(q_seqinfo=queries, k_seqinfo=keys)
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(q_seqinfo=queries, k_seqinfo=keys, _window_size=index.window)
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillMask) -> Tensor:
-        return attend(q_THd, k_SGd, v_SGd, bias, self.operator)
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PrefillMask) -> Tensor:
+        return attend(q_THd, k_SGd, v_SGd, mask, self.operator)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +67,17 @@ class PagedDecode:
 
     operator: Operator
 
-    def bias(self, index: DecodeMetadata) -> PagedBlockDiagonalGappyKeysMask:
+    def build_mask(self, index: DecodeMetadata) -> PagedBlockDiagonalGappyKeysMask:
         """For a power of two of tokens: the kernels are compiled for each number of them. Padding sees the scratch page."""
         missing = next_power_of_two(len(index.slots)) - len(index.slots)
         slots_B = F.pad(index.slots, (0, missing), value=index.ring.scratch_slot)
         table = page_table(index.ring, slots_B, F.pad(index.positions, (0, missing)), index.num_pages)
         return paged_mask(table, index.ring.page_size)
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: PagedBlockDiagonalGappyKeysMask) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: PagedBlockDiagonalGappyKeysMask) -> Tensor:
         num_tokens = len(q_BHd)
-        padded_BHd = F.pad(q_BHd, (0, 0, 0, 0, 0, len(bias.block_tables) - num_tokens))
-        return attend(padded_BHd, cached.k_NGd, cached.v_NGd, bias, self.operator)[:num_tokens]
+        padded_BHd = F.pad(q_BHd, (0, 0, 0, 0, 0, len(mask.block_tables) - num_tokens))
+        return attend(padded_BHd, cached.k_NGd, cached.v_NGd, mask, self.operator)[:num_tokens]
 
 
 def paged_mask(table: PageTable, page_size: int) -> PagedBlockDiagonalGappyKeysMask:
@@ -103,13 +103,13 @@ def paged_mask(table: PageTable, page_size: int) -> PagedBlockDiagonalGappyKeysM
     return PagedBlockDiagonalGappyKeysMask(q_seqinfo=ones, k_seqinfo=keys, block_tables=table.pages_BN, page_size=page_size)
 
 
-def attend(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any, operator: Operator) -> Tensor:  # noqa: ANN401
+def attend(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any, operator: Operator) -> Tensor:  # noqa: ANN401
     """xformers' grouped-query form: [1, T, G, H/G, d] against keys expanded, not copied, over H/G."""
     tokens, heads, head_dim = q_THd.shape
     kv_heads = k_SGd.shape[1]
     q = q_THd.view(1, tokens, kv_heads, heads // kv_heads, head_dim)
     k, v = (x[None, :, :, None, :].expand(-1, -1, -1, heads // kv_heads, -1) for x in (k_SGd, v_SGd))
-    out: Tensor = memory_efficient_attention_forward(q, k, v, attn_bias=bias, op=operator)
+    out: Tensor = memory_efficient_attention_forward(q, k, v, attn_bias=mask, op=operator)
     return out.reshape(tokens, heads, head_dim)
 
 

@@ -31,4 +31,4 @@ class CudaDeviceEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
-MakeMark = Callable[[], DeviceEvent]
+RecordEvent = Callable[[], DeviceEvent]

@@ -32,7 +32,7 @@ class PinnedTransfer(Protocol):
         ...
 
 
-class CudaPinning:
+class CudaPinnedTransfer:
     """On the current stream."""
 
     def empty_pinned(self, tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def copy_to_host_async(tensor: Tensor, pinning: PinnedTransfer | None = None) ->
     """What the GPU does later does not delay it."""
     if tensor.device.type == "cpu" and pinning is None:
         return HostCopy(tensor.contiguous(), lambda: None)
-    pinning = pinning or CudaPinning()
+    pinning = pinning or CudaPinnedTransfer()
     pinned = pinning.empty_pinned(tensor)
     pinning.copy(pinned, tensor)
     return HostCopy(pinned, pinning.mark(tensor.device))
@@ -79,7 +79,7 @@ def to_device(tensor: Tensor, device: torch.device, pinning: PinnedTransfer | No
     """A host's tensor, which may be read-only and may be gone when this returns; itself where it is there already."""
     if pinning is None and (device.type == "cpu" or tensor.device.type != "cpu"):
         return tensor.to(device)
-    pinning = pinning or CudaPinning()
+    pinning = pinning or CudaPinnedTransfer()
     pinned = pinning.empty_pinned(tensor)
     pinned.copy_(tensor)
     return pinning.upload(pinned, device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # Elements that are made float at a time: what a core's cache holds, or what keeps a GPU busy.
-BLOCK = {"cpu": 2**20, "cuda": 2**24}
+BLOCK_ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 # So few tokens wait for the weights to come from memory, whatever is done with them.
 FEW_TOKENS = 3
 # So many tokens are multiplied faster as W x^T than as x W^T by several threads: among them the longer side is shared out.
@@ -117,6 +117,6 @@ def convert_into(numbers_BK: Tensor, floats_BK: Tensor) -> Tensor:
 def row_blocks(shape: torch.Size, device: torch.device) -> Iterator[slice]:
     """Ranges of rows. [5, 2**19] on a CPU: rows 0 and 1, 2 and 3, 4."""
     num_rows, width = shape
-    step = max(BLOCK[device.type] // width, 1)
+    step = max(BLOCK_ELEMENTS[device.type] // width, 1)
     for start in range(0, num_rows, step):
         yield slice(start, start + step)

@@ -26,9 +26,9 @@ KERNEL_TOKENS = 16  # up to which it is as fast as blocks of float32, without AV
 GPU_STEP = 16  # both sides of a matrix have to be multiples of it, or its weights are made float
 FUSED_TOKENS = 64  # as many as the fused product takes
 FEW_TOKENS = 16  # so few wait for the weights only: activations in fp8, too, would cost another kernel and win nothing
-LARGEST_FP8 = 448
+MAX_FP8 = 448
 MAX_DIFFERENCE = 0.05  # of a product that is tried, relative, by norms: activations in fp8 make half of it
-TRIED_SIZE = 272  # of the matrices that are tried: a multiple of 16, and of nothing that a kernel has for a block
+TEST_SIZE = 272  # of the matrices that are tried: a multiple of 16, and of nothing that a kernel has for a block
 
 
 class QuantizedLinear(nn.Module):
@@ -80,7 +80,7 @@ def fp8_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
 def quantize_rows_fp8(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers, and a scale per token, [T, 1], with which the largest of them is 448."""
     largest_T1 = torch.linalg.vector_norm(x_TK, math.inf, dim=1, keepdim=True, dtype=torch.float32)
-    scale_T1 = (largest_T1 / LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)  # nothing has a scale, too
+    scale_T1 = (largest_T1 / MAX_FP8).clamp_(min=torch.finfo(torch.float32).tiny)  # nothing has a scale, too
     return (x_TK / scale_T1).to(torch.float8_e4m3fn), scale_T1
 
 
@@ -92,7 +92,7 @@ def _fused_fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Ten
     """``fp8_linear`` with one kernel instead of five for activations."""
     from tramontane.workers.kernels.triton_quant import quantize_rows_fp8  # Triton comes with torch for CUDA only
 
-    return _scaled(*quantize_rows_fp8(x_TK, LARGEST_FP8), numbers_NK, scale_N, x_TK.dtype)
+    return _scaled(*quantize_rows_fp8(x_TK, MAX_FP8), numbers_NK, scale_N, x_TK.dtype)
 
 
 def _fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
@@ -150,14 +150,12 @@ def _self_test(
 ) -> bool:
     """Whether it gets products of so many tokens right: those for which it has kernels of their own."""
     generator = torch.Generator(device).manual_seed(0)
-    numbers_NK = (
-        torch.randn(TRIED_SIZE, TRIED_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
-    )
-    scale_N = (torch.arange(1, TRIED_SIZE + 1, device=device) / TRIED_SIZE).to(scale_dtype)
+    numbers_NK = torch.randn(TEST_SIZE, TEST_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
+    scale_N = (torch.arange(1, TEST_SIZE + 1, device=device) / TEST_SIZE).to(scale_dtype)
 
     def attempt() -> None:
         for num_tokens in lengths:
-            x_TK = torch.randn(num_tokens, TRIED_SIZE, device=device, generator=generator).to(dtype)
+            x_TK = torch.randn(num_tokens, TEST_SIZE, device=device, generator=generator).to(dtype)
             expected_TN = x_TK.float() @ (numbers_NK.float() * scale_N[:, None]).T
             assert_close_norm(product(x_TK, numbers_NK, scale_N), expected_TN, MAX_DIFFERENCE)
 

@@ -22,7 +22,7 @@ from tramontane.workers.device.pinned_memory import tensor_on, to_device
 logger = logging.getLogger(__name__)
 
 LoadVocabulary = Callable[[], Sequence[bytes]]  # of every token id, the text that it stands for; none for control tokens
-MAX_KEPT = 64  # compiled grammars
+MAX_COMPILED_GRAMMARS = 64  # compiled grammars
 # What one grammar may take: tenths of a second to compile at the worst, some ms for a mask, and 1 to 2 KB for each state.
 LIMITS = llguidance.LLParserLimits(
     max_lexer_states=20_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
@@ -206,7 +206,7 @@ class StructuredOutputManager:
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error():.200}")
         self._compiled[grammar] = matcher
-        if len(self._compiled) > MAX_KEPT:
+        if len(self._compiled) > MAX_COMPILED_GRAMMARS:
             self._compiled.popitem(last=False)
         return matcher
 

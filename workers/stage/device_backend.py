@@ -7,7 +7,7 @@ import torch
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.device.events import CudaDeviceEvent, MakeMark
+from tramontane.workers.device.events import CudaDeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
@@ -19,7 +19,7 @@ class DeviceBackend:
     kernels: AttentionKernels
     pointwise: FusedOps = EAGER
     recorder: GraphCapture | None = None
-    mark: MakeMark | None = None
+    mark: RecordEvent | None = None
 
     @property
     def pads_decodes(self) -> bool:

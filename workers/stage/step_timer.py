@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tramontane.proto.ports import PendingExperts
 from tramontane.proto.step import ExpertTiming, StageTiming
-from tramontane.workers.device.events import DeviceEvent, MakeMark
+from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.model.transformer import StepCoroutine
 from tramontane.workers.stage.expert_choices import NO_RECORDER
 
@@ -21,7 +21,7 @@ class StepTimer:
     ``mark``: for a device that does later what it is asked for. Its time counts then, not the host's: from ``begins``.
     """
 
-    def __init__(self, mark: MakeMark | None = None) -> None:
+    def __init__(self, mark: RecordEvent | None = None) -> None:
         self._mark = mark
         self._first: DeviceEvent | None = None
         self._last: DeviceEvent | None = None
@@ -55,7 +55,7 @@ class StepTimer:
     def record_usage(self, asked: PendingExperts) -> None:
         """All experts of a layer have done their part."""
         usage = asked.usage
-        self._asked_s += usage.asked_s
+        self._asked_s += usage.wait_s
         self._experts_busy_s += max((each.busy_s for each in usage.actors), default=0.0)
         for actor_id, busy_s, num_rows in usage.actors:
             self._actors_busy_s[actor_id] += busy_s  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from tramontane.workers.weights.safetensors_file import TensorLocation, open_saf
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
 READERS = 4  # threads that read parts of one piece: a GPU takes more than one of them reads
-LEAST_PART = 2**20  # bytes that are worth a thread
+MIN_PART_BYTES = 2**20  # bytes that are worth a thread
 Wait = Callable[[], None]
 
 
@@ -83,7 +83,7 @@ class PinnedStagingBuffers:
 
     def _read(self, file: int, start: int, target: memoryview) -> None:
         """In parts: of 32 MiB bytes 0 to 8 Mi - 1, 8 Mi to 16 Mi - 1, ... at the same time."""
-        step = max(-(-len(target) // READERS), LEAST_PART)
+        step = max(-(-len(target) // READERS), MIN_PART_BYTES)
         parts = [(start + at, target[at : at + step]) for at in range(0, len(target), step)]
         for _ in self._readers.map(partial(_read_part, file), *zip(*parts, strict=True)):
             pass

@@ -16,7 +16,7 @@ from tramontane.proto.plan import ExpertId
 ProgressCallback = Callable[[int, int], None]
 TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # what is wanted of a checkpoint, in its spelling
 
-PIECE = 2**24  # elements that are in memory as they are stored, beside what a stage holds
+MAX_CHUNK_ELEMENTS = 2**24  # elements that are in memory as they are stored, beside what a stage holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TensorSpec:
         [131072, 5120], 2**24 elements at the most: rows 0 to 3275, 3276 to 6551, ...
         """
         num_rows = self.shape[0]
-        step = num_rows if self.interleaved_heads else max(PIECE * num_rows // self.num_elements, 1)
+        step = num_rows if self.interleaved_heads else max(MAX_CHUNK_ELEMENTS * num_rows // self.num_elements, 1)
         return [range(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     @property

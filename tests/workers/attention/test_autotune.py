@@ -91,28 +91,28 @@ def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixtu
 class _WiderWindow(SdpaPrefill):
     """By one."""
 
-    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
-        return super().bias(dataclasses.replace(index, window=index.window and index.window + 1))
+    def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
+        return super().build_mask(dataclasses.replace(index, window=index.window and index.window + 1))
 
 
 class _NoWindow(SdpaPrefill):
-    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
-        return super().bias(dataclasses.replace(index, window=None))
+    def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
+        return super().build_mask(dataclasses.replace(index, window=None))
 
 
 class _ForgetsTheOldest(PagedDecode):
     """A key of each token is not seen."""
 
-    def bias(self, index: DecodeMetadata) -> GatheredKeys:
-        keys = super().bias(index)
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
+        keys = super().build_mask(index)
         return GatheredKeys(keys.rows_BL, keys.mask & (keys.mask.cumsum(-1) > 1))
 
 
 class _FromTheFirstRow(PagedDecode):
     """Where in the first page the window begins is not looked at."""
 
-    def bias(self, index: DecodeMetadata) -> GatheredKeys:
-        keys = super().bias(index)
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
+        keys = super().build_mask(index)
         return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
 
 
@@ -159,7 +159,7 @@ def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
     kernel = BatchSizeDispatch(few, many, FEW_TOKENS)
     for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
         (trial,) = correctness_cases(plan, CPU, num_tokens)
-        assert isinstance(kernel.bias(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
+        assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
 
 
@@ -184,8 +184,8 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     prefill_index, decode_index = _packed_indexes()
     prefill, decode = kernels.prefill_kernels(), kernels.decode_kernels(16, 8)
-    packed = kernels.PackedPrefill(None).bias(prefill_index)
-    paged = kernels.PagedDecode(None).bias(decode_index)
+    packed = kernels.PackedPrefill(None).build_mask(prefill_index)
+    paged = kernels.PagedDecode(None).build_mask(decode_index)
     split_k = next(kernel for name, kernel in decode.items() if name.startswith("split-K"))
 
     def refusals() -> dict[str, list[str]]:

@@ -37,7 +37,7 @@ def test_blocks_together_are_the_product(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], threads: int, with_scale: bool, dtype: torch.dtype
 ) -> None:
     """Of 1024 elements: 64 rows of 16, with a last one that is full, or not, or a row that is longer than a block."""
-    monkeypatch.setattr(linear, "BLOCK", {"cpu": 1024})
+    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1024})
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weight_NK = _random(*shape, dtype=dtype) * shape[1] ** -0.5
     scale_N = torch.linspace(1, 2, shape[0]) if with_scale else None

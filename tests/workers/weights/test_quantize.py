@@ -249,7 +249,7 @@ def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: P
         return quantize_weight(piece, *rest)
 
     monkeypatch.setattr(quantize_module, "quantize_weight", watched)
-    monkeypatch.setattr(tensor_names, "PIECE", 500)
+    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 500)
     cut = loaded_state(StageWorker.load(plan, folder))
     assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
     assert all(torch.equal(cut[name], whole[name]) for name in whole)
