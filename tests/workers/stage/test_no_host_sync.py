@@ -67,7 +67,7 @@ class OtherMemory(pinned.CudaPinnedTransfer):
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.shape == source.shape
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
+    def record(self, device: torch.device) -> Callable[[], None]:
         return lambda: None
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
