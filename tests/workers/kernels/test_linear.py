@@ -7,7 +7,7 @@ from torch import Tensor
 from tramontane.workers.kernels import linear
 from tramontane.workers.kernels.linear import (
     FEW_TOKENS,
-    WEIGHTS_FIRST,
+    TRANSPOSED_TOKENS,
     Linear,
     blockwise_linear,
     has_native_matmul,
@@ -42,7 +42,7 @@ def test_blocks_together_are_the_product(
     weight_NK = _random(*shape, dtype=dtype) * shape[1] ** -0.5
     scale_N = torch.linspace(1, 2, shape[0]) if with_scale else None
     exact_NK = weight_NK.double() * scale_N.double()[:, None] if scale_N is not None else weight_NK.double()
-    for tokens in (0, 1, 9, WEIGHTS_FIRST[0], WEIGHTS_FIRST[-1], WEIGHTS_FIRST[-1] + 1):
+    for tokens in (0, 1, 9, TRANSPOSED_TOKENS[0], TRANSPOSED_TOKENS[-1], TRANSPOSED_TOKENS[-1] + 1):
         x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
         out_TN = blockwise_linear(x_TK, weight_NK, torch.float32, scale_N)
         assert out_TN.dtype == dtype
