@@ -18,8 +18,8 @@ from tramontane.workers.attention.autotune import (
     FEW_TOKENS,
     MANY_TOKENS,
     Compute,
-    _chosen_decode,
-    _chosen_prefill,
+    _choose_decode,
+    _choose_prefill,
     correctness_cases,
     select_fastest,
     timing_cases,
@@ -123,12 +123,12 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
     trials, right = correctness_cases(plan, CPU, FEW_TOKENS), SdpaPrefill()
-    assert _chosen_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
-    assert _chosen_prefill(trials, trials, wrong, _at_once) not in wrong.values()
+    assert _choose_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
+    assert _choose_prefill(trials, trials, wrong, _at_once) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
     gathered = GatheredDecode()
-    assert _chosen_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
-    assert type(_chosen_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
+    assert _choose_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
+    assert type(_choose_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
 
 
 @pytest.mark.parametrize("window", [None, 4096])
@@ -144,7 +144,7 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
         seen.append(compute())
         return 1.0
 
-    _chosen_decode(trials, timed, {"right": PagedDecode()}, clock)
+    _choose_decode(trials, timed, {"right": PagedDecode()}, clock)
     torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
     index = timed[0].decode_index
     assert index.ring.window == window
