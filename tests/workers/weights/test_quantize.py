@@ -99,7 +99,7 @@ def test_a_tensor_that_no_scale_spans_is_named(bad: float, quantize: Quantizatio
     name = "model.layers.0.self_attn.k_proj.weight"
     tensors[name][3, 5] = bad
     save_file(tensors, folder / SINGLE_NAME)
-    with pytest.raises(CheckpointError, match=f"tensor {name} holds numbers that are infinite or none"):
+    with pytest.raises(CheckpointError, match=f"tensor {name} has elements that are infinite or not a number"):
         StageWorker.load(tiny_plan(args, quantize=quantize).stages[0], folder)
 
 

@@ -26,7 +26,7 @@ from tramontane.workers.weights.tensor_reader import (
     MmapRows,
     PinnedReader,
     PinnedStagingBuffers,
-    RowsOf,
+    ReadRows,
     Wait,
     open_reader,
 )
@@ -121,7 +121,7 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
     return [(found.files[spec.name], spec) for spec in specs]
 
 
-def _state(found: Checkpoint, rows_of: RowsOf, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
+def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
         load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)
