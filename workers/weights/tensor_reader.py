@@ -23,7 +23,7 @@ from tramontane.workers.weights.safetensors_file import TensorLocation, open_saf
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
 DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
-NUM_READERS = 4  # threads that read parts of one chunk: a GPU takes more than one thread reads
+NUM_READERS = 4  # threads that read parts of one chunk: a single one is slower than the copy to the GPU
 MIN_PART_BYTES = 2**20  # worth a thread
 
 Wait = Callable[[], None]
