@@ -27,7 +27,7 @@ class OutputQueue:
         if not self._batches:
             assert self._error is not None
             raise self._error
-        batch, self._batches = RequestOutput.merged(self._batches), []
+        batch, self._batches = RequestOutput.merge(self._batches), []
         if self._error is None:
             self._filled.clear()
         return batch

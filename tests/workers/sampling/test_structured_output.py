@@ -133,7 +133,7 @@ def test_the_vocabulary_is_read_once_and_only_for_who_needs_it() -> None:
 
 
 def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar, "MAX_COMPILED_GRAMMARS", 2)
     constraints = _constraints()
     for text in ('start: "a"', 'start: "b"', 'start: "a"', 'start: "c"'):
         _begin(constraints, text, released=(0,))
