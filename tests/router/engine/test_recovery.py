@@ -280,7 +280,7 @@ def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_wait
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     class Defective(StuckChain):
-        async def replace_stuck(self, limit_s: float) -> str:
+        async def replace_hung_workers(self, limit_s: float) -> str:
             raise ZeroDivisionError
 
     async def scenario() -> None:
@@ -346,7 +346,7 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
             raise PipelineError("a stage failed: no kernel runs any more")
 
     class Replaced(RememberingChain):
-        async def replace_stuck(self, limit_s: float) -> str:
+        async def replace_hung_workers(self, limit_s: float) -> str:
             return "stage 1 did nothing for too long"
 
     def clock() -> float:

@@ -133,7 +133,7 @@ def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
     known = len(again[0].token_ids)
     assert known > 20
     assert again[0].token_ids == (*range(10, 30), *[50] * (known - 20)), "its prompt and its answer so far"
-    assert again[0].wants_token
+    assert again[0].needs_sample
     assert pipe.scheduler.num_preempted == 1
     assert [len(pipe.tokens_of(i)) for i in range(3)] == [60, 60, 60]
     assert pipe.scheduler.is_idle
