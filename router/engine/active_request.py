@@ -152,7 +152,7 @@ class QueueWaitTracker:
         self._clock = clock
         self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
 
-    def note(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
+    def record_starts(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
         """This micro-batch is sent; ``requests`` by the ids of their sequences."""
         for chunk in batch.chunks:
             if chunk.start == 0 and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 
-MAX_KEPT = 20_000  # of micro-batches, and of each's stages: 4000 of four stages, 300 of sixty-four
-MAX_TOLD = 1000  # micro-batches, in one answer
+MAX_RECORDS = 20_000  # of micro-batches, and of each's stages: 4000 of four stages, 300 of sixty-four
+MAX_RETURNED = 1000  # micro-batches, in one answer
 MAX_WAITS = 4096  # of a kind
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
 
@@ -76,10 +76,10 @@ class ActivityLog:
         )
         self._batches.append(past)
         self._num_kept += 1 + len(works)
-        while self._num_kept > MAX_KEPT:
+        while self._num_kept > MAX_RECORDS:
             self._num_kept -= 1 + len(self._batches.popleft().stages)
 
-    def note_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
+    def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
         """These hear of tokens now, by the clock that they were made with; before they do.
 
         Between tokens only those with one answer count: of several the pauses are not told apart.
@@ -110,9 +110,9 @@ class ActivityLog:
 
     def _select(self, now: float, after: int | None) -> list[MicroBatchRecord]:
         if after is None or after > self._number:
-            return self._since(now - NEW_SPAN_S)[-MAX_TOLD:]
+            return self._since(now - NEW_SPAN_S)[-MAX_RETURNED:]
         num_known = max(len(self._batches) - (self._number - after), 0)
-        return list(islice(self._batches, num_known, num_known + MAX_TOLD))
+        return list(islice(self._batches, num_known, num_known + MAX_RETURNED))
 
     def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
         """Of the last ten seconds, or of as many as the log goes back, one at least. What came back in them counts as a whole."""

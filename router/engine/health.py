@@ -22,10 +22,10 @@ class HealthTracker:
     ``before``: of the router that drove the same pipeline before this one, which does not make it any better.
     """
 
-    def __init__(self, clock: Callable[[], float], before: "HealthTracker | None" = None) -> None:
+    def __init__(self, clock: Callable[[], float], previous: "HealthTracker | None" = None) -> None:
         self._clock = clock
-        self._at: float = before._at if before else clock()  # when something was last done, or there was last nothing to do
-        self._num_fruitless: int = before._num_fruitless if before else 0
+        self._at: float = previous._at if previous else clock()  # when something was last done, or there was last nothing to do
+        self._num_fruitless: int = previous._num_fruitless if previous else 0
         self.is_fenced = self.has_begun = False
         self.num_recoveries = 0
         self.paused_s = 0.0  # in recoveries, from what was seen of the failure to the first token after it
@@ -46,7 +46,7 @@ class HealthTracker:
         self._num_fruitless = 0
         self._at = self._clock()
 
-    def note(self) -> float:
+    def record_progress(self) -> float:
         """Something else was done, or there is nothing to do. No matter where nothing ever comes of it. Returns the time."""
         now = self._clock()
         if self._num_fruitless <= MAX_FAILED_RECOVERIES:
@@ -56,7 +56,7 @@ class HealthTracker:
     def on_fenced(self) -> None:
         """The stages obey; work can begin."""
         self.is_fenced = self.has_begun = True
-        now = self.note()
+        now = self.record_progress()
         if self.last_recovery is not None and self.last_recovery.fenced_at is None:
             self.last_recovery = replace(self.last_recovery, fenced_at=now)
 
@@ -64,7 +64,7 @@ class HealthTracker:
         """The stages must be fenced anew."""
         self.is_fenced = False
         self._num_fruitless += 1
-        now = self.note()
+        now = self.record_progress()
         self.num_recoveries += 1
         self.last_recovery = Recovery(reason, now)
 

@@ -38,11 +38,11 @@ class StepDeadline:
             return FIRST_FACTOR * self._timeout_s
         return max(self._timeout_s, SLOW_FACTOR * self._slowest_s)
 
-    def submitted(self, now: float) -> None:
+    def on_submit(self, now: float) -> None:
         if self._waiting_since is None:
             self._waiting_since = now
 
-    def completed(self, now: float, num_in_flight: int) -> None:
+    def on_complete(self, now: float, num_in_flight: int) -> None:
         """The oldest; so many are in flight still."""
         assert self._waiting_since is not None
         self._slowest_s = max(FORGETTING * self._slowest_s, now - self._waiting_since)
@@ -94,8 +94,8 @@ class InFlightBatches:
         future.add_done_callback(lambda _: self._on_result())
         self._batches.append((batch, future))
         now = self._clock()
-        self._watch.submitted(now)
-        self._counts.submitted(now)
+        self._watch.on_submit(now)
+        self._counts.on_submit(now)
 
     def pop_completed(self) -> tuple[MicroBatch, StepResult] | None:
         """The oldest, if it has come back: results come in the order of submission.
@@ -108,8 +108,8 @@ class InFlightBatches:
         result = future.result()
         self._batches.popleft()
         now, num_left = self._clock(), len(self._batches)
-        self._watch.completed(now, num_left)
-        self._counts.completed(batch, result, now, num_left)
+        self._watch.on_complete(now, num_left)
+        self._counts.on_complete(batch, result, now, num_left)
         return batch, result
 
     def cancel_all(self) -> None:

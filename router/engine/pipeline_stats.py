@@ -16,8 +16,8 @@ MAX_SAMPLES = (
 class SampleBuffer:
     """One thread adds, another one takes. Where too many come in between, the oldest are forgotten."""
 
-    def __init__(self, most: int = MAX_SAMPLES) -> None:
-        self._values: deque[float] = deque(maxlen=most)
+    def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
+        self._values: deque[float] = deque(maxlen=max_samples)
         self.add = self._values.append
 
     def take(self) -> list[float]:
@@ -46,11 +46,11 @@ class PipelineStats:
         self._last_end = [0.0] * num_stages
         self._active_since: float | None = None
 
-    def submitted(self, now: float) -> None:
+    def on_submit(self, now: float) -> None:
         if self._active_since is None:
             self._active_since = now
 
-    def completed(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
+    def on_complete(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
         """The oldest; so many are in flight still."""
         assert self._active_since is not None
         self.active_s += now - self._active_since

@@ -37,7 +37,7 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
         activity: ActivityLog | None = None,
-        before: HealthTracker | None = None,
+        previous: HealthTracker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
@@ -45,15 +45,15 @@ class Router:
         self._clock = clock
         self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
         self._wake = asyncio.Event()
-        self.counts = PipelineStats(chain.num_stages)
-        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self._wake.set, self.counts)
+        self.stats = PipelineStats(chain.num_stages)
+        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self._wake.set, self.stats)
         self._seq_ids = itertools.count()
-        self._starts = QueueWaitTracker(clock)
+        self._queue_waits = QueueWaitTracker(clock)
         self.failure: PipelineError | None = None
-        self.progress = HealthTracker(clock, before)
+        self.health = HealthTracker(clock, previous)
         self.activity = activity or ActivityLog()
-        self._num_verdicts = 0  # against requests, since the last token of any
-        self._loss: PipelineError | None = None  # that somebody else has seen
+        self._num_poison = 0  # against requests, since the last token of any
+        self._reported_loss: PipelineError | None = None  # that somebody else has seen
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
@@ -85,14 +85,14 @@ class Router:
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.validate(sequence)
         had_place = any(spec.already_admitted or spec.output_ids for spec in specs)  # with another router: it must not lose it
-        if not had_place and (reason := self.scheduler.overload(sequences)) is not None:
+        if not had_place and (reason := self.scheduler.overload_reason(sequences)) is not None:
             if self.scheduler.is_idle:  # it will never be otherwise
                 raise RequestError(f"the request is too large for this server: {reason}; send less at once")
             kind = QueueFullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError
             raise kind(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
         request = ActiveRequest(sequences, sink, self._clock())
-        if self.scheduler.is_idle and self.progress.is_fenced:
-            self.progress.note()
+        if self.scheduler.is_idle and self.health.is_fenced:
+            self.health.record_progress()
         for sequence in sequences:
             self.scheduler.add(sequence)
             self._requests[sequence.seq_id] = request
@@ -109,19 +109,19 @@ class Router:
     @property
     def is_ready(self) -> bool:
         """Whether a request that came now would be worked on at once."""
-        return self.progress.is_fenced and self.failure is None
+        return self.health.is_fenced and self.failure is None
 
     @property
     def is_attached(self) -> bool:
         """Whether it drives a pipeline, be it one that is just being fenced anew."""
-        return self.progress.has_begun and self.failure is None
+        return self.health.has_begun and self.failure is None
 
     @property
     def is_healthy(self) -> bool:
         """Whether it drives a pipeline, and something was done of late, or there was nothing to do."""
-        if self.progress.is_fenced and self.scheduler.is_idle:
-            self.progress.note()
-        return self.is_attached and self.progress.progressed_within(STALL_FACTOR * self.step_limit_s)
+        if self.health.is_fenced and self.scheduler.is_idle:
+            self.health.record_progress()
+        return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
 
     @property
     def step_limit_s(self) -> float:
@@ -133,7 +133,7 @@ class Router:
         return len(set(self._requests.values()))
 
     def _retry_after_s(self, priority: int) -> int:
-        return self._starts.retry_after_s(priority, self._requests.values())
+        return self._queue_waits.retry_after_s(priority, self._requests.values())
 
     async def run(self) -> None:
         """Submit and collect until cancelled, or until the pipeline is lost for good.
@@ -143,7 +143,7 @@ class Router:
         try:
             while True:
                 self.scheduler.restart(await self.chain.fence())
-                self.progress.on_fenced()
+                self.health.on_fenced()
                 logger.info("the stages obey epoch %d", self.scheduler.epoch, extra=requests_log_fields(self._requests))
                 try:
                     await self._drive()
@@ -157,7 +157,7 @@ class Router:
             logger.exception("the router failed")
             self._fail(PipelineError(f"the router failed: {error!r}"))
         finally:
-            self.progress.is_fenced = False
+            self.health.is_fenced = False
             if self.failure is None:
                 self._fail(PipelineError("the router has stopped"))
             self._in_flight.cancel_all()
@@ -173,8 +173,8 @@ class Router:
                 self._wake.clear()
                 if watching.done():
                     raise watching.result()  # or its defect, which must not end the watch unheard
-                if self._loss is not None:
-                    raise self._loss
+                if self._reported_loss is not None:
+                    raise self._reported_loss
                 self._collect()
         finally:
             watching.cancel()
@@ -184,11 +184,11 @@ class Router:
         logger.warning(
             "the pipeline failed, and goes on with what was running: %s", error, extra=requests_log_fields(self._requests)
         )
-        self.progress.on_failure(str(error))
-        self._loss = None
+        self.health.on_failure(str(error))
+        self._reported_loss = None
         if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.record_failure(batch)) is not None:
-            self._num_verdicts += 1
-            if self._num_verdicts >= MAX_CONSECUTIVE_POISON:
+            self._num_poison += 1
+            if self._num_poison >= MAX_CONSECUTIVE_POISON:
                 raise PipelineError(f"the pipeline fails whatever it is given: {error}") from error
             request = self._requests[seq_id]
             logger.warning("request %s has made it fail twice, and ends", request.request_id or "-", extra=request.log_fields)
@@ -205,12 +205,12 @@ class Router:
 
     def _submit(self) -> None:
         while (batch := self.scheduler.schedule()) is not None:
-            self._starts.note(batch, self._requests)
+            self._queue_waits.record_starts(batch, self._requests)
             self._in_flight.submit(batch)
 
     def _collect(self) -> None:
         while (done := self._in_flight.pop_completed()) is not None:
-            self.progress.on_batch_done()
+            self.health.on_batch_done()
             self._deliver(*done)
 
     def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
@@ -224,10 +224,10 @@ class Router:
             take = self._requests.pop if event.finish else self._requests.__getitem__
             ready.setdefault(take(event.seq_id), []).append(event)
         if ready:
-            self._num_verdicts = 0
-            self.progress.on_tokens()
+            self._num_poison = 0
+            self.health.on_tokens()
         now = self._clock()
-        self.activity.note_tokens(ready, now)
+        self.activity.record_tokens(ready, now)
         for request, events in ready.items():
             request.deliver(events, now)
 
@@ -242,7 +242,7 @@ class Router:
 
     def request_recovery(self, error: PipelineError) -> None:
         """Somebody else has seen that the stages have forgotten what they had: fence them anew."""
-        self._loss = error
+        self._reported_loss = error
         self._wake.set()
 
     def _fail(self, error: PipelineError) -> None:

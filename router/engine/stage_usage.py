@@ -18,7 +18,7 @@ class StageUsage:
     num_tokens: int = 0
     num_batches: int = 0
     open_s: float = 0.0
-    asked_s: float = 0.0
+    expert_wait_s: float = 0.0
     last_end: float = float("-inf")
 
     @property
@@ -26,14 +26,14 @@ class StageUsage:
         """In which it had a micro-batch and nothing to do: what ping-pong did not hide of the wait for experts."""
         return max(self.open_s - self.busy_s, 0.0)
 
-    def plus(self, timing: StageTiming) -> "StageUsage":
+    def add(self, timing: StageTiming) -> "StageUsage":
         """Steps begin and end in their order. Open 0..3 and 1..4: 3 s and then another one."""
         return StageUsage(
             self.busy_s + timing.busy_s,
             self.num_tokens + timing.num_tokens,
             self.num_batches + 1,
             self.open_s + timing.ended_at - max(timing.started_at, self.last_end),
-            self.asked_s + timing.expert_wait_s,
+            self.expert_wait_s + timing.expert_wait_s,
             timing.ended_at,
         )
 
@@ -50,7 +50,7 @@ class UsageMeter:
     def observe(self, result: StepResult) -> None:
         self.num_sampled += len(result.token_ids)
         for timing in result.timings:
-            self._stages[timing.stage_id] = self._stages[timing.stage_id].plus(timing)
+            self._stages[timing.stage_id] = self._stages[timing.stage_id].add(timing)
             for actor_id, busy_s, num_rows in timing.experts:
                 _, before_s, before = self._experts.get(actor_id, ExpertTiming(actor_id, 0.0, 0))
                 self._experts[actor_id] = ExpertTiming(actor_id, before_s + busy_s, before + num_rows)

@@ -67,12 +67,12 @@ class BalancedPolicy:
         """M, as measured so far."""
         return self._watch.max_in_flight
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._watch.max_in_flight:
             self._watch.has_more_to_do = bool(load.num_ready or load.pending_tokens)
             return None
         if not self._cost.is_ready:
-            return self._even.share(load)
+            return self._even.choose_budget(load)
         if load.pending_tokens:
             spread = self._watch.max_in_flight if self._overlaps else 1
             own = self._decodes(load, spread)
@@ -182,7 +182,7 @@ class BalancedPolicy:
 
     def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
         """Of each: what whoever has most to do takes, and the way through the whole pipeline."""
-        return self._times.bottleneck_and_latency(self._cost.seconds(works))
+        return self._times.bottleneck_and_latency(self._cost.predict(works))
 
 
 class InFlightTuner:

@@ -47,7 +47,7 @@ class CostModel:
         if self._num_observed == MIN_OBSERVATIONS or self._num_observed % REFIT_EVERY == 0:
             self.refit()
 
-    def seconds(self, works: Sequence[BatchWork]) -> NDArray[np.float64]:
+    def predict(self, works: Sequence[BatchWork]) -> NDArray[np.float64]:
         """For each of these micro-batches, of every stage: [works, stages]."""
         times_WS: NDArray[np.float64] = _features(works) @ self._weights_FS
         return times_WS

@@ -71,8 +71,8 @@ class PageAllocator:
         """See to it that ``grow`` to so many positions is possible."""
         if num_positions <= sequence.num_reserved_positions:
             return True
-        needs = [max(old, n) for old, n in zip(sequence.promised, self._pages(num_positions), strict=True)]
-        promised = [p + n - old for p, n, old in zip(self._promised, needs, sequence.promised, strict=True)]
+        needs = [max(old, n) for old, n in zip(sequence.reserved_pages, self._pages(num_positions), strict=True)]
+        promised = [p + n - old for p, n, old in zip(self._promised, needs, sequence.reserved_pages, strict=True)]
         if not self._is_possible(promised):
             return False
         self._promised = promised
@@ -103,8 +103,8 @@ class PageAllocator:
         assert sequence.num_in_flight == 0
         for free, held in zip(self._free, sequence.pages, strict=True):
             free += held
-        self._promised = [p - n for p, n in zip(self._promised, sequence.promised, strict=True)]
-        sequence.pages, sequence.promised, sequence.num_paged_positions, sequence.num_reserved_positions = [], [], 0, 0
+        self._promised = [p - n for p, n in zip(self._promised, sequence.reserved_pages, strict=True)]
+        sequence.pages, sequence.reserved_pages, sequence.num_paged_positions, sequence.num_reserved_positions = [], [], 0, 0
 
     def check_integrity(self, holders: Iterable[Sequence]) -> None:
         """Recount: free and held pages are all pages, each exactly once, and promises add up."""
@@ -112,8 +112,8 @@ class PageAllocator:
         for index, window_class in enumerate(self.cache.classes):
             held = [page for sequence in holders for page in sequence.pages[index]]
             assert sorted(self._free[index] + held) == list(range(window_class.num_pages))
-            assert self._promised[index] == sum(s.promised[index] for s in holders) <= window_class.num_pages
-            assert all(len(s.pages[index]) <= s.promised[index] for s in holders)
+            assert self._promised[index] == sum(s.reserved_pages[index] for s in holders) <= window_class.num_pages
+            assert all(len(s.pages[index]) <= s.reserved_pages[index] for s in holders)
 
     def pages_needed(self, sequence: Sequence) -> list[int]:
         """To begin: with a window all that it can ever need, without one what is known and one token more."""
@@ -123,7 +123,7 @@ class PageAllocator:
         ]
 
     def _promised_without(self, leaving: Iterable[Sequence]) -> list[int]:
-        returned = [sum(pages) for pages in zip(*(s.promised for s in leaving), strict=True)]
+        returned = [sum(pages) for pages in zip(*(s.reserved_pages for s in leaving), strict=True)]
         return [p - n for p, n in zip(self._promised, returned, strict=True)] if returned else self._promised
 
     def _pages(self, num_positions: int) -> list[int]:
@@ -140,5 +140,5 @@ class PageAllocator:
         return UNBOUNDED if num_pages == window_class.ring_pages else num_pages * self.cache.page_size
 
     def _note_promise(self, sequence: Sequence, needs: list[int]) -> None:
-        sequence.promised = needs
+        sequence.reserved_pages = needs
         sequence.num_reserved_positions = min(map(self._covered, self.cache.classes, needs))

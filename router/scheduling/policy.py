@@ -72,7 +72,7 @@ class Policy(Protocol):
 
     overlaps_chunks: bool
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, load: SchedulerState) -> BatchBudget | None:
         """For the next micro-batch; None if nothing should be submitted before a result comes back."""
 
     def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
@@ -90,7 +90,7 @@ class FixedInFlightPolicy:
     def __init__(self, max_in_flight: int, max_tokens: int) -> None:
         self._max_in_flight, self._max_tokens = max_in_flight, max_tokens
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._max_in_flight:
             return None
         most = self._max_tokens - reserved_for_prefill(load, self._max_tokens)

@@ -18,25 +18,27 @@ class PrefillQueue:
 
     def __init__(self, ledger: PageAllocator, overlap: bool) -> None:
         self._ledger, self._overlap = ledger, overlap
-        self.all: list[Sequence] = []
-        self.least_urgent = NUM_PRIORITIES
+        self.sequences: list[Sequence] = []
+        self.priority_limit = NUM_PRIORITIES
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.all, sequence, key=priority_key)
+        insort(self.sequences, sequence, key=priority_key)
 
     def discard(self, sequence: Sequence) -> None:
-        if sequence in self.all:
-            self.all.remove(sequence)
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
 
     def sort(self) -> None:
         """Somebody's level is another now."""
-        self.all.sort(key=priority_key)
+        self.sequences.sort(key=priority_key)
 
     def schedulable(self) -> list[Sequence]:
         """Those of which something could go now."""
-        if self._overlap and self.least_urgent == NUM_PRIORITIES:
-            return self.all
-        return [s for s in self.all if s.effective_priority <= self.least_urgent and (self._overlap or not s.num_in_flight)]
+        if self._overlap and self.priority_limit == NUM_PRIORITIES:
+            return self.sequences
+        return [
+            s for s in self.sequences if s.effective_priority <= self.priority_limit and (self._overlap or not s.num_in_flight)
+        ]
 
     def take_chunks(self, budget: int) -> list[Chunk]:
         """Of whoever is first as much as there is, then of the next."""
@@ -47,7 +49,7 @@ class PrefillQueue:
             chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
             budget -= chunks[-1].num_tokens
             if not sequence.num_pending:
-                self.all.remove(sequence)
+                self.sequences.remove(sequence)
         return chunks
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:

@@ -17,7 +17,7 @@ def age_starved(going: Iterable[Sequence], waiting: WaitingQueue, prompts: Prefi
     its place from it, and so it ends; then the count goes on with the next.
     """
     level = min(sequence.effective_priority for sequence in going)
-    behind = [s for s in prompts.all if s.effective_priority > level and s not in going]
+    behind = [s for s in prompts.sequences if s.effective_priority > level and s not in going]
     if (oldest_waiting := waiting.oldest_lower_priority(level)) is not None:
         behind.append(oldest_waiting)
     if behind:

@@ -19,9 +19,9 @@ class RunningSet:
     """
 
     def __init__(self, cache: CachePlan, num_places: int) -> None:
-        self.ledger = PageAllocator(cache)
+        self.allocator = PageAllocator(cache)
         self.by_id: dict[int, Sequence] = {}
-        self._num_places = num_places
+        self._num_slots = num_places
         self._num_of_level = [0] * NUM_PRIORITIES
 
     def __len__(self) -> int:
@@ -29,7 +29,7 @@ class RunningSet:
 
     def admit(self, sequence: Sequence) -> bool:
         """A place and the promise of pages. Beside others only where each of them has room for one page more."""
-        if len(self.by_id) >= self._num_places or not self.ledger.reserve_for_admission(sequence, num_spare=len(self.by_id)):
+        if len(self.by_id) >= self._num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
             return False
         sequence.status = SequenceStatus.RUNNING
         self.by_id[sequence.seq_id] = sequence
@@ -38,7 +38,7 @@ class RunningSet:
 
     def release(self, sequence: Sequence) -> None:
         """Only when nothing in flight can touch its pages."""
-        self.ledger.release(sequence)
+        self.allocator.release(sequence)
         del self.by_id[sequence.seq_id]
         self._num_of_level[sequence.effective_priority] -= 1
 
@@ -61,8 +61,8 @@ class RunningSet:
         num_others = len(self.by_id) - len(less_urgent)
         return (
             bool(less_urgent)
-            and num_others < self._num_places
-            and self.ledger.fits_after_freeing(less_urgent, claimant, num_spare=num_others)
+            and num_others < self._num_slots
+            and self.allocator.fits_after_freeing(less_urgent, claimant, num_spare=num_others)
         )
 
     def preemption_victim(self, claimant: Sequence) -> Sequence | None:
@@ -78,12 +78,12 @@ class RunningSet:
     def num_admissible(self, arriving: list[Sequence], level: int) -> int:
         """How many of these could begin now, one after the other, if all less urgent ones gave way."""
         less_urgent = self.lower_priority_than(level)
-        num_places = self._num_places - len(self.by_id) + len(less_urgent)
-        return self.ledger.num_fitting(arriving[:num_places], less_urgent)
+        num_places = self._num_slots - len(self.by_id) + len(less_urgent)
+        return self.allocator.num_fitting(arriving[:num_places], less_urgent)
 
     def check_integrity(self) -> None:
-        self.ledger.check_integrity(self.by_id.values())
-        assert len(self.by_id) <= self._num_places
+        self.allocator.check_integrity(self.by_id.values())
+        assert len(self.by_id) <= self._num_slots
         for sequence in self.by_id.values():
             assert sequence.num_dispatched <= sequence.num_known
             assert sequence.status is SequenceStatus.RUNNING or sequence.num_in_flight > 0

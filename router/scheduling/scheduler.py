@@ -40,15 +40,15 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.epoch = epoch
-        self._admitted = RunningSet(cache, limits.max_num_seqs)
-        self.allocator = self._admitted.ledger
+        self._running = RunningSet(cache, limits.max_num_seqs)
+        self.allocator = self._running.allocator
         self._eos = frozenset(limits.eos_token_ids)
         self._waiting = WaitingQueue()
-        self._prompts = PrefillQueue(self.allocator, policy.overlaps_chunks)
-        self._keys = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
-        self._decoding = DecodeQueue(self.allocator, self._keys)
+        self._prefills = PrefillQueue(self.allocator, policy.overlaps_chunks)
+        self._work_estimator = WorkEstimator([limits.max_model_len if c.window is None else c.window for c in cache.classes])
+        self._decodes = DecodeQueue(self.allocator, self._work_estimator)
         self._released: list[int] = []  # ended since the last micro-batch; stages forget them with the next
-        self._suspects = PoisonDetector()
+        self._poison_detector = PoisonDetector()
         self._next_step = 0
         self._in_flight: deque[tuple[BatchBudget, BatchWork, list[Sequence]]] = (
             deque()
@@ -65,9 +65,9 @@ class Scheduler:
         """Raises RequestError if this sequence could never run, however long it waited."""
         validate_sequence(sequence, self.limits, self.allocator)
 
-    def overload(self, arriving: Collection[Sequence]) -> str | None:
+    def overload_reason(self, arriving: Collection[Sequence]) -> str | None:
         """Why these sequences must not be added now, or None."""
-        return overload_reason(arriving, self._waiting, self._admitted, self.limits)
+        return overload_reason(arriving, self._waiting, self._running, self.limits)
 
     def is_full(self, priority: int, owner: int) -> bool:
         """Whether even the smallest sequence of these must not be added now."""
@@ -75,12 +75,12 @@ class Scheduler:
 
     def abort(self, seq_id: int) -> None:
         """The client left: give its place back now, its pages as soon as nothing in flight touches them."""
-        if (admitted := self._admitted.by_id.get(seq_id)) is not None:
+        if (admitted := self._running.by_id.get(seq_id)) is not None:
             self._deschedule(admitted, FINISHED)
             self._release_if_drained(admitted)
         for sequence in [s for s in self._waiting if s.seq_id == seq_id]:
             self._waiting.remove(sequence)
-            self._suspects.discard(sequence)
+            self._poison_detector.discard(sequence)
             sequence.status = FINISHED
 
     def restart(self, epoch: int) -> None:
@@ -91,7 +91,7 @@ class Scheduler:
         """
         self.epoch, self._next_step = epoch, 0
         self._in_flight.clear()
-        for sequence in list(self._admitted.by_id.values()):
+        for sequence in list(self._running.by_id.values()):
             sequence.num_in_flight = 0
             if sequence.status is RUNNING:
                 self._deschedule(sequence, PREEMPTED)
@@ -102,24 +102,24 @@ class Scheduler:
         """This micro-batch, the oldest in flight, has failed. Returns the sequence that is to blame, where that is certain."""
         spans = [(chunk.seq_id, chunk.start, chunk.num_tokens) for chunk in batch.chunks]
         spans += [(seq_id, start, 1) for seq_id, start in zip(batch.decodes.seq_ids, batch.decodes.starts, strict=True)]
-        going = {self._admitted.by_id[seq_id]: (start, start + num_tokens) for seq_id, start, num_tokens in spans}
+        going = {self._running.by_id[seq_id]: (start, start + num_tokens) for seq_id, start, num_tokens in spans}
         alive = {sequence: span for sequence, span in going.items() if sequence.status is not FINISHED}
-        guilty = self._suspects.record_failure(alive, alone=len(self._admitted) == 1)
+        guilty = self._poison_detector.record_failure(alive, alone=len(self._running) == 1)
         return None if guilty is None else guilty.seq_id
 
     def schedule(self) -> MicroBatch | None:
         """The next micro-batch, or None when nothing can be submitted now."""
         self._admit()
-        share = self.policy.share(self._load(self._prompts.schedulable()))
+        share = self.policy.choose_budget(self._load(self._prefills.schedulable()))
         if share is None:
             return None
-        decoding, decodes = self._decoding.take_batch(share.decodes, self._preempt_last)
-        prefills = self._prompts.take_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
+        decoding, decodes = self._decodes.take_batch(share.decodes, self._preempt_last)
+        prefills = self._prefills.take_chunks(min(share.prefill_tokens, self.limits.max_num_batched_tokens - len(decoding)))
         if not decoding and not prefills:
             return None
         if prefills:
-            going = [self._admitted.by_id[c.seq_id] for c in prefills]
-            age_starved(going, self._waiting, self._prompts, self._admitted)
+            going = [self._running.by_id[c.seq_id] for c in prefills]
+            age_starved(going, self._waiting, self._prefills, self._running)
         chunks = [c for c in prefills if c.num_tokens > 1] + [c for c in prefills if c.num_tokens == 1]
         batch = MicroBatch(self.epoch, self._next_step, tuple(chunks), tuple(self._released), decodes)
         self._released.clear()
@@ -134,11 +134,11 @@ class Scheduler:
         assert result.step_id == batch.step_id
         share, work, decoding = self._in_flight.popleft()
         self.policy.observe(share, work, result.timings)
-        token_ids, ended, ready = iter(result.token_ids), dict(result.finished), self._decoding.ready
+        token_ids, ended, ready = iter(result.token_ids), dict(result.finished), self._decodes.ready
         accepted: list[Accepted] = []
         lengths = []  # of sequences that go on decoding
         for chunk in batch.chunks:
-            sequence = self._admitted.by_id[chunk.seq_id]
+            sequence = self._running.by_id[chunk.seq_id]
             sequence.num_in_flight -= 1
             accepted += self._apply_result(sequence, next(token_ids) if chunk.needs_sample else None, ended.get(chunk.seq_id))
         for sequence, token_id in zip(decoding, token_ids, strict=True):
@@ -153,7 +153,7 @@ class Scheduler:
                 accepted.append((sequence.seq_id, token_id, None))
             else:
                 accepted += self._apply_result(sequence, token_id, ended.get(sequence.seq_id))
-        self._decoding.record_growth(lengths)
+        self._decodes.record_growth(lengths)
         return list(map(tuple.__new__, repeat(TokenEvent), accepted))  # half of what calling TokenEvent takes
 
     @property
@@ -163,7 +163,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that hold a place, those included that have ended and are still in flight."""
-        return len(self._admitted)
+        return len(self._running)
 
     @property
     def num_steps(self) -> int:
@@ -172,35 +172,35 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._admitted)
+        return not (self._waiting or self._running)
 
-    def demand(self) -> PipelineLoad:
+    def measure_load(self) -> PipelineLoad:
         """Of all that was added and has not ended."""
-        return measure_load([*self._admitted.by_id.values(), *self._waiting], self.allocator, self.limits.max_num_seqs)
+        return measure_load([*self._running.by_id.values(), *self._waiting], self.allocator, self.limits.max_num_seqs)
 
     def check_integrity(self) -> None:
         """Recount everything; raises AssertionError if the books do not balance."""
-        self._admitted.check_integrity()
+        self._running.check_integrity()
         self._waiting.check_integrity()
-        assert self._prompts.all == sorted(self._prompts.all, key=priority_key)
-        self._decoding.check_integrity(self._admitted.by_id.values())
+        assert self._prefills.sequences == sorted(self._prefills.sequences, key=priority_key)
+        self._decodes.check_integrity(self._running.by_id.values())
         if self.is_idle:
             assert self.allocator.num_free == [c.num_pages for c in self.allocator.cache.classes]
 
     def _admit(self) -> None:
         """Whoever is first, as long as there is room."""
-        self._prompts.least_urgent = NUM_PRIORITIES
-        if self._suspects:
-            self._admit_suspect(self._suspects.first)
+        self._prefills.priority_limit = NUM_PRIORITIES
+        if self._poison_detector:
+            self._admit_suspect(self._poison_detector.first)
             return
         while (sequence := self._waiting.first) is not None and self._try_admit(sequence):
             self._waiting.pop_admitted(sequence)
-            self._prompts.add(sequence)
+            self._prefills.add(sequence)
 
     def _admit_suspect(self, suspect: Sequence) -> None:
-        if suspect.status is SequenceStatus.WAITING and not self._admitted and self._admitted.admit(suspect):
+        if suspect.status is SequenceStatus.WAITING and not self._running and self._running.admit(suspect):
             self._waiting.pop_admitted(suspect)
-            self._prompts.add(suspect)
+            self._prefills.add(suspect)
 
     def _try_admit(self, sequence: Sequence) -> bool:
         """A place and pages are its own now, if need be those of less urgent ones.
@@ -208,40 +208,40 @@ class Scheduler:
         Only whoever has nothing in flight gives way, so that there is room at once. Decodes soon come back; so that prompts
         do, none of them goes on meanwhile.
         """
-        while not self._admitted.admit(sequence):
-            if not self._admitted.can_preempt_for(sequence):
+        while not self._running.admit(sequence):
+            if not self._running.can_preempt_for(sequence):
                 return False
-            if (giving_way := self._admitted.preemption_victim(sequence)) is None:
-                self._prompts.least_urgent = sequence.effective_priority
+            if (giving_way := self._running.preemption_victim(sequence)) is None:
+                self._prefills.priority_limit = sequence.effective_priority
                 return False
             self._preempt(giving_way)
         return True
 
     def _load(self, prompts: list[Sequence]) -> SchedulerState:
-        are_urgent = bool(prompts) and self._admitted.has_any_below(prompts[0].effective_priority)
+        are_urgent = bool(prompts) and self._running.has_any_below(prompts[0].effective_priority)
         return SchedulerState(
             num_in_flight=len(self._in_flight),
-            num_decoding=self._decoding.num_sequences,
-            decoding_keys=self._decoding.num_keys,
-            num_ready=len(self._decoding.ready),
-            ready_keys=(self._keys.visible_keys(s.num_known) for s in self._decoding.ready),
+            num_decoding=self._decodes.num_sequences,
+            decoding_keys=self._decodes.num_keys,
+            num_ready=len(self._decodes.ready),
+            ready_keys=(self._work_estimator.visible_keys(s.num_known) for s in self._decodes.ready),
             pending_tokens=sum(s.num_pending for s in prompts),
             urgent_tokens=urgent_tokens(prompts) if are_urgent else 0,
-            prefill_start=self._keys.visible_keys(prompts[0].num_dispatched) if prompts else 0,
+            prefill_start=self._work_estimator.visible_keys(prompts[0].num_dispatched) if prompts else 0,
             waiting_tokens=self._waiting.num_tokens,
             free_share=min(n / c.num_pages for n, c in zip(self.allocator.num_free, self.allocator.cache.classes, strict=True)),
         )
 
     def measure_work(self, batch: MicroBatch) -> BatchWork:
         """What it gives a stage to do."""
-        return self._keys.work_of(batch)
+        return self._work_estimator.work_of(batch)
 
     def _preempt_last(self) -> bool:
         """Make the least urgent sequence that came last give its pages back; returns whether any are free now.
 
         One at a time: the first in rank is never the last one unless it is alone, and alone it has room.
         """
-        if (last := self._admitted.lowest_priority()) is None:  # somebody's pages are coming back
+        if (last := self._running.lowest_priority()) is None:  # somebody's pages are coming back
             return False
         self._preempt(last)
         return not last.num_in_flight
@@ -261,7 +261,7 @@ class Scheduler:
     def _accept(self, sequence: Sequence, token_id: int, finish: FinishReason | None) -> Accepted:
         num_known = sequence.accept(token_id)
         if sequence.is_decoding:
-            self._decoding.record_growth([num_known])
+            self._decodes.record_growth([num_known])
         if finish is None and token_id in self._eos and not sequence.sampling.ignore_eos:
             finish = FinishReason.STOP
         if finish is None and num_known >= sequence.max_len:
@@ -269,23 +269,23 @@ class Scheduler:
         if finish is not None:
             self._deschedule(sequence, FINISHED)
         elif sequence.status is RUNNING:
-            self._decoding.add(sequence)
-        if self._suspects.clear(sequence):
+            self._decodes.add(sequence)
+        if self._poison_detector.clear(sequence):
             self._deschedule(sequence, PREEMPTED)
         return sequence.seq_id, token_id, finish
 
     def _deschedule(self, sequence: Sequence, status: SequenceStatus) -> None:
         """It is not scheduled any more; what is in flight comes back."""
-        self._prompts.discard(sequence)
-        self._decoding.discard(sequence)
+        self._prefills.discard(sequence)
+        self._decodes.discard(sequence)
         if status is FINISHED:
-            self._suspects.discard(sequence)
+            self._poison_detector.discard(sequence)
         sequence.status = status
 
     def _release_if_drained(self, sequence: Sequence) -> None:
         if sequence.num_in_flight:
             return
-        self._admitted.release(sequence)
+        self._running.release(sequence)
         if sequence.num_dispatched:
             self._released.append(sequence.seq_id)
         if sequence.status is PREEMPTED:

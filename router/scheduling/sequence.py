@@ -29,7 +29,7 @@ class Sequence:
     num_in_flight: int = 0  # micro-batches submitted and not yet back
     is_decoding: bool = False  # all that was known at its admission has been computed
     pages: list[list[int]] = field(default_factory=list)  # page ring per window class, in ring order
-    promised: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
+    reserved_pages: list[int] = field(default_factory=list)  # pages per window class that nobody else may take
     num_paged_positions: int = 0  # positions for which its pages suffice
     num_reserved_positions: int = 0  # positions for which those that it is promised do
     effective_priority: int = field(init=False)  # how urgent it is now: its priority, or 0 once it has been passed over often

@@ -29,7 +29,7 @@ class VllmPolicy(_StaticPolicy):
         super().__init__(num_stages)
         self._max_tokens = max_tokens
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._num_stages:
             return None
         decodes = min(load.num_ready, self._max_tokens)
@@ -57,7 +57,7 @@ class GllmPolicy(_StaticPolicy):
         self._iterations, self._least, self._most = iterations, least, most
         self._turn = 0
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, load: SchedulerState) -> BatchBudget | None:
         if load.num_in_flight >= self._num_stages:
             return None
         decodes = max((load.num_decoding + self._turn) // self._num_stages, 1)

@@ -63,14 +63,14 @@ def compare(
     """All of them, one after the other. ``on_done`` hears of each."""
     outcomes = []
     for candidate in chosen:
-        scheduler = scheduler_for(candidate, num_stages, arrivals, max_num_seqs)
+        scheduler = make_scheduler(candidate, num_stages, arrivals, max_num_seqs)
         trace = simulate(scheduler, pipeline, arrivals)
-        outcomes.append((summary(candidate.name, trace), trace))
+        outcomes.append((summarize(candidate.name, trace), trace))
         on_done()
     return outcomes
 
 
-def scheduler_for(candidate: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
+def make_scheduler(candidate: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
     """With room in the caches for ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
     max_len = max(arrival.prompt_tokens + arrival.new_tokens for arrival in arrivals) + 1
     ring = ring_pages(WINDOW, PAGE_SIZE, max_len)
@@ -78,7 +78,7 @@ def scheduler_for(candidate: PolicyEntry, num_stages: int, arrivals: Sequence[Si
     return Scheduler(cache, SchedulerLimits(max_num_seqs, candidate.max_tokens, max_len, 1000), candidate.make(num_stages))
 
 
-def summary(name: str, trace: SimTrace) -> Summary:
+def summarize(name: str, trace: SimTrace) -> Summary:
     start, end = WARMUP_SHARE * trace.backlog_until, trace.backlog_until
     if not trace.backlog_until:
         start, end = trace.arrivals[0].at, trace.span_s
@@ -86,9 +86,9 @@ def summary(name: str, trace: SimTrace) -> Summary:
         name,
         trace.bubble(start, end),
         trace.tokens_per_s,
-        _percentiles(trace.first_token_s()),
-        _percentiles(trace.between_tokens_s()),
-        _percentiles(trace.whole_s()),
+        _percentiles(trace.ttft_s()),
+        _percentiles(trace.itl_s()),
+        _percentiles(trace.e2e_s()),
     )
 
 

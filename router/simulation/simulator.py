@@ -67,15 +67,15 @@ class SimTrace:
         busy = sum(max(until - since, 0.0) for since, until in spans)
         return 1 - busy / ((end - start) * len(self.timings[0]))
 
-    def first_token_s(self) -> list[float]:
+    def ttft_s(self) -> list[float]:
         """Of each request, from its arrival."""
         return [times[0] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
 
-    def whole_s(self) -> list[float]:
+    def e2e_s(self) -> list[float]:
         """Of each request, from its arrival to its last token."""
         return [times[-1] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
 
-    def between_tokens_s(self) -> list[float]:
+    def itl_s(self) -> list[float]:
         """Between a request's tokens, all of them."""
         return [later - sooner for times in self.token_times for sooner, later in pairwise(times)]
 

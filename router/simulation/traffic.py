@@ -13,13 +13,13 @@ class LengthDistribution:
 
     mean: int
     spread: float
-    most: int
-    least: int = 1
+    max_tokens: int
+    min_tokens: int = 1
 
     def draw(self, rng: random.Random) -> int:
         """mean = exp(mu + spread**2 / 2), so mu = log(mean) - spread**2 / 2."""
         drawn = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return max(self.least, min(self.most, round(drawn)))
+        return max(self.min_tokens, min(self.max_tokens, round(drawn)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def test_whoever_asks_again_is_told_what_is_new_and_misses_nothing() -> None:
 
 
 def test_an_answer_has_a_bound_and_the_next_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_module, "MAX_TOLD", 4)
+    monkeypatch.setattr(activity_module, "MAX_RETURNED", 4)
     log = ActivityLog(Clock())
     for step in range(10):
         log.record(*_batch(step))
@@ -81,7 +81,7 @@ def test_an_answer_has_a_bound_and_the_next_goes_on_from_there(monkeypatch: pyte
 
 @pytest.mark.parametrize(("num_stages", "num_kept"), [(0, 100), (1, 50), (3, 25)])
 def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_kept: int) -> None:
-    monkeypatch.setattr(activity_module, "MAX_KEPT", 100)
+    monkeypatch.setattr(activity_module, "MAX_RECORDS", 100)
     log = ActivityLog(Clock())
     for step in range(200):
         log.record(*_batch(step, num_stages))
@@ -106,7 +106,7 @@ def test_shares_are_of_the_last_ten_seconds() -> None:
 
 
 def test_shares_are_of_what_is_kept_where_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_module, "MAX_KEPT", 8)
+    monkeypatch.setattr(activity_module, "MAX_RECORDS", 8)
     clock = Clock()
     log = ActivityLog(clock)
     for step in range(100):
@@ -127,7 +127,7 @@ def test_waits_for_tokens() -> None:
     log = ActivityLog(clock)
     requests = [_request(0.0), _request(1.0, num_choices=2), _request(2.0, output_ids=(7,))]
     for now in (4.0, 4.5, 6.0):
-        log.note_tokens(requests, now)
+        log.record_tokens(requests, now)
         for request in requests:
             request.deliver([], now)
     told = log.as_data(0)
@@ -140,7 +140,7 @@ def test_waits_for_tokens() -> None:
 @pytest.mark.parametrize(("num", "p50", "p95"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)])
 def test_percentiles(num: int, p50: int, p95: int) -> None:
     log = ActivityLog(Clock())
-    log.note_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
+    log.record_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
     assert log.as_data(0)["inter_token_s"] == {"p50": p50, "p95": p95}
 
 

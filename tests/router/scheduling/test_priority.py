@@ -201,14 +201,14 @@ def test_one_sequence_that_waits_is_not_several() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
     pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(3), 30))
-    assert pipe.scheduler.overload([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
+    assert pipe.scheduler.overload_reason([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
 
 
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
     pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(5), 30))
-    overload = pipe.scheduler.overload
+    overload = pipe.scheduler.overload_reason
     assert "3 sequences are waiting" in (overload([new_sequence(9, 5, 1, BATCH)]) or "")
     assert overload([new_sequence(n, 30, 1, INTERACTIVE) for n in range(10, 15)]) is None, "two would begin, three wait"
     assert "at most 3" in (overload([new_sequence(n, 3, 1, INTERACTIVE) for n in range(10, 16)]) or "")

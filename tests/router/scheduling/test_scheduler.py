@@ -230,7 +230,7 @@ def test_check_integrity_sees_a_lost_page() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
     pipe.scheduler.add(new_sequence(0, 40, 5))
     pipe.submit()
-    pipe.scheduler._admitted.by_id[0].pages[0].pop()
+    pipe.scheduler._running.by_id[0].pages[0].pop()
     with pytest.raises(AssertionError):
         pipe.scheduler.check_integrity()
 
