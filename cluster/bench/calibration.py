@@ -82,7 +82,7 @@ async def calibrate(
             engine.router.scheduler.policy = recorder
             traces.append(await _run(engine, requests, recorder))
             steps.append(recorder.steps)
-    costs = CostModel(num_stages, forget=1.0)
+    costs = CostModel(num_stages, decay=1.0)
     for work, timings in steps[0]:
         costs.observe(work, [timing.busy_s for timing in timings])
     costs.refit()
