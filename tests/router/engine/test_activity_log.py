@@ -132,7 +132,7 @@ def test_waits_for_tokens() -> None:
             request.deliver([], now)
     told = log.as_data(0)
     assert told["first_token_s"] == {"p50": 3.0, "p95": 4.0}
-    assert sorted(seconds for _, seconds in log._next_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
+    assert sorted(seconds for _, seconds in log._later_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
     clock.now += 61
     assert log.as_data(0)["first_token_s"] is None, "of the last minute"
 
@@ -160,7 +160,7 @@ def test_the_router_notes_what_comes_back() -> None:
             await running
         assert [(b["prefill_tokens"], b["decodes"]) for b in told["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
         assert len(log._first_tokens) == 1
-        assert len(log._next_tokens) == 3
+        assert len(log._later_tokens) == 3
         assert told["tokens_per_s"] > 0
 
     asyncio.run(scenario())

@@ -161,7 +161,7 @@ def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() ->
             results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
             assert sum(isinstance(result, PoisonRequestError) for result in results) == MAX_CONSECUTIVE_POISON - 1
             others = [str(result) for result in results if not isinstance(result, PoisonRequestError)]
-            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
+            assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
             with pytest.raises(PipelineError, match="disk is full"):
                 await _tokens(router, (1,), 1)
 
@@ -249,7 +249,7 @@ class StuckChain(RememberingChain):
 def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     async def scenario() -> None:
@@ -276,7 +276,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
 
 
 def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     class Defective(StuckChain):
@@ -335,7 +335,7 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     now, is_ill = [0.0], True
 
     async def ill(_batch: MicroBatch) -> None:
