@@ -94,7 +94,7 @@ class BalancedPolicy:
     def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
         """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
 
-        They are computed again after a new fit, for another number of decodes, or when a sixteenth more keys are seen.
+        They are computed again after a new fit, for another number of decodes, or when the visible keys have changed by 4%.
         """
         widest = max(min(self.max_in_flight, state.num_decoding), 1)
         key = (self._cost.version, widest, state.num_decoding, int(16 * math.log2(max(state.decoding_keys, 1))))

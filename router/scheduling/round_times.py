@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-MIN_GAIN = 0.97  # decodes are cut into more micro-batches only if a round then takes at most this share of the time
+MAX_ROUND_RATIO = 0.97  # decodes are cut into more micro-batches only if a round then takes at most this share of the time
 MAX_TRIAL_COST = 2.0  # a spread is not tried if its predicted round takes more than so many times the best one
 TRIAL_ROUNDS = 3  # rounds of one trial
 RETRY_ROUNDS = 128  # rounds until a spread is tried again; doubled each time that it has not become the best
@@ -39,7 +39,7 @@ class SpreadTuner:
             return self._trial[0]
         corrected = {m: seconds * self._stats(m).ratio for m, seconds in rounds_s.items()}
         fastest = min(corrected.values())
-        best = min(m for m, seconds in corrected.items() if seconds * MIN_GAIN <= fastest)
+        best = min(m for m, seconds in corrected.items() if seconds * MAX_ROUND_RATIO <= fastest)
         due = [m for m in rounds_s if m != best and self._is_due(m) and rounds_s[m] <= MAX_TRIAL_COST * rounds_s[best]]
         if not due or not self._stats(best).is_tried:
             return best
