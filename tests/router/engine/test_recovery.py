@@ -124,7 +124,7 @@ def test_two_poisons_in_company_are_both_found() -> None:
     asyncio.run(scenario())
 
 
-def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
+def test_a_suspect_that_is_aborted_does_not_block_others() -> None:
     """It is being tried alone when its client goes."""
     is_stuck = asyncio.Event()
 
@@ -152,7 +152,7 @@ def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() -> None:
+def test_a_pipeline_that_always_fails_blames_few_requests() -> None:
     async def broken(_batch: MicroBatch) -> None:
         raise PipelineError("the disk is full")
 
@@ -226,7 +226,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
 
 class StuckChain(RememberingChain):
-    """The first micro-batches of the first epoch never come back; says what it has been asked, and answers what it is told to."""
+    """The first micro-batches of the first epoch never come back; records the limits of its checks, and returns the given reasons."""
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__(self._stuck_at_first)
@@ -275,7 +275,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     asyncio.run(scenario())
 
 
-def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
@@ -333,7 +333,7 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
     monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     now, is_ill = [0.0], True

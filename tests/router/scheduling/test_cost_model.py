@@ -52,7 +52,7 @@ def test_one_step_that_something_held_up_changes_little() -> None:
 
 
 def test_a_constant_load_leaves_the_model_sound() -> None:
-    """Where nothing varies the parts cannot be told apart: their sum must stay right, and nothing may grow without bound."""
+    """Where nothing varies the parts cannot be separated: their sum must stay right, and nothing may grow without bound."""
     model = CostModel(2)
     work = BatchWork(decodes=16, decode_keys=8000)
     for _ in range(5000):

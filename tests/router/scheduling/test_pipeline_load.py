@@ -12,7 +12,7 @@ def test_nothing_is_no_demand() -> None:
     assert pipe.scheduler.measure_load() == PipelineLoad(0.0, 0)
 
 
-def test_whoever_waits_counts_as_whoever_runs() -> None:
+def test_waiting_sequences_count_like_running_ones() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
     places = pipe.scheduler.limits.max_num_seqs
     for seq_id in range(2 * places):

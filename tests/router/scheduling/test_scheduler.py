@@ -63,7 +63,7 @@ def test_decodes_never_shut_a_prompt_out() -> None:
         pipe.submit()
         pipe.answer()
     assert len(pipe.tokens_of(9)) == 1
-    assert all(len(pipe.tokens_of(seq_id)) >= 3 for seq_id in range(4)), "and the decodes go on"
+    assert all(len(pipe.tokens_of(seq_id)) >= 3 for seq_id in range(4)), "and the decodes continue"
 
 
 def test_finishes_by_length_stop_and_context() -> None:
