@@ -226,7 +226,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
 
 class StuckChain(RememberingChain):
-    """The first micro-batches of the first epoch never come back; records the limits of its checks, and returns the given reasons."""
+    """The first micro-batches of the first epoch never return; records the limits of its checks and returns the given reasons."""
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__(self._stuck_at_first)
