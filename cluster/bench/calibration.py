@@ -14,7 +14,7 @@ from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import CostModel
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
-from tramontane.router.simulation.comparison import PolicyEntry, Summary, scheduler_for, summary
+from tramontane.router.simulation.comparison import PolicyEntry, Summary, make_scheduler, summarize
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 Step = tuple[BatchWork, tuple[StageTiming, ...]]
@@ -33,7 +33,7 @@ class Calibration:
         """Return a model of so many stages, each like the mean of the real ones."""
 
         def seconds(work: BatchWork) -> list[float]:
-            return [float(self.costs.seconds([work])[0].mean())] * num_stages
+            return [float(self.costs.predict([work])[0].mean())] * num_stages
 
         return PipelineModel(seconds, self.hop_s)
 
@@ -57,14 +57,14 @@ class PolicyRecorder:
         self.overlaps_chunks = policy.overlaps_chunks
         self.steps: list[Step] = []
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
         """Return the budget of the wrapped policy."""
-        return self._policy.share(load)
+        return self._policy.choose_budget(state)
 
-    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+    def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
         """Record a micro-batch."""
         self.steps.append((work, tuple(timings)))
-        self._policy.observe(share, work, timings)
+        self._policy.observe(budget, work, timings)
 
 
 async def calibrate(
@@ -84,15 +84,15 @@ async def calibrate(
             engine.router.scheduler.policy = recorder
             traces.append(await _run(engine, requests, recorder))
             steps.append(recorder.steps)
-    costs = CostModel(num_stages, forget=1.0)
+    costs = CostModel(num_stages, decay=1.0)
     for work, timings in steps[0]:
         costs.observe(work, [timing.busy_s for timing in timings])
     costs.refit()
     hop_s = hop_seconds(steps[0])
-    pipeline = PipelineModel(lambda work: costs.seconds([work])[0].tolist(), hop_s)
-    scheduler = scheduler_for(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
+    pipeline = PipelineModel(lambda work: costs.predict([work])[0].tolist(), hop_s)
+    scheduler = make_scheduler(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
     modelled = simulate(scheduler, pipeline, arrivals[1])
-    return Calibration(costs, hop_s, summary("measured", traces[1]), summary("modelled", modelled))
+    return Calibration(costs, hop_s, summarize("measured", traces[1]), summarize("modelled", modelled))
 
 
 def hop_seconds(steps: Sequence[Step]) -> float:

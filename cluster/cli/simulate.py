@@ -161,7 +161,7 @@ def plot_runs(path: Path, traces: Sequence[SimTrace], names: Sequence[str]) -> N
             spans = [((timings[stage].started_at - start) * 1000, timings[stage].busy_s * 1000) for timings in shown]
             work.broken_barh(spans, (stage + 0.6, 0.8), facecolors=["#3b6ea5", "#9cc3e6"] * (len(spans) // 2 + 1))
         work.set(title=name, ylabel="stage", xlabel="ms")
-        gaps.hist([seconds * 1000 for seconds in trace.between_tokens_s()], bins=60, color="#3b6ea5")
+        gaps.hist([seconds * 1000 for seconds in trace.itl_s()], bins=60, color="#3b6ea5")
         gaps.set(title="between tokens", xlabel="ms", yscale="log")
     save_figure(figure, path)
 

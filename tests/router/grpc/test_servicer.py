@@ -665,4 +665,4 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
     assert set(seen) == {"grpc"}
     lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
     assert lines[0] == "request grpc came over gRPC: ScoreRequest"
-    assert any(line.startswith("request grpc has made it fail twice") for line in lines)
+    assert any(line.startswith("request grpc has made the pipeline fail twice") for line in lines)
