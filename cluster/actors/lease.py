@@ -72,7 +72,7 @@ def actor_holder_name(deployed_at: int = 0) -> str:
     return f"actor@{deployed_at}/{ray.get_runtime_context().get_actor_name()}"
 
 
-def driver_as_holder() -> str:
+def driver_holder_name() -> str:
     """The driver that we are: ``driver@0/job``."""
     return f"driver@0/{ray.get_runtime_context().get_job_id()}"
 

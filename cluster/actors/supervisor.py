@@ -69,7 +69,7 @@ def delete_application(application: OwnerApplication) -> None:
 LEASE_TTL_S = 10.0
 ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
 UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
-WATCH_EVERY_S = 1.0
+WATCH_INTERVAL_S = 1.0
 LOOK_EVERY_S = 2.0  # while workers are waited for
 REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
 
@@ -182,7 +182,7 @@ class Supervisor:
         """
         counted_from = time.monotonic()
         while True:
-            time.sleep(WATCH_EVERY_S)
+            time.sleep(WATCH_INTERVAL_S)
             with self._lock:
                 now, last = time.monotonic(), self._book.lease
                 silent_s = min(self._book.silent_for_s(now), now - counted_from)

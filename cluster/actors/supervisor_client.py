@@ -12,7 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 
-RENEW_EVERY_S = 2.0
+RENEW_INTERVAL_S = 2.0
 ANSWERS_WITHIN_S = 2.0  # what is asked of its lease, beside whatever it does
 SILENT_CALLS = 15  # in a row; then its process is ended although it is not stopped
 FURTHER_CALLS = 5  # then nobody waits for it any more
@@ -67,7 +67,7 @@ async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> No
             await renew_lease(supervisor, holder)
         except Exception as error:  # of Ray; this must go on as long as the pipeline is driven
             logger.warning("the lease could not be renewed: %s", error)
-        await asyncio.sleep(RENEW_EVERY_S)
+        await asyncio.sleep(RENEW_INTERVAL_S)
 
 
 async def renew_lease(supervisor: "ActorHandle[Any]", holder: str) -> bool:

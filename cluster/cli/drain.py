@@ -23,14 +23,14 @@ def drain(
         raise ConfigError(f"--drain-timeout is {timeout}; it must be a number of seconds, 0 or more")
     from ray import serve  # which other commands do not need
 
-    from tramontane.cluster.pipeline.lifecycle import join_ray_cluster
+    from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster
     from tramontane.cluster.serving import draining
     from tramontane.cluster.serving.app import APPLICATION
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the command reports itself
     display = Display(live=False)
     try:
-        with join_ray_cluster(address, measured=False, needed=True):
+        with join_ray_cluster(address, compare_gpus=False, required=True):
             if APPLICATION not in serve.status().applications:
                 raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
             if undo:

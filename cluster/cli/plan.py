@@ -160,10 +160,10 @@ def _show(console: Console, model: str, args: ModelArgs, made: PipelinePlan, roo
 def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
     table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
     actors = experts.plan.actors
-    for actor, room, share in zip(actors, experts.rooms, experts.shares, strict=True):
+    for actor, room, share in zip(actors, experts.budgets, experts.shares, strict=True):
         sizes = (f"{size / GIB:.2f}" for size in (room.memory, room.usable, actor.weight_bytes))
         table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", *sizes, str(len(actor.experts)), f"{share:.2f} x")
-    totals = [sum(room.memory for room in experts.rooms), sum(room.usable for room in experts.rooms)]
+    totals = [sum(room.memory for room in experts.budgets), sum(room.usable for room in experts.budgets)]
     totals.append(sum(actor.weight_bytes for actor in actors))
     table.add_row("all", *(f"{total / GIB:.2f}" for total in totals), str(sum(len(actor.experts) for actor in actors)), "")
     console.print(table)

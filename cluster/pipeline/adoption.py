@@ -59,7 +59,7 @@ async def adopt_or_create_pipeline(
             async with AsyncExitStack() as stack:
                 try:
                     spec = await _specification(name)
-                    running = running_pipeline(spec, holder=holder, make_room=_evict_older(name, holder))
+                    running = running_pipeline(spec, holder=holder, evict=_evict_older(name, holder))
                     chain = await stack.enter_async_context(running)
                 except LeaseError as error:
                     is_driven = isinstance(error.__cause__, LeaseError)  # as all are, where another one is to be made
@@ -78,7 +78,7 @@ async def adopt_or_create_pipeline(
                 await asyncio.sleep(NODES_POLL_S)
                 continue
             try:
-                running = running_pipeline(spec, holder=holder, make_room=_evict_older(fresh, holder))
+                running = running_pipeline(spec, holder=holder, evict=_evict_older(fresh, holder))
                 chain = await stack.enter_async_context(running)
             except LeaseError:  # somebody was quicker, or another one is free now
                 await asyncio.sleep(RETRY_S)

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, running_pipeline
+from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
+from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.planning.hardware import Hardware, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.proto.errors import PipelineError
@@ -158,7 +159,7 @@ async def _ray_pipeline(
 ) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
-        with join_ray_cluster(config.address, measured=config.gpu_speed is None) as hardware:
+        with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain

@@ -26,7 +26,7 @@ class LoadProgress:
 
     label: str
     num_bytes: int
-    of_bytes: int
+    total_bytes: int
 
 
 ShowLoading = Callable[[Sequence[LoadProgress]], None]

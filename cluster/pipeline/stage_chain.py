@@ -37,10 +37,10 @@ LOAD_TIMEOUT_S = 600.0
 logger = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 3.0
-UNREACHABLE_S = 5.0  # a stage that was born again is there by then, as a rule; one that is stopped never is
+UNREACHABLE_TIMEOUT_S = 5.0  # a stage that was born again is there by then, as a rule; one that is stopped never is
 RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
 RETRY_S = 0.5
-SUPERVISOR_ANSWERS_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice as long
+SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice as long
 CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
 
 
@@ -73,7 +73,7 @@ class ObjectStoreStageChain:
         began = time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
+                async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
@@ -82,7 +82,7 @@ class ObjectStoreStageChain:
                 waited_s = time.monotonic() - began
                 if waited_s > LOAD_TIMEOUT_S or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
-                if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_S:
+                if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_TIMEOUT_S:
                     await self.replace_hung_workers(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
             except TimeoutError:  # it does nothing any more; another process finds everything again

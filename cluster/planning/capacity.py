@@ -56,14 +56,14 @@ def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str
     """3 stages, 2 to a GPU, are on 2 GPUs; on one more there would be 6."""
     ways = []
     num_gpus = -(-request.num_stages // per_gpu)
-    smallest = min(request.rooms, key=lambda room: room.memory)
+    smallest = min(request.budgets, key=lambda room: room.memory)
     more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
-    enough = next((n for n in more if is_feasible(args, replace(request, rooms=(smallest,) * n))), None)
+    enough = next((n for n in more if is_feasible(args, replace(request, budgets=(smallest,) * n))), None)
     if enough is not None:
         ways.append(f"{enough // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")
 
     def is_enough(gib: int) -> bool:
-        return is_feasible(args, replace(request, rooms=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
+        return is_feasible(args, replace(request, budgets=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
 
     memory = _smallest_satisfying(is_enough, 2**14)
     if memory is not None:

@@ -25,7 +25,7 @@ HOT = 1.5  # times what the experts of its layer do on average: such an expert g
 class ExpertRequest:
     """``replicas``: of every expert; None: of the hot ones, as there is room. ``loads``: tokens that each expert was given."""
 
-    rooms: tuple[StageBudget, ...]  # of the actors, in order
+    budgets: tuple[StageBudget, ...]  # of the actors, in order
     dtype: str
     quantize: Quantization | None = None
     replicas: int | None = None
@@ -37,7 +37,7 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     experts = _experts(args, request)
     loads = request.loads or dict.fromkeys(experts, 1.0)
     size = sum(spec.num_bytes(request.dtype, request.quantize) for spec in expert_tensors(args, *experts[0]))
-    places = [room.usable // size for room in request.rooms]
+    places = [room.usable // size for room in request.budgets]
     num_actors, least = len(places), request.replicas or 1
     if sum(min(count, len(experts)) for count in places) < least * len(experts):
         raise PlanError(
@@ -50,7 +50,7 @@ def plan_experts(args: ModelArgs, request: ExpertRequest) -> ExpertPlan:
     while held is None:  # what is spare may be where it is of no use: an actor holds an expert once
         copies = _replicas(loads, num_actors, sum(copies.values()) - len(experts) - 1)
         held = _assign(loads, copies, places) or _assign_by_memory(copies, places)
-    empty = (ExpertActorPlan(actor, num_actors, (), 0, room.memory) for actor, room in enumerate(request.rooms))
+    empty = (ExpertActorPlan(actor, num_actors, (), 0, room.memory) for actor, room in enumerate(request.budgets))
     plan = ExpertPlan(args, request.dtype, request.quantize, request.replicas, size, tuple(empty))
     return plan.with_assignment(held)
 
@@ -101,8 +101,8 @@ def _staging_plan(held: Sequence[set[ExpertId]], wanted: Sequence[set[ExpertId]]
 def _experts(args: ModelArgs, request: ExpertRequest) -> list[ExpertId]:
     if args.moe is None:
         raise ConfigError("--expert-actors is for models of several experts per layer; this one has none")
-    if request.replicas is not None and request.replicas > len(request.rooms):
-        raise ConfigError(f"--expert-replicas is {request.replicas}; it can be at most --expert-actors, {len(request.rooms)}")
+    if request.replicas is not None and request.replicas > len(request.budgets):
+        raise ConfigError(f"--expert-replicas is {request.replicas}; it can be at most --expert-actors, {len(request.budgets)}")
     experts = [ExpertId(layer, expert) for layer in range(args.n_layers) for expert in range(args.moe.num_experts)]
     if request.loads is not None and request.loads.keys() != set(experts):
         raise ConfigError(
@@ -186,7 +186,7 @@ class ExpertPlanReport:
     """
 
     plan: ExpertPlan
-    rooms: tuple[StageBudget, ...]
+    budgets: tuple[StageBudget, ...]
     shares: tuple[float, ...]
     busiest_if_even: float | None
 
@@ -220,7 +220,7 @@ class ExpertPlanReport:
                     "share": share,
                     "experts": [list(each) for each in actor.experts],
                 }
-                for actor, room, share in zip(self.plan.actors, self.rooms, self.shares, strict=True)
+                for actor, room, share in zip(self.plan.actors, self.budgets, self.shares, strict=True)
             ],
         }
 
@@ -229,9 +229,9 @@ def report(args: ModelArgs, request: ExpertRequest) -> ExpertPlanReport:
     """Raises as ``plan_experts`` does."""
     plan = plan_experts(args, request)
     if request.loads is None:
-        return ExpertPlanReport(plan, request.rooms, _shares(plan, dict.fromkeys(plan.placement, 1.0)), None)
+        return ExpertPlanReport(plan, request.budgets, _shares(plan, dict.fromkeys(plan.placement, 1.0)), None)
     assumed = plan_experts(args, replace(request, loads=None))
-    return ExpertPlanReport(plan, request.rooms, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
+    return ExpertPlanReport(plan, request.budgets, _shares(plan, request.loads), max(_shares(assumed, request.loads)))
 
 
 def _shares(plan: ExpertPlan, loads: dict[ExpertId, float]) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ from tramontane.proto.errors import ConfigError
 class GpuSlot:
     """What one stage can count on, and the nodes (Ray's ids) where it finds that; none: any node will do."""
 
-    room: StageBudget
+    budget: StageBudget
     nodes: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ def _too_few_gpus(config: EngineConfig, num_stages: int, num_needed: int, num_th
 
 def _shared(places: tuple[GpuSlot, ...], num_stages: int, together: int) -> tuple[GpuSlot, ...]:
     """Of each stage. 3 stages, 2 together, on places of 80 and 24 GiB: 40, 40 and 12 GiB."""
-    return tuple(_with(place, memory=place.room.memory // together) for place in places for _ in range(together))[:num_stages]
+    return tuple(_with(place, memory=place.budget.memory // together) for place in places for _ in range(together))[:num_stages]
 
 
 def partition_gpus(config: EngineConfig, hardware: Hardware) -> tuple[Hardware, Hardware]:
@@ -104,13 +104,13 @@ def gpu_choices(
     ``cluster``: all GPUs, where these are a share. Stages that get the 24 GiB of a cluster whose 80 GiB are for experts
     are tied to those, although all of theirs are alike.
     """
-    kinds = sorted(_kinds(gpus, cluster or gpus), key=lambda kind: (-kind[0].room.memory, -kind[0].room.speed))
+    kinds = sorted(_kinds(gpus, cluster or gpus), key=lambda kind: (-kind[0].budget.memory, -kind[0].budget.speed))
     shares = [(place, count // num_pipelines) for place, count in kinds]
     if len(kinds) > 1 and sum(share for _, share in shares) >= num_stages:
         return list(_combinations(shares, num_stages))
     homes = {node for place, _ in kinds for node in place.nodes}
     is_all = homes >= {gpu.node for gpu in cluster or gpus}
-    poorest = GpuSlot(StageBudget(min(place.room.memory for place, _ in kinds)), () if is_all else tuple(sorted(homes)))
+    poorest = GpuSlot(StageBudget(min(place.budget.memory for place, _ in kinds)), () if is_all else tuple(sorted(homes)))
     return [(poorest,) * num_stages]
 
 
@@ -166,7 +166,7 @@ def _apply_overrides(
     if memory is not None:
         memories = memory if len(memory) > 1 else memory * len(places)
         given_to = dict(zip(sorted(order, key=lambda place: -memories[place]), places, strict=True))
-        places = tuple(_with(given_to[i], memory=min(memories[i], given_to[i].room.memory)) for i in order)
+        places = tuple(_with(given_to[i], memory=min(memories[i], given_to[i].budget.memory)) for i in order)
     if speed is not None:
         speeds = speed if len(speed) > 1 else speed * len(places)
         places = tuple(_with(place, speed=given) for place, given in zip(places, speeds, strict=True))
@@ -174,4 +174,4 @@ def _apply_overrides(
 
 
 def _with(place: GpuSlot, **changes: int) -> GpuSlot:
-    return replace(place, room=replace(place.room, **changes))
+    return replace(place, budget=replace(place.budget, **changes))

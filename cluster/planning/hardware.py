@@ -17,7 +17,7 @@ from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
 
 GPU_PROBE_TIMEOUT_S = 60.0
-CORES = "tramontane_cores"  # Ray's name for what a node really has, where it was told of more CPUs than that
+CORES_RESOURCE = "tramontane_cores"  # Ray's name for what a node really has, where it was told of more CPUs than that
 T = TypeVar("T")
 
 
@@ -118,7 +118,7 @@ def probe_cluster(
         raise TooFewNodesError("the Ray cluster has no node with a CPU to give; start nodes with at least --num-cpus=1")
     gpus = _probe_gpus({node: int(has["GPU"]) for node, has in resources.items() if has.get("GPU", 0) >= 1}, look)
     return Hardware(
-        node_cpus=tuple(int(has.get(CORES, has["CPU"])) for has in resources.values()),
+        node_cpus=tuple(int(has.get(CORES_RESOURCE, has["CPU"])) for has in resources.values()),
         node_memory=tuple(int(has["memory"]) for has in resources.values()),
         gpus=_measure_speeds(gpus, measure) if measured else gpus,
     )

@@ -29,7 +29,7 @@ def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tu
         return plan, places
     holding = expert_slots(config, len(plan.stages), for_experts, hardware)
     request = ExpertRequest(
-        rooms=tuple(place.room for place in holding),
+        budgets=tuple(place.budget for place in holding),
         dtype=plan.stages[0].dtype,
         quantize=config.quantize,
         replicas=None if config.expert_replicas == "auto" else config.expert_replicas,
@@ -57,7 +57,7 @@ def _best_stages(
         except TooLittleMemoryError:
             continue
         time = max(
-            Fraction(sum(costs[layer] for layer in stage.layers), place.room.speed)
+            Fraction(sum(costs[layer] for layer in stage.layers), place.budget.speed)
             for stage, place in zip(plan.stages, places, strict=True)
         )
         if best is None or time < best[0]:
@@ -77,12 +77,12 @@ def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> 
 
 
 def _total_speed(places: Sequence[GpuSlot]) -> int:
-    return sum(place.room.speed for place in places)
+    return sum(place.budget.speed for place in places)
 
 
 def _request(config: EngineConfig, args: ModelArgs, places: Sequence[GpuSlot]) -> PlanRequest:
     return PlanRequest(
-        rooms=tuple(place.room for place in places),
+        budgets=tuple(place.budget for place in places),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
         max_model_len=config.max_model_len or args.max_seq_len,
         max_num_seqs=config.max_num_seqs,

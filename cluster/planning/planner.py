@@ -100,7 +100,7 @@ class StageBudget:
 class PlanRequest:
     """What to plan for: a pipeline of so many stages, in this order."""
 
-    rooms: tuple[StageBudget, ...]
+    budgets: tuple[StageBudget, ...]
     dtype: str
     max_model_len: int
     max_num_seqs: int
@@ -111,7 +111,7 @@ class PlanRequest:
 
     @property
     def num_stages(self) -> int:
-        return len(self.rooms)
+        return len(self.budgets)
 
 
 def is_feasible(args: ModelArgs, request: PlanRequest) -> bool:
@@ -208,7 +208,7 @@ class _StageFootprint:
 
 
 def _layer_spans(args: ModelArgs, request: PlanRequest, need: _StageFootprint) -> list[range]:
-    costs, speeds = layer_costs(args, request.experts_inside), [room.speed for room in request.rooms]
+    costs, speeds = layer_costs(args, request.experts_inside), [room.speed for room in request.budgets]
     spans = split_layers(costs, speeds, _fits(request, need))
     if spans is None:
         raise TooLittleMemoryError(_memory_error(split_layers(costs, speeds) or [], request, need))
@@ -216,12 +216,12 @@ def _layer_spans(args: ModelArgs, request: PlanRequest, need: _StageFootprint) -
 
 
 def _fits(request: PlanRequest, need: _StageFootprint) -> FitsPredicate:
-    return lambda stage, span: need.minimum_bytes(span) <= request.rooms[stage].usable
+    return lambda stage, span: need.minimum_bytes(span) <= request.budgets[stage].usable
 
 
 def _memory_error(spans: list[range], request: PlanRequest, need: _StageFootprint) -> str:
     """Of the split that would be fastest, the first stage that has no room."""
-    rooms = zip(spans, request.rooms, strict=True)
+    rooms = zip(spans, request.budgets, strict=True)
     stage_id, span, room = next((i, span, room) for i, (span, room) in enumerate(rooms) if need.minimum_bytes(span) > room.usable)
     one = need.sequence_bytes(span)
     return (
@@ -239,7 +239,7 @@ def _plan_cache(args: ModelArgs, spans: list[range], need: _StageFootprint, requ
     if given is not None:
         _check_kv_cache_memory(given, sequence_bytes, spans, request.max_model_len)
     rooms = [
-        room.usable - need.weights(span) if given is None else given for room, span in zip(request.rooms, spans, strict=True)
+        room.usable - need.weights(span) if given is None else given for room, span in zip(request.budgets, spans, strict=True)
     ]
     # exact: no page that fits is lost
     num_seqs = min(Fraction(request.max_num_seqs), *map(Fraction, rooms, sequence_bytes))

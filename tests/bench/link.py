@@ -33,7 +33,7 @@ from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.stage_control import fence_stages
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import Link, PipelinePlan

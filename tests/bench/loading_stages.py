@@ -21,7 +21,7 @@ from rich.table import Table
 
 from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, Quantization

@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_as_holder, must_yield
+from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_holder_name, must_yield
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
@@ -399,7 +399,7 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
 def _start_and_leave(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's process gets the module as it is patched here."""
     ray.cloudpickle.register_pickle_by_value(supervisor_module)
-    monkeypatch.setattr(supervisor_module, "WATCH_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.1)
     try:
         supervisor = create_supervisor(spec)
         ray.get(supervisor.claim.remote("driver/that will be gone"))
@@ -423,7 +423,7 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
         _kill(ray.get_actor(spec.stage_name(1), NAMESPACE), spec.stage_name(1), NAMESPACE)
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
         with pytest.raises(PipelineError, match="only 1 of 2 stages are left"):
-            ray.get(supervisor.fence.remote(driver_as_holder()))
+            ray.get(supervisor.fence.remote(driver_holder_name()))
 
 
 @pytest.mark.ray

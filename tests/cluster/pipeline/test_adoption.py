@@ -48,4 +48,4 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
         asyncio.run(look())
     (record,) = caplog.records
     assert record.levelno == level
-    assert record.getMessage().startswith("the pipeline is not to be had: ")
+    assert record.getMessage().startswith("the pipeline app-0 cannot be claimed: ")

@@ -17,8 +17,7 @@ from ray._private import services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from tramontane.cluster.pipeline import ray_cluster as ray_address
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster
-from tramontane.cluster.pipeline.ray_cluster import ADVICE
+from tramontane.cluster.pipeline.ray_cluster import ADVICE, join_ray_cluster
 from tramontane.proto.errors import ConfigError
 
 HERE = services.get_node_ip_address()  # an outer address, as Ray turns 127.0.0.1 into that
@@ -115,7 +114,7 @@ def test_a_variable_that_names_none(monkeypatch: pytest.MonkeyPatch, value: str)
 @pytest.mark.parametrize("answers", [True, False])
 def test_something_else_that_listens(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     if not answers:
-        monkeypatch.setattr(ray_address, "TIMEOUT_S", 0.2)
+        monkeypatch.setattr(ray_address, "CONNECT_TIMEOUT_S", 0.2)
     with _something_else(answers) as address:
         assert _refusal(address) == f"what listens at --address {address} does not answer as a Ray cluster; {ADVICE}"
 

@@ -483,7 +483,7 @@ def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
 
     with _stage(_HeldUpStage, folder, "watched-stage-0"), show_progress("watched", plan, lambda stages: shown.append([*stages])):
         first, absent = wait_for(0)
-        assert (first.label, first.of_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
+        assert (first.label, first.total_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
         assert absent == LoadProgress(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
         (folder / "1").touch()
         wait_for(first.num_bytes)

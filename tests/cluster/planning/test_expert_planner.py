@@ -42,7 +42,7 @@ def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
 
 def _check_memory(plan: ExpertPlan, request: ExpertRequest) -> None:
     size = _size(plan.args, request.dtype, request.quantize)
-    for actor, room in zip(plan.actors, request.rooms, strict=True):
+    for actor, room in zip(plan.actors, request.budgets, strict=True):
         assert actor.weight_bytes == len(actor.experts) * size <= room.usable
 
 

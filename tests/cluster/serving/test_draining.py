@@ -17,7 +17,7 @@ from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
 from tramontane.cluster.common.signals import ENDING, SignalCounter
 from tramontane.cluster.http.app import HttpApp
-from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.remote_routers import RouterClient
@@ -69,7 +69,7 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back
 
 @pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
 def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "join_ray_cluster", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(ray_cluster, "join_ray_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
     monkeypatch.setattr(draining, "drain", lambda *_: left)
     with pytest.raises(PipelineError, match=words):
