@@ -191,5 +191,5 @@ def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     other = plan.with_assignment([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
     assert other != plan
     assert plan_moves(plan, plan) == []
-    with pytest.raises(PlanError, match="no expert actor has room for one more"):
+    with pytest.raises(PlanError, match="no expert actor has memory for one more"):
         plan_moves(plan, other)
