@@ -29,8 +29,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
     """Whose processes were."""
     ended: list[_Worker] = []
 
-    def end(worker: _Worker, least_age_s: float) -> bool:
-        if worker.is_stopped or least_age_s == 0:
+    def end(worker: _Worker, min_age_s: float) -> bool:
+        if worker.is_stopped or min_age_s == 0:
             ended.append(worker)
         return worker in ended
 
@@ -48,7 +48,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
 def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer, is_stopped=True)}
-    assert replace_hung_workers(workers, 2.0) == "stage-1 did nothing for too long"
+    assert replace_hung_workers(workers, 2.0) == "stage-1 got a new process: its process was stopped"
     assert ended == [workers["stage-1"]]
 
 

@@ -55,7 +55,7 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
 
 def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
     book = LeaseManager(TTL, now=0.0, recovered=Lease("a", 7))
-    book.claim("b", now=0.1, current_makes_way=True)
+    book.claim("b", now=0.1, current_yields=True)
     assert book.lease == Lease("b", 7)
     assert book.next_epoch(floor=0) == 8
 
