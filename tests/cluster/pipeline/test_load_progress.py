@@ -160,7 +160,7 @@ def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: p
 
 
 def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
-    """Between two tensors, and beside the event loop, which would not hear Ctrl-C otherwise."""
+    """Between two tensors, in a thread, so that the event loop can handle Ctrl-C."""
     write_checkpoint(tmp_path / "model", ARGS)
     config = _config(tmp_path / "model", "dummy", local=True)
     seen: list[int] = []

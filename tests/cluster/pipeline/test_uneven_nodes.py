@@ -132,7 +132,7 @@ def test_stages_land_where_the_plan_wants_them(nodes: dict[str, str], hardware: 
     assert _spec(alike, folder).nodes == ((),) * 4
 
 
-def test_neighbours_share_a_node_where_they_can(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
+def test_neighbors_share_a_node_where_they_can(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
     """Ray packs stages in their order: between the first and the last of a node there is no other."""
     alike = replace(hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus))
     with _where(_spec(alike, folder)) as [ids]:

@@ -64,7 +64,7 @@ def test_on_a_node_of_unlike_gpus_each_counts_as_the_poorest() -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
 def test_experts_and_stages_keep_to_the_kinds_that_they_were_planned_for(num_experts: int) -> None:
-    """Although of the GPUs that are left to either all may be alike. Ray may take any GPU of a kind, whoever it was meant for."""
+    """All GPUs that are left to either may be alike. Ray may take any GPU of a kind, for whatever it was meant."""
     hardware, config = _hardware([*B, *A, *C]), _config(stages=2, expert_actors=num_experts)
     for_stages, for_experts = partition_gpus(config, hardware)
     assert {gpu.name for gpu in for_experts.gpus} == {"A100"}
@@ -155,7 +155,7 @@ def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() ->
 # ---- several stages on a GPU
 
 
-def test_stages_of_a_gpu_are_neighbours_with_equal_shares() -> None:
+def test_stages_of_a_gpu_are_neighbors_with_equal_shares() -> None:
     """Of what the GPU has, or is said to have; and of each kind as many GPUs as there are."""
     (places, *_) = placement_candidates(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
     assert [(place.nodes[0], place.budget.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
