@@ -145,10 +145,10 @@ def _show(console: Console, model: str, args: ModelArgs, plan: PipelinePlan, bud
 def _show_experts(console: Console, experts: ExpertPlanReport) -> None:
     table = Table("expert actor", "GiB", "may use", "weights", "experts", "load")
     actors = experts.plan.actors
-    for actor, budget, share in zip(actors, experts.rooms, experts.shares, strict=True):
+    for actor, budget, share in zip(actors, experts.budgets, experts.shares, strict=True):
         sizes = (f"{size / GIB:.2f}" for size in (budget.memory, budget.usable, actor.weight_bytes))
         table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", *sizes, str(len(actor.experts)), f"{share:.2f} x")
-    totals = [sum(budget.memory for budget in experts.rooms), sum(budget.usable for budget in experts.rooms)]
+    totals = [sum(budget.memory for budget in experts.budgets), sum(budget.usable for budget in experts.budgets)]
     totals.append(sum(actor.weight_bytes for actor in actors))
     table.add_row("all", *(f"{total / GIB:.2f}" for total in totals), str(sum(len(actor.experts) for actor in actors)), "")
     console.print(table)

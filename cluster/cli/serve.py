@@ -12,7 +12,7 @@ from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, Pipe
 from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.cluster.console.display import Display
 from tramontane.cluster.console.options import flag, flags_of, load_config, option, with_options
-from tramontane.cluster.pipeline import lifecycle
+from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.server import run_server
@@ -53,7 +53,7 @@ def drain(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # the command reports itself
     display = Display(live=False)
     try:
-        with lifecycle.join_ray_cluster(address, measured=False, needed=True):
+        with ray_cluster.join_ray_cluster(address, compare_gpus=False, required=True):
             if APPLICATION not in ray_serve.status().applications:
                 raise ConfigError(f"no application named {APPLICATION} is on this cluster, so there is nothing to drain")
             if undo:

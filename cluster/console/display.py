@@ -63,7 +63,7 @@ class Display:
             for task, stage in zip(self._bars.task_ids, stages, strict=True):
                 self._bars.update(task, completed=stage.num_bytes)
             return
-        total = sum(stage.of_bytes for stage in stages)
+        total = sum(stage.total_bytes for stage in stages)
         quarters = 4 * sum(stage.num_bytes for stage in stages) // total
         if self._quarters_reported < quarters < 4:
             self._quarters_reported = quarters
@@ -142,7 +142,7 @@ class Display:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
         self._bars = Progress(*columns, console=self.stderr, transient=True)
         for stage in stages:
-            self._bars.add_task(stage.label, total=stage.of_bytes)
+            self._bars.add_task(stage.label, total=stage.total_bytes)
         self._bars.start()
 
     def _stop_bars(self) -> None:

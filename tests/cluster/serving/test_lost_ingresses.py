@@ -12,7 +12,7 @@ import pytest
 from serve_cluster import GRPC, URL, events, ingress_stats, router_stats, served, wait_until_idle, wait_until_ready
 
 from tramontane.client import Client
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.proto.errors import ConnectionLostError
 
 pytestmark = [

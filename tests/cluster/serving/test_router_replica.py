@@ -329,7 +329,7 @@ def _nodes_join(
         return StubSpec()
 
     @asynccontextmanager
-    async def running(spec: StubSpec, holder: str, make_room: object) -> AsyncIterator[str]:
+    async def running(spec: StubSpec, holder: str, evict: object) -> AsyncIterator[str]:
         driven.append(spec)
         yield holder
 

@@ -99,7 +99,7 @@ async def _remote(
 
 def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would tell: its system cannot close the stream. Those of other doors go on."""
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.001)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.001)
     dead: set[str] = set()
 
     async def scenario() -> None:
