@@ -173,7 +173,7 @@ def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[
 
 
 def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its wheel's extension does not load beside a torch for CUDA 13, as it does not beside one for CPUs."""
+    """The extension of its wheel does not load with a torch for CUDA 13, nor with one for CPUs."""
     kernels = pytest.importorskip(
         "tramontane.workers.attention.xformers_backend", reason="xformers is published for Linux on x86-64 only"
     )

@@ -55,7 +55,7 @@ class PrefillRecorder:
 
 
 class DecodeRecorder:
-    """Likewise; and whoever reads pages in place would be given the same keys as who gathers them."""
+    """Checks decodes likewise; page tables lead to the same keys as gathering does."""
 
     def __init__(self) -> None:
         self.seen: list[list[list[Key]]] = []  # per call and token
@@ -101,7 +101,7 @@ class Stage:
         self.table = SequenceTable(self.plan.cache, max_num_seqs, CPU)
         self.cache = RollingCache(self.plan.stages[0], torch.float32, CPU)
         for layer in self.cache.layers.values():
-            layer.k_NGd.fill_(-1)  # so that a row nobody wrote shows
+            layer.k_NGd.fill_(-1)  # so that an unwritten row shows
             layer.v_NGd.fill_(1)
         self.num_steps = 0
 
