@@ -2,25 +2,24 @@
 
 from dataclasses import replace
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 
 def store_plan(pipeline: str, plan: ExpertPlan) -> None:
     """From now on this is the plan."""
-    _internal_kv_put(_key(pipeline), encode_expert_actors(plan.actors))
+    kv_put(_key(pipeline), encode_expert_actors(plan.actors))
 
 
 def load_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
     """What was recorded last, or else the plan with which the pipeline was made."""
-    found: bytes | None = _internal_kv_get(_key(pipeline))
+    found = kv_get(_key(pipeline))
     return replace(first, actors=decode_expert_actors(found)) if found else first
 
 
 def delete_plan(pipeline: str) -> None:
-    _internal_kv_del(_key(pipeline))
+    kv_delete(_key(pipeline))
 
 
 def _key(pipeline: str) -> str:

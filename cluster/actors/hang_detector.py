@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.state import actors
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.actors.worker_actor import WorkerHealth
+from tramontane.cluster.ray_internals.core import actor_state
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs beside whatever computes or loads
 LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker that is not stopped: it may only be short of time
@@ -93,7 +93,7 @@ def kill_worker_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
 
     Where its node cannot be reached the actor is Ray's business.
     """
-    told = actors(worker._actor_id.hex())
+    told = actor_state(worker)
     if told.get("State") != "ALIVE":
         return False
     pid, node_id = told["Pid"], told["Address"]["NodeID"]

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from tramontane.cluster.common.periodic import start_periodic_thread
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import RandomWeights, WeightSource
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint
@@ -139,14 +139,14 @@ def _limit_load_attempts(label: str, most_deaths: int) -> Iterator[None]:
     The mark, a byte for each time that it began, outlives the process: Ray restarts the actor, which then finds it.
     """
     mark = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
-    begun: bytes = _internal_kv_get(mark) or b""
+    begun = kv_get(mark) or b""
     if len(begun) >= most_deaths:
         raise PipelineError(f"the process of {label} died while it was loading; most likely there is too little memory")
-    _internal_kv_put(mark, begun + b".")
+    kv_put(mark, begun + b".")
     try:
         yield
     finally:
-        _internal_kv_del(mark)
+        kv_delete(mark)
 
 
 def actor_names(pattern: str) -> list[str]:

@@ -5,7 +5,7 @@ Which is the newest: routers of older ones make way. And which have been drained
 
 import time
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 
 TTL_NS = 900 * 10**9
 
@@ -13,7 +13,7 @@ TTL_NS = 900 * 10**9
 def record_deployment(application: str, deployed_at: int) -> None:
     """``deployed_at`` is when the application was built, in nanoseconds; nothing happens where a newer one is known."""
     if deployed_at > newest_deployment(application):
-        _internal_kv_put(_key(application), str(deployed_at).encode())
+        kv_put(_key(application), str(deployed_at).encode())
 
 
 def is_superseded(application: str, deployed_at: int) -> bool:
@@ -24,23 +24,23 @@ def is_superseded(application: str, deployed_at: int) -> bool:
 
 def mark_drained(application: str) -> None:
     """Its newest deployment takes nothing new any more; a later one will."""
-    _internal_kv_put(_drained_key(application), str(newest_deployment(application)).encode())
+    kv_put(_drained_key(application), str(newest_deployment(application)).encode())
 
 
 def clear_drained(application: str) -> None:
     """It takes new requests again."""
-    _internal_kv_del(_drained_key(application))
+    kv_delete(_drained_key(application))
 
 
 def is_drained(application: str, deployed_at: int) -> bool:
     """Whether that was said of this deployment, or of a later one."""
-    found: bytes | None = _internal_kv_get(_drained_key(application))
+    found = kv_get(_drained_key(application))
     return deployed_at <= int(found or 0)
 
 
 def newest_deployment(application: str) -> int:
     """0 where none is known."""
-    found: bytes | None = _internal_kv_get(_key(application))
+    found = kv_get(_key(application))
     return int(found or 0)
 
 

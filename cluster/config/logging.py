@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tramontane.cluster.ray_internals.core import json_formatter
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -29,7 +31,7 @@ class LogSettings:
     def to_stderr(self, component: str, **fields: object) -> None:
         """Of this process, which is no replica of Ray Serve's. Ray keeps an actor's standard error beside its own logs."""
         handler = logging.StreamHandler()
-        handler.setFormatter(_json_formatter() if self.format == "json" else logging.Formatter(TEXT))
+        handler.setFormatter(json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT))
         handler.addFilter(ContextFilter({"component": component, **fields}))
         self.install(handler)
 
@@ -51,12 +53,3 @@ class ContextFilter(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         vars(record).update(self._fields)
         return True
-
-
-def _json_formatter() -> logging.Formatter:
-    """That of Ray Serve's logs, so that all lines have the same fields."""
-    from ray._common.formatters import JSONFormatter  # brings Ray, which most commands do not need
-
-    formatter = JSONFormatter()
-    formatter.set_additional_log_standard_attrs(list(MORE_FIELDS))
-    return formatter

@@ -12,7 +12,6 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,7 +25,8 @@ MOST_UNREAD = 16  # writes of a stream
 LOOK_EVERY_S = 0.05
 PIECE = 2**16  # an HTTP server takes a write whole, however large, and lets the next one wait
 
-answer_queue: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
+# Returns how many messages Ray Serve holds for the request that is being answered; set by ``response_queues``.
+buffered_messages: ContextVar[Callable[[], int]] = ContextVar("buffered_messages")
 
 
 class SlowReaderError(Exception):
@@ -35,8 +35,8 @@ class SlowReaderError(Exception):
 
 def num_buffered() -> int:
     """Messages of this request's answer that nobody has fetched; 0 where Ray Serve is not between."""
-    queue = answer_queue.get(None)
-    return len(queue._message_queue) if queue is not None else 0
+    buffered = buffered_messages.get(None)
+    return buffered() if buffered is not None else 0
 
 
 def with_backpressure(send: Send, limit_s: float, unread: Callable[[], int] = num_buffered) -> Send:

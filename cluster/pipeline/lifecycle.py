@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import ray
-from ray._private import ray_constants
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
@@ -26,6 +25,9 @@ from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import CORES, Hardware, probe_cluster, usable_cpus
+from tramontane.cluster.ray_internals.core import keep_loopback_address, keep_sigterm_handler, mute_worker_logs
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS
 from tramontane.proto.errors import CheckpointError, ConfigError, LeaseError, PipelineError, PlanError
 
 ROOM_TIMEOUT_S = 5.0  # until others may have to make room
@@ -88,17 +90,6 @@ async def _still_holds_lease(supervisor_name: str, holder: str) -> bool:
 
 
 @contextmanager
-def _quiet_ray() -> Iterator[None]:
-    """Ray prints what goes wrong anywhere in the cluster to our standard output, also what it then mends itself."""
-    worker: Any = ray._private.worker
-    prints, worker._worker_logs_enabled = worker._worker_logs_enabled, False
-    try:
-        yield
-    finally:
-        worker._worker_logs_enabled = prints
-
-
-@contextmanager
 def join_ray_cluster(address: str, measured: bool = True, needed: bool = False) -> Iterator[Hardware]:
     """A cluster that is already running; ``measured`` is that of ``probe_cluster``. ``needed``: the command has no other way."""
     from tramontane.cluster.pipeline.ray_cluster import (  # brings gRPC, which a Ray of our own does not need
@@ -107,6 +98,7 @@ def join_ray_cluster(address: str, measured: bool = True, needed: bool = False) 
         check_ray_address,
     )
 
+    assert_supported(RAY_SYMBOLS, JOIN_SYMBOLS)
     check_ray_address(address, JOIN if needed else ADVICE)
     try:
         with py():
@@ -116,7 +108,7 @@ def join_ray_cluster(address: str, measured: bool = True, needed: bool = False) 
             f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
             "this machine must be one of its nodes, with the same Python and Ray"
         ) from error
-    with _quiet_ray():
+    with mute_worker_logs():
         try:
             yield probe_cluster(measured)
         finally:
@@ -126,6 +118,7 @@ def join_ray_cluster(address: str, measured: bool = True, needed: bool = False) 
 @contextmanager
 def local_ray_cluster(num_cpus: int) -> Iterator[None]:
     """A cluster on this machine that lives as long as this process needs it; ``num_cpus`` may be more than there are."""
+    assert_supported(RAY_SYMBOLS)
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home.
     # Ours dies with the cluster. Whoever sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
@@ -133,7 +126,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by everything that Ray starts
     try:
-        with py(), _on_loopback():
+        with py(), keep_loopback_address():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -147,25 +140,11 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
             )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
-    with _quiet_ray():
+    with mute_worker_logs():
         try:
             yield
         finally:
             ray.shutdown()
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Keep Ray from replacing 127.0.0.1 by the machine's outer address, as it does where clusters are possible.
-
-    With that address every one of its processes would listen on all interfaces; with 127.0.0.1 none does.
-    """
-    possible = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = possible
 
 
 @contextmanager
@@ -174,16 +153,12 @@ def py() -> Iterator[None]:
 
     It would end the process by it before anything is removed.
     """
-    utils: Any = ray._private.utils
-    take_sigterm, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _handler: None
     try:
-        with defer_signals():
+        with keep_sigterm_handler(), defer_signals():
             yield
     except KeyboardInterrupt:
         ray.shutdown()
         raise
-    finally:
-        utils.set_sigterm_handler = take_sigterm
 
 
 def shut_down_pipeline(name: str) -> None:

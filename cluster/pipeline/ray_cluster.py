@@ -4,13 +4,9 @@ import os
 import socket
 
 import grpc
-from ray._private.gcs_utils import create_gcs_channel
-from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
-from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import AuthenticationError
 
+from tramontane.cluster.ray_internals.core import head_channel, ping_head, resolve_cluster_address, stored_token_headers
 from tramontane.proto.errors import ConfigError
 
 TIMEOUT_S = 5.0
@@ -39,7 +35,7 @@ def check_ray_address(address: str, advice: str = ADVICE) -> None:
 def _resolve_address(address: str, advice: str) -> str:
     """``auto`` is RAY_ADDRESS, or a cluster on this machine; 127.0.0.1 is this machine's outer address."""
     try:
-        found: str | None = canonicalize_bootstrap_address(address)
+        found = resolve_cluster_address(address)
     except (ConnectionError, ValueError):
         found = None
     if found is not None:
@@ -51,10 +47,9 @@ def _resolve_address(address: str, advice: str) -> str:
 
 def _check_head(address: str, where: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
     """Ask what listens there whether it is alive, as Ray's own nodes do."""
-    with create_gcs_channel(address) as channel:
-        head = NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+    with head_channel(address) as channel:
         try:
-            head.CheckAlive(CheckAliveRequest(), timeout=TIMEOUT_S, metadata=token)
+            ping_head(channel, TIMEOUT_S, token)
         except AuthenticationError as error:  # not the cluster's, but that of Ray in this process
             raise ConfigError("RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's") from error
         except grpc.RpcError as error:
@@ -68,7 +63,4 @@ def _check_head(address: str, where: str, token: tuple[tuple[str, str], ...], ad
 
 def _token_of_the_home() -> tuple[tuple[str, str], ...]:
     """Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address."""
-    loader = AuthenticationTokenLoader.instance()
-    if "RAY_AUTH_MODE" in os.environ or not loader.has_token(ignore_auth_mode=True):
-        return ()
-    return tuple(loader.get_token_for_http_header(ignore_auth_mode=True).items())
+    return () if "RAY_AUTH_MODE" in os.environ else stored_token_headers()

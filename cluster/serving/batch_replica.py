@@ -23,7 +23,7 @@ from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import use_serve_log
-from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
@@ -194,7 +194,7 @@ class BatchReplica:
         self._routers = RouterClient(
             router, model.max_sequences * config.max_pipelines, model=short_digest(fingerprint), node=node
         )
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").export)
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export)
         self._answerer = LineExecutor(model, load_chat_format(config, model), LowPriorityTokenSource(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)

@@ -9,6 +9,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from tramontane.cluster.common.deployments import clear_drained, mark_drained
+from tramontane.cluster.ray_internals.serve import connect_handle
 from tramontane.cluster.serving.app import APPLICATION
 
 POLL_S = 0.1
@@ -59,8 +60,7 @@ def num_unfinished() -> int:
 
 def _broadcast(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
-    if not handle.is_initialized:  # Ray Serve gives the same one again
-        handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
+    connect_handle(handle)
     try:
         answers: list[Any] = handle.broadcast(method).results(timeout_s=ANSWER_S, return_exceptions=True)
     except (RayError, TimeoutError) as error:

@@ -22,7 +22,7 @@ from tramontane.cluster.http.body_limits import MAX_HELD, BodyLimiter
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
-from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node, is_loopback
 from tramontane.cluster.serve_patches.response_queues import track_response_queues
 from tramontane.cluster.serving.batch_replica import batch_service
@@ -48,7 +48,7 @@ class IngressReplica(GrpcServicer):
         fingerprint: Fingerprint,
         router: "DeploymentHandle[Any]",
         _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
-        grpc_from_here_only: bool,
+        grpc_on_loopback_only: bool,
         patience_s: float,
         deployed_at: int,
     ) -> None:
@@ -63,7 +63,7 @@ class IngressReplica(GrpcServicer):
         if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
             self._routers.drain()
         source = CountingTokenSource(self._routers, model.counts)
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "interactive").export)
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
@@ -72,7 +72,7 @@ class IngressReplica(GrpcServicer):
             source,
             self._batches,
             keys=keys,
-            allow_peer=is_loopback if grpc_from_here_only else lambda _: True,
+            allow_peer=is_loopback if grpc_on_loopback_only else lambda _: True,
             pace=Pacer(writes_per_s),
             max_message=config.max_body_bytes,
             id_of=serve_request_id,

@@ -9,6 +9,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.ray_internals.serve import broadcast_results
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 
@@ -55,8 +56,7 @@ class RouterQueries:
         with suppress(Exception):  # there is none
             async with asyncio.timeout(READY_TIMEOUT_S):
                 calls: Any = self._handle.options(_by_reference=False).broadcast(method, *arguments)
-                made: list[Any] = await calls._fetch_replica_results_async()  # results_async() loses them all with one
-                return made
+                return await broadcast_results(calls)
         return []
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:

@@ -20,7 +20,7 @@ from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.config.expert_load import ExpertLoad, per_expert
 from tramontane.cluster.observability.exporters import PipelineMetrics
 from tramontane.cluster.observability.logging import use_serve_log
-from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.pipeline.adoption import adopt_or_create_pipeline, pipeline_prefix
 from tramontane.cluster.pipeline.engine import make_scheduler, pipeline_spec, validate_model
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
@@ -72,7 +72,7 @@ class RouterReplica:
         use_serve_log(config.logs, "router", pipeline=self._spec.name)
         self._activity = ActivityLog()
         self._router = self._new_router()
-        self._metrics = PipelineMetrics(RayMetrics(), self._spec.name)
+        self._metrics = PipelineMetrics(MetricFactory(), self._spec.name)
         start_periodic_thread(EXPORT_EVERY_S, self._tell_metrics)
         self._driving = asyncio.create_task(self._drive())
         while not self._router.is_ready:

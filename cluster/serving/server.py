@@ -13,7 +13,6 @@ import httpx
 import psutil
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
@@ -27,6 +26,7 @@ from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
 from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.planning.hardware import Hardware, probe_local
+from tramontane.cluster.ray_internals.serve import is_ha_proxy_enabled
 from tramontane.cluster.serve_patches.ports import LOOPBACK, format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
@@ -80,7 +80,7 @@ def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, 
     if config.log_format == "json":
         report, show_loading = _log_progress, lambda _: None
     tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # refuses what cannot be used before anything starts
-    if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
+    if is_ha_proxy_enabled() and config.host in LOOPBACK:
         raise ConfigError(
             f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
             "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
@@ -197,8 +197,8 @@ def _start_serve(config: EngineConfig) -> None:
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
     try:
-        grpc_from_here_only = config.host in LOOPBACK
-        app = application(config, launched, owns_serve, grpc_from_here_only=grpc_from_here_only)
+        grpc_on_loopback_only = config.host in LOOPBACK
+        app = application(config, launched, owns_serve, grpc_on_loopback_only=grpc_on_loopback_only)
         serve.run(app, name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
         raise _why_not_deployed() or PipelineError(f"Ray Serve refused the application: {error}") from error

@@ -21,8 +21,8 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tramontane.cluster.cli.batch import watch
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli.batch import watch
 from tramontane.cluster.console import batch_client
 from tramontane.cluster.console.batch_client import StdoutSink
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints

@@ -12,8 +12,8 @@ import pytest
 from past_activity import ENDED_AT, log_of, pipeline_data
 from rich.console import Console
 
-from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli import top as top_command
 from tramontane.cluster.cli.top import History, render
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import server_client as activity_client

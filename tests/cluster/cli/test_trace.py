@@ -11,8 +11,8 @@ import httpx
 import pytest
 from past_activity import BEGAN_AT, log_of, pipeline_data
 
-from tramontane.cluster.cli import trace as trace_command
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli import trace as trace_command
 from tramontane.cluster.cli.trace import StageSlice, assign_lanes, build_trace, num_slices
 from tramontane.router.engine.activity_log import Activity, MicroBatchModel
 

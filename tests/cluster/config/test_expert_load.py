@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tramontane.cluster.cli import experts as expert_watch
-from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
 from tramontane.cluster.cli import main as cli
+from tramontane.cluster.cli.experts import LoadWindow, fetch_load, render, totals
 from tramontane.cluster.config.expert_load import MeasuredLoad, load_as_data, read_load
 from tramontane.cluster.console.heat_map import CELL, busiest_summary, cell_style, heat_map, legend
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError

@@ -152,9 +152,9 @@ def test_signals_are_counted(number: signal.Signals) -> None:
 def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a door that is born again when nobody drains any more."""
     kept: dict[str, bytes] = {}
-    monkeypatch.setattr(deployments, "_internal_kv_put", kept.__setitem__)
-    monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
-    monkeypatch.setattr(deployments, "_internal_kv_del", kept.pop)
+    monkeypatch.setattr(deployments, "kv_put", kept.__setitem__)
+    monkeypatch.setattr(deployments, "kv_get", kept.get)
+    monkeypatch.setattr(deployments, "kv_delete", kept.pop)
     assert not deployments.is_drained("app", 7)
     deployments.mark_drained("app")
     assert not deployments.is_drained("app", 7), "of no deployment that is known"
