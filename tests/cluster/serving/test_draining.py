@@ -117,7 +117,7 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(method)
         return next(left) if method == "drain" else []
 
-    monkeypatch.setattr(draining, "_one_by_one", each)
+    monkeypatch.setattr(draining, "_broadcast", each)
     monkeypatch.setattr(draining, "mark_drained", lambda application: asked.append(f"noted {application}"))
     return asked
 
