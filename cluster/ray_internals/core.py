@@ -52,7 +52,7 @@ def keep_loopback_address() -> AbstractContextManager[None]:
 
 def keep_sigterm_handler() -> AbstractContextManager[None]:
     """Keep Ray from handling SIGTERM while the block runs: it would end the process before anything is removed."""
-    return table.SET_SIGTERM_HANDLER.replaced(lambda _handler: None)
+    return table.SET_SIGTERM_HANDLER.replaced(lambda sigterm_handler: None)
 
 
 def set_process_title(title: str) -> None:

@@ -40,7 +40,7 @@ class PrivateSymbol:
             raise ConfigError(_describe_changes([self._missing])) from error
 
     def replace(self, value: object) -> None:
-        """Put ``value`` in the place of Ray's own object, in this process."""
+        """Put ``value`` in the place of Ray's own object, in this process; a function keeps the names of the parameters."""
         setattr(self._owner(), self._name, value)
 
     @contextmanager
@@ -54,7 +54,7 @@ class PrivateSymbol:
             self.replace(previous)
 
     def change(self) -> str:
-        """What this version of Ray has changed of it, with the consequence; empty if nothing."""
+        """Describe what this version of Ray has changed of it, and what that breaks; empty if nothing."""
         try:
             owner = self._owner()
         except (ImportError, AttributeError):

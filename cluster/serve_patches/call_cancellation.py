@@ -23,6 +23,7 @@ class CancelAbandonedCalls:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, then cancel its calls that have not ended."""
         try:
             await self._app(scope, receive, send)
         finally:

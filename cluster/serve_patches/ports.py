@@ -39,17 +39,17 @@ def bind_grpc_to_http_host() -> None:
     the host and cannot await it, so the port is added when the server starts. Handlers are wrapped too: see ``grpc_proxy``.
     """
 
-    def add_port_at_start(server: Any, address: str) -> None:  # noqa: ANN401
-        assert address.startswith(ALL_INTERFACES), "Ray Serve has changed the address that this replaces"
-        start = server.start
+    def add_port_at_start(grpc_server: Any, server_address: str) -> None:  # noqa: ANN401
+        assert server_address.startswith(ALL_INTERFACES), "Ray Serve has changed the address that this replaces"
+        start = grpc_server.start
 
         async def start_on_http_host() -> None:
             host = (await serve_controller().get_http_config.remote()).host
-            server.add_insecure_port(address.replace(ALL_INTERFACES, f"{format_host(host)}:"))
+            grpc_server.add_insecure_port(server_address.replace(ALL_INTERFACES, f"{format_host(host)}:"))
             await start()
 
-        server.start = start_on_http_host
-        server.service_handler_factory = partial(wrap_handler_factory, server.service_handler_factory)
+        grpc_server.start = start_on_http_host
+        grpc_server.service_handler_factory = partial(wrap_handler_factory, grpc_server.service_handler_factory)
 
     ADD_GRPC_ADDRESS.replace(add_port_at_start)
 

@@ -51,6 +51,7 @@ class StripControlHeaders:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on without control headers, or answer 404 for a hidden path."""
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
         if scope["type"] == "http" and path.startswith(SERVE_PATHS) and path != HEALTH_PATH:
             response = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)

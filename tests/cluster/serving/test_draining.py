@@ -16,7 +16,7 @@ from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
 from tramontane.cluster.common.signals import ENDING, SignalCounter
-from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.pipeline import lifecycle as pipeline
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
@@ -82,7 +82,15 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
         handle: Any = Handle([Replica("a", no_gate)])
         routers = RouterClient(handle, max_unaccepted=10)
         routers.drain()
-        door = HttpApp(MODEL, routers, routers.is_ready, routers.expert_load, 2**16, 10**9, chat=None)
+        config = HttpAppConfig(
+            model=MODEL,
+            source=routers,
+            is_ready=routers.is_ready,
+            expert_load=routers.expert_load,
+            max_body_bytes=2**16,
+            writes_per_s=10**9,
+        )
+        door = HttpApp(config)
         async with client_of(door.app()) as client:
             body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
             response = await (client.get(path) if path == "/health" else client.post(path, json=body))
