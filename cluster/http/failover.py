@@ -96,7 +96,7 @@ def _request_id(scope: Scope) -> str:
 
 
 class _FailoverBudget:
-    """Decides how often, and when, another ingress is asked to continue a response."""
+    """Decides how often, and when, another ingress gets a response to continue."""
 
     def __init__(self) -> None:
         self._num_updates = self._num_ingresses = 0

@@ -61,7 +61,7 @@ class FailoverBudget:
         if now - self._failing_since <= self._timeout_s(error):
             return
         if self._was_accepted:
-            raise PipelineError(f"no router could go on with this request in time: {error}") from error
+            raise PipelineError(f"no router could continue this request in time: {error}") from error
         raise PipelineUnavailableError("no pipeline was ready in time; try again later") from error
 
     def _timeout_s(self, error: TramontaneError) -> float:

@@ -63,9 +63,7 @@ class RouterReplica:
         self._acquiring: asyncio.Task[tuple[PipelineSpec, ObjectStoreStageChain]] | None = None
         application = OwnerApplication(serve.get_replica_context().app_name, launched, owns_serve)
         self._application, self._deployed_at = application.name, deployed_at
-        record_deployment(
-            application.name, deployed_at
-        )  # before a pipeline is taken from routers of an older deployment, which look this up
+        record_deployment(application.name, deployed_at)  # before routers of an older deployment lose their pipelines
         prefix = pipeline_prefix(application.name, config, fingerprint)
         new_spec = partial(_new_spec, config, fingerprint, application)
         pipeline = adopt_or_create_pipeline(prefix, new_spec, deployed_at, config.placement_timeout)

@@ -275,7 +275,7 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
             now += patience.LOAD_TIMEOUT_S - 1
             lasting.on_error(PipelineUnavailableError("is being started"))
             now += patience.LOAD_TIMEOUT_S
-        with pytest.raises(PipelineError, match="no router could go on"):
+        with pytest.raises(PipelineError, match="no router could continue"):
             lasting.on_error(PipelineUnavailableError("is being started"))
 
     asyncio.run(scenario())

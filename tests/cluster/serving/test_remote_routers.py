@@ -633,6 +633,6 @@ def test_a_request_that_was_never_sent_does_not_count() -> None:
         await asyncio.sleep(0)
         ((other,),) = await routing.choose_replicas(two, pending())
         assert other.replica_id.unique_id == "b"
-        assert routing._num_given == {"a": 1, "b": 1}
+        assert routing._num_assigned == {"a": 1, "b": 1}
 
     asyncio.run(scenario())

@@ -168,7 +168,7 @@ def test_a_router_that_lost_its_lease_or_its_loop_is_not_healthy() -> None:
 
 def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Router after router has it obey, and then nothing comes back."""
-    monkeypatch.setattr(router_replica, "RETRY_S", 0.0)
+    monkeypatch.setattr(router_replica, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
@@ -294,7 +294,7 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
     scheduler.schedule()
 
     async def scenario() -> None:
-        router: Any = SimpleNamespace(has_begun=True, scheduler=scheduler, progress=SimpleNamespace(num_recoveries=3))
+        router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, progress=SimpleNamespace(num_recoveries=3))
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
         told, name = await replica.activity({"app-1": 1, "other": 2})
@@ -305,7 +305,7 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
         assert shown.pages == plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
         assert told.keys() == pipeline_data().keys()
-        router.has_begun = False
+        router.is_attached = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
 
     asyncio.run(scenario())
