@@ -2,26 +2,25 @@
 
 from dataclasses import replace
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
-
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 
 def store_plan(pipeline: str, plan: ExpertPlan) -> None:
     """Make ``plan`` the one that the pipeline follows."""
-    _internal_kv_put(_key(pipeline), encode_expert_actors(plan.actors))
+    kv_put(_key(pipeline), encode_expert_actors(plan.actors))
 
 
 def load_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
     """Return the plan that was stored last, or else ``first``, with which the pipeline was created."""
-    value: bytes | None = _internal_kv_get(_key(pipeline))
+    value = kv_get(_key(pipeline))
     return replace(first, actors=decode_expert_actors(value)) if value else first
 
 
 def delete_plan(pipeline: str) -> None:
     """Delete the stored plan of a pipeline."""
-    _internal_kv_del(_key(pipeline))
+    kv_delete(_key(pipeline))
 
 
 def _key(pipeline: str) -> str:

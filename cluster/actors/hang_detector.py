@@ -11,12 +11,12 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private.state import actors
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.actors.worker_actor import WorkerHealth
+from tramontane.cluster.ray_internals.core import actor_state
 
 ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
 LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker whose process is not stopped: it may only be short of CPU time
@@ -96,7 +96,7 @@ def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
 
     ``ray.kill`` would wait five seconds for the process. If the node cannot be reached, replacing the actor is left to Ray.
     """
-    state = actors(worker._actor_id.hex())
+    state = actor_state(worker)
     if state.get("State") != "ALIVE":
         return False
     pid, node_id = state["Pid"], state["Address"]["NodeID"]

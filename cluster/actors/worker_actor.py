@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import ray
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
 from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.common.periodic import start_periodic_thread
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 from tramontane.proto.errors import CheckpointError, PipelineError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.workers.weights.fingerprint import check_fingerprint
@@ -139,16 +139,16 @@ def _limit_load_attempts(label: str, max_crashes: int) -> Iterator[None]:
     A byte per attempt is kept in the cluster's key-value store, which outlives the process and is read after a restart.
     """
     key = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
-    attempts: bytes = _internal_kv_get(key) or b""
+    attempts = kv_get(key) or b""
     if len(attempts) >= max_crashes:
         raise PipelineError(
             f"the process of {label} died while it was loading, {len(attempts)} times; most likely there is too little memory"
         )
-    _internal_kv_put(key, attempts + b".")
+    kv_put(key, attempts + b".")
     try:
         yield
     finally:
-        _internal_kv_del(key)
+        kv_delete(key)
 
 
 def actor_names(pattern: str) -> list[str]:

@@ -6,7 +6,7 @@ that was drained, so that an ingress replica of it which restarts is drained as 
 
 import time
 
-from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 
 TTL_NS = 900 * 10**9
 
@@ -14,7 +14,7 @@ TTL_NS = 900 * 10**9
 def record_deployment(application: str, deployed_at: int) -> None:
     """Record a deployment by its time, in nanoseconds, unless a newer one is recorded."""
     if deployed_at > newest_deployment(application):
-        _internal_kv_put(_key(application), str(deployed_at).encode())
+        kv_put(_key(application), str(deployed_at).encode())
 
 
 def is_superseded(application: str, deployed_at: int) -> bool:
@@ -25,24 +25,22 @@ def is_superseded(application: str, deployed_at: int) -> bool:
 
 def mark_drained(application: str) -> None:
     """Record that the newest deployment accepts no new requests; a later deployment will accept them."""
-    _internal_kv_put(_drained_key(application), str(newest_deployment(application)).encode())
+    kv_put(_drained_key(application), str(newest_deployment(application)).encode())
 
 
 def clear_drained(application: str) -> None:
     """Record that the application accepts new requests again."""
-    _internal_kv_del(_drained_key(application))
+    kv_delete(_drained_key(application))
 
 
 def is_drained(application: str, deployed_at: int) -> bool:
     """Return True if this deployment, or a later one, was marked as drained."""
-    value: bytes | None = _internal_kv_get(_drained_key(application))
-    return deployed_at <= int(value or 0)
+    return deployed_at <= int(kv_get(_drained_key(application)) or 0)
 
 
 def newest_deployment(application: str) -> int:
     """Return the time of the newest deployment in nanoseconds; 0 if none is recorded."""
-    value: bytes | None = _internal_kv_get(_key(application))
-    return int(value or 0)
+    return int(kv_get(_key(application)) or 0)
 
 
 def _key(application: str) -> str:

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tramontane.cluster.ray_internals.core import json_formatter
+
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -29,7 +31,7 @@ class LogSettings:
     def to_stderr(self, component: str, **fields: object) -> None:
         """Log to standard error, in processes that are no replicas of Ray Serve. Ray keeps an actor's next to its own logs."""
         handler = logging.StreamHandler()
-        handler.setFormatter(_json_formatter() if self.format == "json" else logging.Formatter(TEXT))
+        handler.setFormatter(json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT))
         handler.addFilter(ContextFilter({"component": component, **fields}))
         self.install(handler)
 
@@ -52,12 +54,3 @@ class ContextFilter(logging.Filter):
         """Add the fields."""
         vars(record).update(self._fields)
         return True
-
-
-def _json_formatter() -> logging.Formatter:
-    """Return the formatter of Ray Serve's logs, so that all lines have the same fields."""
-    from ray._common.formatters import JSONFormatter  # imports Ray, which most commands do not need
-
-    formatter = JSONFormatter()
-    formatter.set_additional_log_standard_attrs(list(MORE_FIELDS))
-    return formatter

@@ -5,6 +5,8 @@ from subprocess import list2cmdline
 
 import psutil
 
+from tramontane.cluster.ray_internals.core import set_process_title
+
 FLAGS = ("--api-key", "--jobs-database", "--jobs-storage")
 HIDDEN = "***"
 
@@ -13,9 +15,7 @@ def hide_secrets_in_title(arguments: Sequence[str]) -> None:
     """Set a process title without secrets, before Ray reads it. Until then they can be seen."""
     if redact_arguments(arguments) == list(arguments):
         return
-    from ray._raylet import setproctitle  # type: ignore[attr-defined]
-
-    setproctitle(list2cmdline(redact_arguments(psutil.Process().cmdline())))
+    set_process_title(list2cmdline(redact_arguments(psutil.Process().cmdline())))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:

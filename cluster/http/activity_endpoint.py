@@ -1,4 +1,4 @@
-"""``GET /activity``: what every pipeline has done of late."""
+"""``GET /activity``: the recent micro-batches of every pipeline."""
 
 import re
 import time
@@ -15,8 +15,8 @@ from tramontane.proto.errors import ParameterError
 from tramontane.router.batch.schema import check_query
 from tramontane.router.engine.activity_log import Activity
 
-AfterEach = Mapping[str, int]  # by pipeline, the number of the last micro-batch that is known already
-AskActivity = Callable[[AfterEach], Awaitable[list[dict[str, Any]]]]
+AfterByPipeline = Mapping[str, int]  # the number of the last micro-batch that the client knows, by pipeline
+GetActivity = Callable[[AfterByPipeline], Awaitable[list[dict[str, Any]]]]
 
 AFTER = re.compile(r"(.+):([0-9]{1,15})")
 MAX_AFTER = 1000  # pipelines
@@ -25,7 +25,7 @@ AFTER_SCHEMA: JsonSchema = {"type": "array", "maxItems": MAX_AFTER, "items": {"t
 ACTIVITY_OPERATIONS: Operations = MappingProxyType(
     {
         ("GET", "/activity"): Operation(
-            "What the pipelines have done of late; after=NAME:N: micro-batches of this pipeline that follow its number N",
+            "Recent micro-batches of the pipelines; after=NAME:N: only those of pipeline NAME that follow its number N",
             Activity,
             (400,),
             query={"after": AFTER_SCHEMA},
@@ -35,26 +35,28 @@ ACTIVITY_OPERATIONS: Operations = MappingProxyType(
 
 
 class ActivityEndpoint:
-    """Its route is for another application to take in. ``ask``: see ``RouterQueries.activity``."""
+    """The endpoint, whose route is added to an ``HttpApp``. ``get_activity``: see ``RouterQueries.activity``."""
 
-    def __init__(self, ask: AskActivity) -> None:
-        self._ask = ask
+    def __init__(self, get_activity: GetActivity) -> None:
+        self._get_activity = get_activity
 
     def routes(self) -> list[Route]:
+        """Return the route."""
         return [Route("/activity", self.activity, methods=["GET"])]
 
     async def activity(self, request: Request) -> Response:
+        """Answer ``GET /activity``."""
         check_query(request.query_params, "after")
         after = _parse_after(request.query_params.getlist("after"))
-        pipelines = await self._ask(after)
+        pipelines = await self._get_activity(after)
         return JSONResponse({"now": time.time(), "pipelines": pipelines})
 
 
-def _parse_after(given: Sequence[str]) -> AfterEach:
-    """Raises ParameterError."""
-    found = [AFTER.fullmatch(each) for each in given[: MAX_AFTER + 1]]
-    if None in found or len(found) > MAX_AFTER:
+def _parse_after(given: Sequence[str]) -> AfterByPipeline:
+    """Parse ``NAME:N`` of each pipeline. Raises ParameterError."""
+    matches = [AFTER.fullmatch(each) for each in given[: MAX_AFTER + 1]]
+    if None in matches or len(matches) > MAX_AFTER:
         raise ParameterError(
-            f"after must be NAME:N, for at most {MAX_AFTER} pipelines; GET /activity tells names and last numbers", "after"
+            f"after must be NAME:N, for at most {MAX_AFTER} pipelines; GET /activity has names and last numbers", "after"
         )
-    return {match[1]: int(match[2]) for match in found if match}
+    return {match[1]: int(match[2]) for match in matches if match}

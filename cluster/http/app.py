@@ -1,4 +1,4 @@
-"""HTTP: bytes in, OpenAI's objects out. Plain Starlette, so that it runs and is tested without Ray."""
+"""The API server: bytes in, OpenAI's objects out. It is plain Starlette, so that it runs and is tested without Ray."""
 
 import asyncio
 import json
@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.types import ExceptionHandler
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.expert_load import KEY, NO_EXPERTS, ExpertLoad, MeasuredLoad, parse_load
-from tramontane.cluster.http.body_limits import MAX_HELD, BodyLimiter
+from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.errors import ERROR_HANDLERS, json_error, request_id, request_owner
 from tramontane.cluster.http.failover_response import SCOPE_PROGRESS, SCOPE_RESUME, NodeAnnouncer
 from tramontane.cluster.http.openapi import OPERATIONS, Operations, openapi
@@ -44,60 +45,65 @@ from tramontane.router.tokenization.chat import ChatTemplate
 
 logger = logging.getLogger(__name__)
 
+# Rebalances experts for a load; returns how many experts were loaded for that, and by how many pipelines.
 MoveExperts = Callable[[ExpertLoad], Awaitable[tuple[int, int]]]
 
 
-class HttpApp:
-    """The endpoints. ``is_ready`` asks whether tokens can be made now, ``expert_load`` what experts have been given so far.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpAppConfig:
+    """What an ``HttpApp`` serves, and its bounds.
 
-    ``rebalance_experts`` has every pipeline follow a plan for such a load, and returns how many experts were loaded for that,
-    and by
-    how many pipelines; None: clients may not ask for it. ``chat``: how conversations become prompts. ``extra_routes`` are other
-    doors' endpoints, behind the same keys, and ``more_operations`` what the page of all endpoints says of them.
-    ``sends_request_id``: see ``AuthMiddleware``. ``slow_reader_s``: see ``BackpressureMiddleware``.
+    ``is_ready`` returns whether tokens can be made now, ``expert_load`` the tokens that experts have been given so far.
+    ``move_experts``: None if clients may not rebalance experts. ``chat``: how conversations become prompts. ``extra_routes``
+    are endpoints of others behind the same keys, and ``extra_operations`` describes them in ``/openapi.json``.
+    ``sends_request_id``: see ``AuthMiddleware``. ``slow_client_timeout_s``: see ``BackpressureMiddleware``. ``node`` and
+    ``model_digest``: see ``NodeAnnouncer``.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        source: TokenSource,
-        is_ready: Callable[[], Awaitable[bool]],
-        expert_load: Callable[[], Awaitable[MeasuredLoad]],
-        max_body: int,
-        writes_per_s: int,
-        move_experts: MoveExperts | None = None,
-        *,
-        chat: ChatTemplate | None = None,
-        keys: ApiKeys | None = None,
-        extra_routes: Sequence[Route] = (),
-        more_operations: Operations | None = None,
-        sends_request_id: bool = True,
-        slow_reader_s: float = math.inf,
-        bodies: BodyLimiter | None = None,
-        node_and_model: tuple[str, str] = ("", ""),
-    ) -> None:
-        self._model, self._source, self._is_ready, self._max_body = model, source, is_ready, max_body
-        self._bodies = bodies or BodyLimiter(max(MAX_HELD, max_body))  # a body as large as allowed has room, at least alone
-        self._expert_load, self._move_experts = expert_load, move_experts
-        self._chat = chat or NoChatTemplate("this server has no chat format")
-        self._keys = keys or ApiKeys()
-        self._says_its_node = Middleware(NodeAnnouncer, *node_and_model)
-        self._guard = Middleware(AuthMiddleware, keys=self._keys, sends_id=sends_request_id)
-        self._operations = {**OPERATIONS, **(more_operations or {})}
-        self._page: dict[str, Any] | None = None
-        self._more_routes, self._sends_request_id = extra_routes, sends_request_id
-        self._pacer, self._waits = Pacer(writes_per_s), Middleware(BackpressureMiddleware, limit_s=slow_reader_s)
+    model: ServedModel
+    source: TokenSource
+    is_ready: Callable[[], Awaitable[bool]]
+    expert_load: Callable[[], Awaitable[MeasuredLoad]]
+    max_body_bytes: int
+    writes_per_s: int  # of all streams together, see ``Pacer``
+    move_experts: MoveExperts | None = None
+    chat: ChatTemplate | None = None
+    keys: ApiKeys = field(default_factory=ApiKeys)
+    extra_routes: Sequence[Route] = ()
+    extra_operations: Operations = field(default_factory=dict)
+    sends_request_id: bool = True
+    slow_client_timeout_s: float = math.inf
+    body_limiter: BodyLimiter | None = None
+    node: str = ""
+    model_digest: str = ""
+
+
+class HttpApp:
+    """The API server: the endpoints over HTTP, as a Starlette application."""
+
+    def __init__(self, config: HttpAppConfig) -> None:
+        self._config, self._model, self._source = config, config.model, config.source
+        self._bodies = config.body_limiter or BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))  # one largest body fits
+        self._chat = config.chat or NoChatTemplate("this server has no chat format")
+        self._pacer = Pacer(config.writes_per_s)
+        self._openapi_page: dict[str, Any] | None = None
         self._started_at = int(time.time())
 
     def app(self) -> Starlette:
-        routes = self._routes()
+        """Build the Starlette application."""
+        config, routes = self._config, self._routes()
         handlers: dict[Any, ExceptionHandler] = {
             HTTPException: _not_found_handler(routes),
             **ERROR_HANDLERS,
-            Exception: _internal_error_handler(self._sends_request_id),
+            Exception: _internal_error_handler(config.sends_request_id),
         }
-        app = Starlette(routes=routes, exception_handlers=handlers, middleware=[self._says_its_node, self._guard, self._waits])
-        app.router.redirect_slashes = False  # a client that follows would come back with a GET
+        middleware = [
+            Middleware(NodeAnnouncer, config.node, config.model_digest),
+            Middleware(AuthMiddleware, keys=config.keys, sends_id=config.sends_request_id),
+            Middleware(BackpressureMiddleware, limit_s=config.slow_client_timeout_s),
+        ]
+        app = Starlette(routes=routes, exception_handlers=handlers, middleware=middleware)
+        app.router.redirect_slashes = False  # a client that follows a redirect sends a GET
         return app
 
     def _routes(self) -> list[Route]:
@@ -112,85 +118,96 @@ class HttpApp:
             Route("/openapi.json", self.openapi, methods=["GET"], include_in_schema=False),
             *docs_routes(),
             *ui_routes(),
-            Route("/experts", self.experts, methods=["GET", *(["POST"] if self._move_experts else [])]),
-            *self._more_routes,
+            Route("/experts", self.experts, methods=["GET", *(["POST"] if self._config.move_experts else [])]),
+            *self._config.extra_routes,
         ]
 
     async def models(self, _request: Request) -> Response:
+        """Answer ``GET /v1/models``."""
         return JSONResponse(model_list(self._model, self._started_at).as_json())
 
     async def model(self, request: Request) -> Response:
+        """Answer ``GET /v1/models/{name}``."""
         check_model_name(self._model, request.path_params["name"])
         return JSONResponse(model_entry(self._model, self._started_at).as_json())
 
     async def openapi(self, _request: Request) -> Response:
-        """Made when somebody first asks, which few doors see."""
-        if self._page is None:
-            own = version("tramontane")
-            self._page = openapi(self._routes(), self._operations, self._model.name, own, needs_key=self._keys.is_enabled)
-        return JSONResponse(self._page)
+        """Answer ``GET /openapi.json``; the page is built for the first request, which few ingresses ever get."""
+        if self._openapi_page is None:
+            operations, needs_key = {**OPERATIONS, **self._config.extra_operations}, self._config.keys.is_enabled
+            self._openapi_page = openapi(self._routes(), operations, self._model.name, version("tramontane"), needs_key=needs_key)
+        return JSONResponse(self._openapi_page)
 
     async def health(self, _request: Request) -> Response:
-        if await self._is_ready():
+        """Answer ``GET /health``: 200 if tokens can be made now, or else 503."""
+        if await self._config.is_ready():
             return JSONResponse(Health(status="ready").as_json())
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
     async def experts(self, request: Request) -> Response:
+        """Answer ``GET /experts`` with the measured load; ``POST /experts`` rebalances experts for the load in its body."""
         if request.method == "POST":
-            return await self._handle_move_experts(request)
-        load = await self._expert_load()
+            return await self._rebalance_experts(request)
+        load = await self._config.expert_load()
         if not load.num_pipelines:
-            return json_error(503, "no pipeline can tell its load now", "server_error", headers={"retry-after": "1"})
+            return json_error(503, "no pipeline can report its load now", "server_error", headers={"retry-after": "1"})
         if not load.tokens:
             return json_error(404, "the model has no experts", "invalid_request_error", code=NO_EXPERTS)
         return JSONResponse(load.as_data())
 
-    async def _handle_move_experts(self, request: Request) -> Response:
-        assert self._move_experts is not None
-        load = _parsed_load(await self._body(request))
-        num_moved, num_pipelines = await self._move_experts(load)
+    async def _rebalance_experts(self, request: Request) -> Response:
+        assert self._config.move_experts is not None
+        load = _parse_expert_load(await self._body(request))
+        num_moved, num_pipelines = await self._config.move_experts(load)
         return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
 
     async def tokenize(self, request: Request) -> Response:
+        """Answer ``POST /tokenize``."""
         parsed = parse_body(TokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
 
     async def detokenize(self, request: Request) -> Response:
+        """Answer ``POST /detokenize``."""
         parsed = parse_body(DetokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
         return JSONResponse((await detokenize(self._model, parsed)).as_json())
 
     async def completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/completions``."""
         arrived_at = time.monotonic()
-        begun: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
-        source = self._source_for(request, begun)
+        resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
+        source = self._source_for(request, resumed)
         parsed = parse_completion(await self._body(request))
         check_model_name(self._model, parsed.model)
-        if not begun.is_resumed:
+        if not resumed.is_resumed:
             source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=begun)
+        completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
         if not parsed.stream:
             return JSONResponse(await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
         return await self._stream(request, completion, source, parsed.includes_usage)
 
     async def chat_completions(self, request: Request) -> Response:
+        """Answer ``POST /v1/chat/completions``."""
         arrived_at = time.monotonic()
-        begun: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
-        source = self._source_for(request, begun)
+        resumed: ResumeState = request.scope.get(SCOPE_RESUME) or ResumeState()
+        source = self._source_for(request, resumed)
         parsed = parse_chat(await self._body(request))
         check_model_name(self._model, parsed.model)
-        if not begun.is_resumed:
+        if not resumed.is_resumed:
             source.check_capacity(parsed.n)
-        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, begun)
+        chat = await ChatCompletion.prepare(self._model, self._chat, parsed, arrived_at, resumed)
         if not parsed.stream:
             return JSONResponse(await chat.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
         return await self._stream(request, chat, source, parsed.includes_usage, chat.opening())
 
-    def _source_for(self, request: Request, begun: ResumeState) -> RequestTokenSource:
-        """Before the body is read and parsed. Raises DrainingError, and OverloadedError where not even one sequence has room."""
-        source = RequestTokenSource(self._source, request_owner(request), _deadline(request, begun), request_id(request))
-        if not begun.is_resumed:
+    def _source_for(self, request: Request, resumed: ResumeState) -> RequestTokenSource:
+        """Make the request's source before its body is read.
+
+        Raises DrainingError, ParameterError for a bad timeout, and OverloadedError if not even one sequence could wait.
+        """
+        source = RequestTokenSource(self._source, request_owner(request), _deadline(request, resumed), request_id(request))
+        if not resumed.is_resumed:
             source.check_capacity(1)
         return source
 
@@ -202,7 +219,7 @@ class HttpApp:
         includes_usage: bool,
         opening: dict[str, Any] | None = None,
     ) -> Response:
-        """The first tokens decide between a stream and an error with a status of its own."""
+        """Wait for the first tokens, which decide between a stream and an error with a status of its own."""
         changes = answer.stream(source)
         first = await anext(changes)
         events = sse_events(
@@ -212,18 +229,21 @@ class HttpApp:
 
     async def _body(self, request: Request) -> bytes:
         try:
-            return await self._bodies.read(request, self._max_body)
+            return await self._bodies.read(request, self._config.max_body_bytes)
         except OverloadedError as error:
             self._model.counts.record_refusal(error)
             raise
 
 
-def _deadline(request: Request, begun: ResumeState) -> float:
-    """By the event loop's clock: of 30 s, another door that was lost has had 12, so 18 are left. Raises ParameterError."""
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - begun.waited_s
+def _deadline(request: Request, resumed: ResumeState) -> float:
+    """Return the deadline by the event loop's clock: of 30 s, an ingress that was lost has used 12, so 18 are left.
+
+    Raises ParameterError.
+    """
+    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - resumed.waited_s
 
 
-def _parsed_load(body: bytes) -> ExpertLoad:
+def _parse_expert_load(body: bytes) -> ExpertLoad:
     try:
         return parse_load(json.loads(body))
     except (ValueError, TypeError, LookupError, RecursionError) as error:
@@ -231,7 +251,7 @@ def _parsed_load(body: bytes) -> ExpertLoad:
 
 
 def _not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """No such path, or not with this method."""
+    """Make the handler for paths that do not exist, and for methods that a path does not have."""
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -240,7 +260,7 @@ def _not_found_handler(routes: Sequence[Route]) -> Callable[[Request, Exception]
             return json_error(
                 error.status_code, f"{path} is not here; GET /openapi.json lists what is, /docs shows it", "invalid_request_error"
             )
-        methods = _methods(routes, request)  # of all routes with this path; the error knows one
+        methods = _methods(routes, request)  # of all routes with this path; the error has those of one
         message = f"{path} does not take {request.method:.20}; it takes {' and '.join(m for m in methods if m != 'HEAD')}"
         return json_error(error.status_code, message, "invalid_request_error", headers={"allow": ", ".join(methods)})
 
@@ -254,9 +274,11 @@ def _methods(routes: Sequence[Route], request: Request) -> list[str]:
 
 def _internal_error_handler(sends_request_id: bool) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(request: Request, error: Exception) -> Response:
-        own_id = request_id(request)
-        logger.error("request %s met a defect of the server", own_id, exc_info=error, extra=request_fields(own_id))
-        headers = {"x-request-id": own_id} if sends_request_id else {}  # the guard is further inside, and does not see this
+        failed_id = request_id(request)
+        logger.error("request %s failed by a defect of the server", failed_id, exc_info=error, extra=request_fields(failed_id))
+        headers = (
+            {"x-request-id": failed_id} if sends_request_id else {}
+        )  # AuthMiddleware is further inside, and does not see this
         return json_error(500, "the server has a defect; its log says more", "server_error", headers=headers)
 
     return answer

@@ -1,7 +1,4 @@
-"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, and results while a job runs.
-
-What ``/openapi.json`` says of the doors of batch jobs.
-"""
+"""HTTP for batch jobs: OpenAI's /v1/files and /v1/batches, results while a job runs, and their part of ``/openapi.json``."""
 
 import logging
 from collections.abc import AsyncGenerator, Iterator
@@ -39,6 +36,9 @@ from tramontane.router.batch.store import StoredJob
 
 logger = logging.getLogger(__name__)
 
+MAX_BATCH_BODY = 64 * 2**10
+MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
+MAX_FIELDS = 8
 JSONL = "application/jsonl"
 TEXT: JsonSchema = {"type": "string"}
 ORDER: JsonSchema = {"enum": ["asc", "desc"]}
@@ -73,18 +73,15 @@ BATCH_OPERATIONS: Operations = MappingProxyType(
     }
 )
 
-MAX_BATCH_BODY = 64 * 2**10
-MULTIPART_OVERHEAD = 64 * 2**10  # of boundaries, headers and the other fields
-MAX_FIELDS = 8
-
 
 class BatchEndpoints:
-    """The endpoints. Its routes are for another application to take in."""
+    """The endpoints of batch jobs, whose routes are added to an ``HttpApp``."""
 
     def __init__(self, service: BatchService, bodies: BodyLimiter | None = None) -> None:
         self._service, self._keep_s, self._bodies = service, service.limits.keep_s, bodies or BodyLimiter()
 
     def routes(self) -> list[Route]:
+        """Return the routes."""
         return [
             Route("/v1/files", self.upload, methods=["POST"]),
             Route("/v1/files", self.list_files, methods=["GET"]),
@@ -99,10 +96,10 @@ class BatchEndpoints:
         ]
 
     async def upload(self, request: Request) -> Response:
-        """A form with ``file`` and ``purpose``. What is larger than 1 MiB waits on disk until it is whole."""
+        """Answer ``POST /v1/files``, a form with ``file`` and ``purpose``. Files above 1 MiB are spooled to disk."""
         _require_multipart(request.headers.get("content-type", ""))
-        most = self._service.limits.max_bytes + MULTIPART_OVERHEAD
-        parser = MultiPartParser(request.headers, self._bodies.stream(request, most), max_files=1, max_fields=MAX_FIELDS)
+        max_body = self._service.limits.max_bytes + MULTIPART_OVERHEAD
+        parser = MultiPartParser(request.headers, self._bodies.stream(request, max_body), max_files=1, max_fields=MAX_FIELDS)
         try:
             form = await parser.parse()
         except (MultiPartException, KeyError, UnicodeError) as error:
@@ -115,6 +112,7 @@ class BatchEndpoints:
         return JSONResponse(file_object(record, self._keep_s))
 
     async def list_files(self, request: Request) -> Response:
+        """Answer ``GET /v1/files``."""
         query = request.query_params
         check_query(query, "limit", "after", "order", "purpose")
         limit = parse_limit(query, MAX_FILE_LIST, MAX_FILE_LIST)
@@ -125,55 +123,61 @@ class BatchEndpoints:
         return JSONResponse(paginate([file_object(file, self._keep_s) for file in files], limit))
 
     async def file(self, request: Request) -> Response:
+        """Answer ``GET /v1/files/{file_id}``."""
         return JSONResponse(file_object(await self._service.file(request.path_params["file_id"]), self._keep_s))
 
     async def delete_file(self, request: Request) -> Response:
+        """Answer ``DELETE /v1/files/{file_id}``."""
         file_id = request.path_params["file_id"]
         await self._service.delete_file(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
     async def content(self, request: Request) -> Response:
+        """Answer ``GET /v1/files/{file_id}/content``."""
         record = await self._service.file(request.path_params["file_id"])
         pieces = await self._service.content(record.file_id)
         headers = {"content-length": str(record.num_bytes)}
         return StreamingResponse(pieces, media_type=JSONL, headers=headers)
 
     async def create(self, request: Request) -> Response:
-        """Answers once all lines are stored. With an ``idempotency-key`` that was seen before it is the same job."""
+        """Answer ``POST /v1/batches`` once all lines are stored; an ``idempotency-key`` seen before returns the same job."""
         parsed = parse_batch(await self._bodies.read(request, MAX_BATCH_BODY))
         key = request.headers.get("idempotency-key")
         return self._batch(await self._service.submit_file(parsed.input_file_id, parsed.options, key))
 
     async def list_batches(self, request: Request) -> Response:
+        """Answer ``GET /v1/batches``."""
         check_query(request.query_params, "limit", "after")
         limit = parse_limit(request.query_params, 20, MAX_LIST)
         jobs = await self._service.list_stored(limit + 1, request.query_params.get("after"))
         return JSONResponse(paginate([batch_object(job, self._keep_s) for job in jobs], limit))
 
     async def batch(self, request: Request) -> Response:
+        """Answer ``GET /v1/batches/{job_id}``."""
         return self._batch(await self._service.get_stored(request.path_params["job_id"]))
 
     async def cancel(self, request: Request) -> Response:
+        """Answer ``POST /v1/batches/{job_id}/cancel``."""
         return self._batch(await self._service.cancel_stored(request.path_params["job_id"]))
 
     async def results(self, request: Request) -> Response:
-        """Answers and errors in one stream, as lines of the output file, from ``offset`` on until the job has ended."""
+        """Stream answers and errors as lines of the output file, from ``offset`` on until the job has ended."""
         check_query(request.query_params, "offset")
-        given = request.query_params.get("offset", "0")
-        if not (given.isascii() and given.isdecimal() and len(given) < 16):
-            raise ParameterError(f"offset is {given!r:.60}; it must be a whole number from 0", "offset")
+        offset = request.query_params.get("offset", "0")
+        if not (offset.isascii() and offset.isdecimal() and len(offset) < 16):
+            raise ParameterError(f"offset is {offset!r:.60}; it must be a whole number from 0", "offset")
         job_id = (await self._service.get_stored(request.path_params["job_id"])).job.job_id
-        lines = _result_lines(self._service, job_id, int(given))
-        await anext(lines)  # refused while there still can be a status
+        lines = _result_lines(self._service, job_id, int(offset))
+        await anext(lines)  # a refusal needs to come before the response has a status
         return StreamingResponse(lines, media_type=JSONL)
 
     def _batch(self, job: StoredJob) -> Response:
         return JSONResponse(batch_object(job, self._keep_s))
 
 
-def _require_multipart(given: str) -> None:
-    """Python knows charsets that make names of what is no text. Raises JobRefusedError."""
-    kind, parameters = parse_options_header(given)
+def _require_multipart(content_type: str) -> None:
+    """Raise JobRefusedError for another type, or a charset other than utf-8: some of Python's decode any bytes to names."""
+    kind, parameters = parse_options_header(content_type)
     if kind.lower() != b"multipart/form-data":
         raise JobRefusedError("the body must be multipart/form-data with file and purpose")
     if parameters.get(b"charset", b"utf-8").lower() not in (b"utf-8", b"utf8"):
@@ -181,7 +185,7 @@ def _require_multipart(given: str) -> None:
 
 
 def _file_of(form: FormData) -> UploadFile:
-    """Raises RequestError."""
+    """Return the form's file. Raises RequestError if the form is not as it must be."""
     if form.get("purpose") != "batch":
         raise ParameterError("purpose must be batch", "purpose")
     file = form.get("file")
@@ -200,13 +204,13 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
 
 
 async def _result_lines(service: BatchService, job_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-    """An empty piece first, once there is room for one more stream. Raises OverloadedError."""
+    """Yield an empty piece once one more stream is admitted, then the lines. Raises OverloadedError if it is not."""
     with service.streaming():
         yield b""
         async with aclosing(service.stored_results(job_id, offset)) as results:
             try:
                 async for result in results:
                     yield result_line(job_id, result)
-            except TramontaneError as error:  # the client sees a stream that broke off, and may come back
+            except TramontaneError as error:  # the client sees a stream that broke off, and may ask again
                 logger.warning("results of %s broke off: %s", job_id, error)
                 raise

@@ -1,4 +1,4 @@
-"""What goes wrong, in OpenAI's shape and with the status that fits."""
+"""Error responses in OpenAI's shape, with the status of each error."""
 
 import logging
 from collections.abc import Mapping
@@ -19,20 +19,21 @@ from tramontane.router.openai.responses import ErrorType
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
-DRAIN_RETRY_S = "5"  # somebody else may serve by then
+DRAIN_RETRY_S = "5"  # another server may have taken over by then
 
 
 def error_response(error: TramontaneError) -> JSONResponse:
-    shape = _shape(error)
+    """Return the response for an error, with ``retry-after`` where a client should try again."""
+    spec = _error_spec(error)
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError):
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, DrainingError | PipelineError):
         headers["retry-after"] = DRAIN_RETRY_S if isinstance(error, DrainingError) else "1"
-    return JSONResponse(shape.body(str(error)), shape.status, headers)
+    return JSONResponse(spec.body(str(error)), spec.status, headers)
 
 
-def _shape(error: TramontaneError) -> HttpErrorSpec:
+def _error_spec(error: TramontaneError) -> HttpErrorSpec:
     match error:
         case BodyTooLargeError():
             return HttpErrorSpec(413, "invalid_request_error")
@@ -42,7 +43,7 @@ def _shape(error: TramontaneError) -> HttpErrorSpec:
 
 
 def log_and_respond(error: TramontaneError, request_id: str) -> JSONResponse:
-    """As ``error_response``; what is not the client's fault goes into the log, unless the server is meant to refuse it."""
+    """Return ``error_response``, and log errors that are not the client's fault, unless the server refuses on purpose."""
     response = error_response(error)
     if response.status_code >= HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, DrainingError):
         logger.warning("request %s failed: %s", request_id, error, extra=request_fields(request_id))
@@ -50,12 +51,12 @@ def log_and_respond(error: TramontaneError, request_id: str) -> JSONResponse:
 
 
 def request_id(request: Request) -> str:
-    """As the client or a proxy said it, or as ``AuthMiddleware`` made it."""
+    """Return the request's id: the client's or a proxy's, or the one that ``AuthMiddleware`` made."""
     return str(getattr(request.state, "request_id", "-"))
 
 
 def request_owner(request: Request) -> int:
-    """A number for the key with which it came, as ``AuthMiddleware`` says it."""
+    """Return a number that stands for the request's API key, as ``AuthMiddleware`` set it."""
     return int(getattr(request.state, "owner", 0))
 
 
@@ -65,11 +66,11 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 async def _client_closed(_request: Request, _error: Exception) -> Response:
-    """Nobody sees it, but servers want a status."""
+    """Return a status that no client sees, but that a server requires."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-# What every application of ours answers, whichever of its doors has raised.
+# Handlers that every application of ours has.
 ERROR_HANDLERS: Mapping[Any, ExceptionHandler] = MappingProxyType({TramontaneError: _failed, ClientDisconnect: _client_closed})
 
 
@@ -81,4 +82,5 @@ def json_error(
     code: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> JSONResponse:
+    """Return an error response in OpenAI's shape."""
     return JSONResponse(error_body(message, type, param, code), status, headers)

@@ -1,4 +1,4 @@
-"""In Ray Serve's HTTP proxy: an answer whose door dies goes on with another door, unseen by the client."""
+"""Failover in Ray Serve's HTTP proxy: another ingress continues a response whose ingress is lost, unseen by the client."""
 
 import asyncio
 import logging
@@ -11,53 +11,56 @@ from tramontane.cluster.http.failover_response import SCOPE_RESUME, FailoverResp
 from tramontane.proto.log_fields import REQUEST_ID_HEADER, request_fields
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before a door is asked again that was soon gone and told nothing
-QUICK_FAILURE_S = 5.0  # a door that had a request for longer was well until then
-PATIENT_S = 40.0  # a door that refuses after longer has tried by itself, and the next one could do no more
-MAX_DOORS = 20  # for one answer, while none of them tells anything: it may be what they die of
-MAX_BODY = 8 * 2**20  # as much as a door takes, unless it is told otherwise
-MAX_BODIES = 256 * 2**20  # of all requests together; beyond that a request is as mortal as its door
+PAUSES_S = (0.1, 0.5, 2.0, 10.0, 30.0)  # before another attempt, after an ingress that was soon lost and sent no update
+QUICK_FAILURE_S = 5.0  # an ingress that had the request for longer was healthy until then
+MAX_ATTEMPT_S = 40.0  # an ingress that refuses after longer has retried by itself, and the next one could do no more
+MAX_INGRESSES = 20  # for one response, while none of them sends an update: the request may be what they die of
+MAX_BODY = 8 * 2**20  # as much as an ingress reads by default
+MAX_BODIES = 256 * 2**20  # of all requests together; further requests are lost with their ingress
 
 logger = logging.getLogger(__name__)
 
 
 class FailoverMiddleware:
-    """ASGI middleware. Ray Serve shows a door's death as a response that does not end, or does not even begin.
+    """ASGI middleware of a proxy. Ray Serve shows the death of an ingress as a response that does not end, or does not start.
 
-    That of a door's whole machine it does not show: who waits for a response over gRPC is not told. So the door is given up when
-    Ray declares its node dead.
-    What a door itself has answered stands; only a door that is asked to go on may be asked again when it is full or failing.
+    It does not show the loss of the ingress's whole machine: nothing informs a caller that waits for a response over gRPC. So
+    the ingress is given up when Ray declares its node dead. What the first ingress answers stands; only one that was to
+    continue a response may be followed by another attempt when it is full or failing.
     """
 
     def __init__(self, app: ASGIApp, nodes: DeadNodeWatcher | None = None) -> None:
         self._app = app
         self._nodes = nodes or DeadNodeWatcher()
-        self._num_kept = 0  # bytes of bodies
+        self._num_buffered = 0  # bytes of bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Relay a request; one for a completion may move to another ingress."""
         if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].endswith(PATHS):
             await self._app(scope, receive, send)
             return
         body, response = _BufferedBody(receive), FailoverResponse(send)
-        if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):  # else every door would be given another one
-            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.answer.id.encode())]}
-        tries = _FailoverBudget()
+        if all(name != REQUEST_ID_HEADER for name, _ in scope["headers"]):  # else every ingress would get another id
+            scope = {**scope, "headers": [*scope["headers"], (REQUEST_ID_HEADER, response.state.id.encode())]}
+        budget = _FailoverBudget()
         try:
-            while tries.are_left:
-                was_lost = await self._ask({**scope, SCOPE_RESUME: response.answer}, self._replayable_receive(body), response)
-                if response.has_ended or body.has_left or not (body.is_kept and response.can_go_on):
+            while budget.is_left:
+                is_node_lost = await self._attempt(
+                    {**scope, SCOPE_RESUME: response.state}, self._replayable_receive(body), response
+                )
+                if response.has_ended or body.is_disconnected or not (body.is_buffered and response.is_resumable):
                     return
-                why = "the door of answer %s is gone; another is asked to go on"
-                logger.warning(why, response.answer.id, extra=request_fields(_request_id(scope)))
-                pause = tries.pause_after(response, was_lost)
+                message = "the ingress of answer %s is lost; another one continues it"
+                logger.warning(message, response.state.id, extra=request_fields(_request_id(scope)))
+                pause = budget.next_pause(response, is_node_lost)
                 await asyncio.sleep(pause)
-                response.retry(tries.waited_s)
+                response.retry(budget.waited_s)
             await response.fail(scope, receive)
         finally:
-            self._num_kept -= body.forget()
+            self._num_buffered -= body.clear()
 
-    async def _ask(self, scope: Scope, receive: Receive, response: FailoverResponse) -> bool:
-        """One door, until it has answered or is known to be lost with its node, which is returned."""
+    async def _attempt(self, scope: Scope, receive: Receive, response: FailoverResponse) -> bool:
+        """Run one ingress until it has answered or is lost; return whether its node was lost."""
         answering = asyncio.ensure_future(self._app(scope, receive, response.send))
         losing = asyncio.ensure_future(self._nodes.wait_until_dead(lambda: response.node))
         try:
@@ -68,21 +71,21 @@ class FailoverMiddleware:
                 task.cancel()
             await asyncio.wait((answering, losing))
         if is_answered:
-            await answering  # raises what it has raised
+            await answering  # raises what the application has raised
         return not is_answered
 
     def _replayable_receive(self, body: "_BufferedBody") -> Receive:
-        """What a door reads, from the beginning again."""
-        knows_all = not body.has_begun
+        """Make a ``receive`` that reads the body from its start."""
+        is_replayed = not body.has_begun
 
         async def receive() -> Message:
-            nonlocal knows_all
-            if not knows_all:
-                knows_all = True
-                return body.so_far()
+            nonlocal is_replayed
+            if not is_replayed:
+                is_replayed = True
+                return body.replay()
             message = await body.receive()
-            if body.is_kept and message["type"] == "http.request":
-                self._num_kept += body.keep(message, room=MAX_BODIES - self._num_kept)
+            if body.is_buffered and message["type"] == "http.request":
+                self._num_buffered += body.add(message, max_bytes=MAX_BODIES - self._num_buffered)
             return message
 
         return receive
@@ -93,64 +96,67 @@ def _request_id(scope: Scope) -> str:
 
 
 class _FailoverBudget:
-    """How often, and when, another door is asked to go on with one answer."""
+    """Decides how often, and when, another ingress gets a response to continue."""
 
     def __init__(self) -> None:
-        self._num_news = self._num_doors = 0
+        self._num_updates = self._num_ingresses = 0
         self._pauses = iter(PAUSES_S)
-        self._began_at = self._asked_at = asyncio.get_running_loop().time()
-        self.are_left = True
+        self._started_at = self._attempted_at = asyncio.get_running_loop().time()
+        self.is_left = True
 
     @property
     def waited_s(self) -> float:
-        """Since the first door was asked."""
-        return asyncio.get_running_loop().time() - self._began_at
+        """Seconds since the first ingress got the request."""
+        return asyncio.get_running_loop().time() - self._started_at
 
-    def pause_after(self, response: FailoverResponse, was_lost: bool) -> float:
-        """Of a door that is gone. A lost node does not count against the answer, nor does a door that had it for some time."""
+    def next_pause(self, response: FailoverResponse, is_node_lost: bool) -> float:
+        """Return how long to wait after an ingress was lost.
+
+        Neither a lost node nor an ingress that had the request for some time counts against the request.
+        """
         now, pause = asyncio.get_running_loop().time(), 0.0
-        is_news = response.num_news > self._num_news
-        if is_news or (response.node is not None and now - self._asked_at > QUICK_FAILURE_S):
+        has_progressed = response.num_updates > self._num_updates
+        if has_progressed or (response.node is not None and now - self._attempted_at > QUICK_FAILURE_S):
             self._pauses = iter(PAUSES_S)
-        self._num_doors = 0 if is_news else self._num_doors
-        self._num_news = response.num_news
-        if not was_lost:
-            self._num_doors += 1
+        self._num_ingresses = 0 if has_progressed else self._num_ingresses
+        self._num_updates = response.num_updates
+        if not is_node_lost:
+            self._num_ingresses += 1
             pause = next(self._pauses, math.inf)
-            was_tried = response.is_refused and now - self._asked_at > PATIENT_S
-            self.are_left = pause < math.inf and self._num_doors < MAX_DOORS and not was_tried
-        self._asked_at = now + pause
-        return pause if self.are_left else 0.0
+            was_long = response.is_refused and now - self._attempted_at > MAX_ATTEMPT_S
+            self.is_left = pause < math.inf and self._num_ingresses < MAX_INGRESSES and not was_long
+        self._attempted_at = now + pause
+        return pause if self.is_left else 0.0
 
 
 class _BufferedBody:
-    """Of one request, as far as it has been read; in one piece, since the parts may be millions of a byte each."""
+    """The body of one request, as far as it has been read; in one piece, since its parts may be millions of single bytes."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._kept, self._has_more = bytearray(), True
-        self.has_begun, self.is_kept, self.has_left = False, True, False
+        self._buffer, self._has_more = bytearray(), True
+        self.has_begun, self.is_buffered, self.is_disconnected = False, True, False
 
-    def so_far(self) -> Message:
-        return {"type": "http.request", "body": bytes(self._kept), "more_body": self._has_more}
+    def replay(self) -> Message:
+        return {"type": "http.request", "body": bytes(self._buffer), "more_body": self._has_more}
 
     async def receive(self) -> Message:
         message = await self._receive()
-        self.has_left |= message["type"] == "http.disconnect"
+        self.is_disconnected |= message["type"] == "http.disconnect"
         return message
 
-    def keep(self, message: Message, room: int) -> int:
-        """Returns how many bytes more are kept now. Where it is too much, nothing of this body is kept any more."""
+    def add(self, message: Message, max_bytes: int) -> int:
+        """Buffer a part, and return how many bytes more are buffered now. A body that gets too large is dropped whole."""
         part = message.get("body", b"")
-        if len(self._kept) + len(part) > MAX_BODY or len(part) > room:
-            self.is_kept = False
-            return -self.forget()
-        self._kept += part
+        if len(self._buffer) + len(part) > MAX_BODY or len(part) > max_bytes:
+            self.is_buffered = False
+            return -self.clear()
+        self._buffer += part
         self.has_begun, self._has_more = True, message.get("more_body", False)
         return len(part)
 
-    def forget(self) -> int:
-        """Returns how many bytes it has kept."""
-        num_bytes = len(self._kept)
-        self._kept = bytearray()
+    def clear(self) -> int:
+        """Drop the buffer, and return how many bytes it had."""
+        num_bytes = len(self._buffer)
+        self._buffer = bytearray()
         return num_bytes

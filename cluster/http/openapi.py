@@ -1,4 +1,4 @@
-"""``/openapi.json``: what the door takes and answers, from the models that read requests and the routes that there are."""
+"""``/openapi.json``: requests and responses of the API server, built from its routes and the models that parse requests."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.routing import Route
 
-from tramontane.router.openai import responses as answers
+from tramontane.router.openai import responses as responses
 from tramontane.router.openai.chat_request import ChatRequest
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
@@ -18,7 +18,6 @@ from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest
 REF_TEMPLATE = "#/components/schemas/{model}"
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}  # JSON, and at the end [DONE]
-
 JSON = "application/json"
 
 JsonSchema = dict[str, Any]
@@ -26,9 +25,9 @@ JsonSchema = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One method of one path. ``body`` and ``answer`` are JSON, or of the types given; ``streams``: it may answer in events.
+    """One method of one path. ``body`` and ``answer`` are JSON unless their types say otherwise.
 
-    ``example``: a body that is answered. ``query``: what may come behind a question mark.
+    ``streams``: it may answer with server-sent events. ``example``: a valid body. ``query``: schemas of query parameters.
     """
 
     summary: str
@@ -53,30 +52,30 @@ OPERATIONS: Operations = MappingProxyType(
     {
         ("POST", "/v1/completions"): Operation(
             "Continue prompts",
-            answers.CompletionAnswer,
+            responses.CompletionAnswer,
             ERRORS_OF_TOKENS,
             CompletionRequest,
             {"prompt": "ROMEO:", "max_tokens": 16},
             streams=True,
         ),
         ("POST", "/v1/chat/completions"): Operation(
-            "Answer in a conversation", answers.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
+            "Answer in a conversation", responses.ChatAnswer, ERRORS_OF_TOKENS, ChatRequest, CHAT_EXAMPLE, streams=True
         ),
-        ("GET", "/v1/models"): Operation("The model that is served, as a list", answers.ModelList),
-        ("GET", "/v1/models/{name}"): Operation("The model that is served", answers.Model, (404,)),
+        ("GET", "/v1/models"): Operation("The model that is served, as a list", responses.ModelList),
+        ("GET", "/v1/models/{name}"): Operation("The model that is served", responses.Model, (404,)),
         ("POST", "/tokenize"): Operation(
-            "Token ids of a text or a conversation", answers.Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}
+            "Token ids of a text or a conversation", responses.Tokens, ERRORS_OF_MODEL, TokenizeRequest, {"prompt": "What news?"}
         ),
         ("POST", "/detokenize"): Operation(
-            "The text of token ids", answers.Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
+            "The text of token ids", responses.Detokenized, ERRORS_OF_MODEL, DetokenizeRequest, {"tokens": [1, 300]}
         ),
-        ("GET", "/health"): Operation("Whether tokens can be made now", answers.Health, (503,)),
-        ("GET", "/experts"): Operation("Tokens that each expert was given", answers.ExpertTokens, (404, 503)),
+        ("GET", "/health"): Operation("Whether tokens can be made now", responses.Health, (503,)),
+        ("GET", "/experts"): Operation("Tokens that were routed to each expert", responses.ExpertTokens, (404, 503)),
         ("POST", "/experts"): Operation(
             "Spread the experts by another load",
-            answers.MoveExpertsResponse,
+            responses.MoveExpertsResponse,
             (*ERRORS_OF_BODY, 503),
-            answers.MoveExpertsRequest,
+            responses.MoveExpertsRequest,
             LOAD_EXAMPLE,
         ),
     }
@@ -84,11 +83,11 @@ OPERATIONS: Operations = MappingProxyType(
 
 
 def openapi(routes: Sequence[Route], operations: Operations, model: str, version: str, *, needs_key: bool) -> dict[str, Any]:
-    """OpenAPI 3.1, of every route that is in the schema; routes without an operation are named and no more.
+    """Build the OpenAPI 3.1 page of all routes that are in the schema; those without an operation are only named.
 
-    ``model``: the name by which requests may call it.
+    ``model``: the name that requests may give as ``model``.
     """
-    described = [(method, path, operations.get((method, path), Operation(path))) for method, path in _operations_of(routes)]
+    described = [(method, path, operations.get((method, path), Operation(path))) for method, path in _route_methods(routes)]
     paths: dict[str, dict[str, Any]] = {}
     for method, path, operation in described:
         errors = (*operation.errors, *((401,) if needs_key and path != "/health" else ()))
@@ -101,7 +100,7 @@ def openapi(routes: Sequence[Route], operations: Operations, model: str, version
     return page | {"components": components}
 
 
-def _operations_of(routes: Sequence[Route]) -> Iterator[tuple[str, str]]:
+def _route_methods(routes: Sequence[Route]) -> Iterator[tuple[str, str]]:
     for route in routes:
         for method in sorted((route.methods or set()) - {"HEAD"}) if route.include_in_schema else ():
             yield method, route.path_format
@@ -111,20 +110,20 @@ def _operation_object(operation: Operation, path: str, errors: Sequence[int]) ->
     content = {operation.answer_type: {"schema": _ref(operation.answer) if operation.answer else {}}}
     if operation.streams:
         content["text/event-stream"] = {"schema": EVENT}
-    responses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
+    statuses: dict[str, Any] = {"200": {"description": "OK", "content": content}}
     for status in errors:
-        error = {JSON: {"schema": _ref(answers.Error)}}
-        responses[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
-    described: dict[str, Any] = {"summary": operation.summary, "responses": responses}
+        error = {JSON: {"schema": _ref(responses.Error)}}
+        statuses[str(status)] = {"description": HTTPStatus(status).phrase, "content": error}
+    described: dict[str, Any] = {"summary": operation.summary, "responses": statuses}
     if operation.body is not None:
         example = {"example": dict(operation.example)} if operation.example else {}
         body = {operation.body_type: {"schema": _ref(operation.body)} | example}
         described["requestBody"] = {"required": True, "content": body}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    named = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
-    asked = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
-    if named or asked:
-        described["parameters"] = named + asked
+    in_path = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names]
+    in_query = [{"name": name, "in": "query", "schema": schema} for name, schema in operation.query.items()]
+    if in_path or in_query:
+        described["parameters"] = in_path + in_query
     return described
 
 
@@ -133,21 +132,21 @@ def _ref(model: type[BaseModel]) -> JsonSchema:
 
 
 def _schemas(operations: Sequence[Operation], model: str) -> JsonSchema:
-    """Requests as they are read, answers as they are written."""
+    """Build the schemas of requests as they are read, and of responses as they are written."""
     bodies = {operation.body for operation in operations if operation.body}
-    told = {operation.answer for operation in operations if operation.answer} | {answers.Error}
-    kinds = sorted(bodies | told, key=lambda kind: kind.__name__)
+    returned = {operation.answer for operation in operations if operation.answer} | {responses.Error}
+    kinds = sorted(bodies | returned, key=lambda kind: kind.__name__)
     _, page = models_json_schema([(kind, "validation") for kind in kinds], ref_template=REF_TEMPLATE)
     schemas: dict[str, JsonSchema] = page["$defs"]
-    for name in _names_below(schemas, [kind.__name__ for kind in bodies]):
+    for name in _reachable_names(schemas, [kind.__name__ for kind in bodies]):
         _make_nullable(schemas[name])
         if "model" in schemas[name].get("properties", {}):
             schemas[name]["properties"]["model"]["anyOf"] = [{"const": model}, {"type": "null"}]
     return schemas
 
 
-def _names_below(schemas: Mapping[str, JsonSchema], names: Sequence[str]) -> set[str]:
-    """These schemas, and those that they refer to."""
+def _reachable_names(schemas: Mapping[str, JsonSchema], names: Sequence[str]) -> set[str]:
+    """Return these names of schemas, and all names that they refer to."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -168,7 +167,7 @@ def _refs(schema: Any) -> Iterator[str]:  # noqa: ANN401 - any JSON
 
 
 def _make_nullable(schema: JsonSchema) -> None:
-    """What may be left out of a request may also be null: clients send it for what they were not given."""
+    """Let fields with a default be null as well: clients send null for parameters that they do not set."""
     for name, written in schema.get("properties", {}).items():
         if "default" in written and {"type": "null"} not in written.get("anyOf", ()):
             kept = {key: written.pop(key) for key in ("title", "description") if key in written}

@@ -1,7 +1,7 @@
-"""Clients that do not read what they asked for: their answers stand still, and after a while they are dropped.
+"""Back-pressure for clients that do not read their responses: these wait, and the client is dropped after a timeout.
 
-Ray Serve passes an application's answer on through a queue without a bound, so that writing never waits; what is in it is
-looked at here. Behind it everything waits for whoever reads: gRPC between replica and proxy, and the proxy's HTTP server.
+Ray Serve passes a response on through an unbounded queue, so writing never waits; its length is observed here. Everything
+behind it waits for its reader: gRPC between replica and proxy, and the proxy's HTTP server.
 """
 
 import asyncio
@@ -12,21 +12,21 @@ import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tramontane.proto.log_fields import request_fields
 
+TIMEOUT_HEADER = "x-slow-reader-timeout"  # from an ingress to its proxy, seconds; not sent to clients
+MAX_BUFFERED = 16  # writes of a stream
+POLL_INTERVAL_S = 0.05
+PIECE_BYTES = 2**16  # an HTTP server buffers a write whole, however large, and lets only the next one wait
+
 logger = logging.getLogger(__name__)
 
-LIMIT = "x-slow-reader-timeout"  # from a door to its proxy, seconds; clients do not see it
-MOST_UNREAD = 16  # writes of a stream
-LOOK_EVERY_S = 0.05
-PIECE = 2**16  # an HTTP server takes a write whole, however large, and lets the next one wait
-
-answer_queue: ContextVar[Any] = ContextVar("answers")  # Ray Serve's queue for the request that is being answered
+# Returns how many messages Ray Serve holds for the request that is being answered; set by ``response_queues``.
+buffered_messages: ContextVar[Callable[[], int]] = ContextVar("buffered_messages")
 
 
 class SlowReaderError(Exception):
@@ -34,20 +34,20 @@ class SlowReaderError(Exception):
 
 
 def num_buffered() -> int:
-    """Messages of this request's answer that nobody has fetched; 0 where Ray Serve is not between."""
-    queue = answer_queue.get(None)
-    return len(queue._message_queue) if queue is not None else 0
+    """Return how many messages of this request's response are not fetched yet; 0 without Ray Serve."""
+    buffered = buffered_messages.get(None)
+    return buffered() if buffered is not None else 0
 
 
-def with_backpressure(send: Send, limit_s: float, unread: Callable[[], int] = num_buffered) -> Send:
-    """Writes, and waits while much is unread. Raises SlowReaderError where that takes longer than the limit."""
+def with_backpressure(send: Send, limit_s: float, count_buffered: Callable[[], int] = num_buffered) -> Send:
+    """Wrap ``send`` so that it waits while too much is buffered. It raises SlowReaderError after ``limit_s``."""
 
     async def send_and_wait(message: Message) -> None:
         try:
             async with asyncio.timeout(limit_s):
                 await send(message)
-                while unread() > MOST_UNREAD:
-                    await asyncio.sleep(LOOK_EVERY_S)
+                while count_buffered() > MAX_BUFFERED:
+                    await asyncio.sleep(POLL_INTERVAL_S)
         except TimeoutError:
             raise SlowReaderError from None
 
@@ -55,48 +55,50 @@ def with_backpressure(send: Send, limit_s: float, unread: Callable[[], int] = nu
 
 
 class BackpressureMiddleware:
-    """For the door, ASGI middleware around its endpoints: each answer waits for its reader, and is given up after ``limit_s``."""
+    """ASGI middleware around an ingress's endpoints: responses wait for their readers, and are dropped after ``limit_s``."""
 
     def __init__(self, app: ASGIApp, limit_s: float) -> None:
         self._app, self._limit_s = app, limit_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request at its reader's pace."""
         if scope["type"] != "http" or self._limit_s == math.inf:
             await self._app(scope, receive, send)
             return
-        patient_send = with_backpressure(send, self._limit_s)
+        waiting_send = with_backpressure(send, self._limit_s)
 
         async def send_with_limit(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[LIMIT] = f"{self._limit_s:g}"
-            await patient_send(message)
+                MutableHeaders(scope=message)[TIMEOUT_HEADER] = f"{self._limit_s:g}"
+            await waiting_send(message)
 
         try:
             await self._app(scope, receive, send_with_limit)
         except SlowReaderError:
-            own_id = str(scope.get("state", {}).get("request_id", "-"))
-            why = "request %s was dropped: its client did not read for %g s"
-            logger.warning(why, own_id, self._limit_s, extra=request_fields(own_id))
+            request_id = str(scope.get("state", {}).get("request_id", "-"))
+            message = "request %s was dropped: its client did not read for %g s"
+            logger.warning(message, request_id, self._limit_s, extra=request_fields(request_id))
 
 
 class SlowClientMiddleware:
-    """For the proxy, ASGI middleware around all others: a connection that takes nothing for as long as the door says is cut.
+    """Outermost ASGI middleware of a proxy: cuts connections that accept nothing for as long as the ingress allows.
 
-    A large message is written in pieces: a whole answer would otherwise lie in the HTTP server's buffer until its client goes.
+    A large message is written in pieces: otherwise a whole response would stay in the HTTP server's buffer until its client goes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Relay the response, and reset the connection if the client does not read."""
         limit_s: float | None = None
 
         async def send_or_cut(message: Message) -> None:
             nonlocal limit_s
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                limit_s = float(headers[LIMIT]) if LIMIT in headers else None
-                del headers[LIMIT]
+                limit_s = float(headers[TIMEOUT_HEADER]) if TIMEOUT_HEADER in headers else None
+                del headers[TIMEOUT_HEADER]
             try:
                 for piece in (message,) if limit_s is None else _pieces(message):
                     async with asyncio.timeout(limit_s):
@@ -109,19 +111,22 @@ class SlowClientMiddleware:
 
 
 def _pieces(message: Message) -> Iterator[Message]:
-    """Of a body; 150 KiB are 64, 64 and 22."""
+    """Split a message's body: 150 KiB give pieces of 64, 64 and 22 KiB."""
     body: bytes = message.get("body", b"")
-    for start in range(0, len(body) - PIECE, PIECE):
-        yield {**message, "body": body[start : start + PIECE], "more_body": True}
-    yield message if len(body) <= PIECE else {**message, "body": body[(len(body) - 1) // PIECE * PIECE :]}
+    for start in range(0, len(body) - PIECE_BYTES, PIECE_BYTES):
+        yield {**message, "body": body[start : start + PIECE_BYTES], "more_body": True}
+    yield message if len(body) <= PIECE_BYTES else {**message, "body": body[(len(body) - 1) // PIECE_BYTES * PIECE_BYTES :]}
 
 
 def _reset_connection(send: Send) -> None:
-    """At once, with what is unsent. Uvicorn has no way to say that; its application then hears that the client has left."""
+    """Reset the connection at once and discard what is unsent; the application then sees a disconnected client.
+
+    Uvicorn has no function for that, so the socket is reached through its transport.
+    """
     transport = getattr(getattr(send, "__self__", None), "transport", None)
     if transport is None:
         raise SlowReaderError("a client does not read")
-    if (own := transport.get_extra_info("socket")) is not None:
-        with socket.socket(fileno=os.dup(own.fileno())) as same:  # else the system would go on offering what it has of the stream
-            same.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    if (connection := transport.get_extra_info("socket")) is not None:
+        with socket.socket(fileno=os.dup(connection.fileno())) as copy:  # without SO_LINGER the system would still send the rest
+            copy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

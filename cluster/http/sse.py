@@ -1,4 +1,4 @@
-"""Answers that grow: server-sent events, at a pace that all streams share."""
+"""Streamed responses: server-sent events, with a rate of writes that all streams share."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tramontane.cluster.http.errors import log_and_respond
-from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME, event_of
+from tramontane.cluster.http.failover_response import MESSAGE_UPDATES, SCOPE_RESUME, format_event
 from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.resume_state import ChoiceUpdate
@@ -20,42 +20,43 @@ Changes = AsyncGenerator[list[Any], None]
 
 
 class StreamingAnswer(Protocol):
-    """A request that is being answered: ``Completion``, and what behaves like one."""
+    """A streamed response: ``Completion`` or ``ChatCompletion``."""
 
     def stream(self, source: TokenSource) -> Changes:
-        """What has changed in its choices, each time something is ready."""
+        """Yield changes of the choices each time some are ready."""
         ...
 
     def take_updates(self) -> list[ChoiceUpdate]:
-        """What another door would have to know to go on after the last changes."""
+        """Return what another ingress needs to continue after the last changes."""
         ...
 
     @property
-    def is_finished(self) -> bool: ...
+    def is_finished(self) -> bool:
+        """Whether all choices have ended."""
+        ...
 
     def chunk(self, choices: list[Any]) -> dict[str, Any]:
-        """An event about these changes."""
+        """Return the event for these changes."""
         ...
 
     def last_chunk(self) -> dict[str, Any]:
-        """An event about the usage."""
+        """Return the event with the usage."""
         ...
 
 
 class SseChunk(NamedTuple):
-    """Of a stream: whole events, and what they tell of the choices."""
+    """One write of a stream: whole events, and what they change in the choices."""
 
     data: bytes
-    news: list[ChoiceUpdate]
+    updates: list[ChoiceUpdate]
     is_last: bool = False
 
 
 class Pacer:
-    """Spreads ``writes_per_s`` evenly over the streams that are open.
+    """Spreads ``writes_per_s`` evenly over the open streams.
 
-    Every write has a price of its own, in Ray Serve more than in most servers. Tokens that
-    become ready while a stream waits for its turn travel together. At 500 writes a second
-    one stream waits 2 ms after a write, and each of 64 streams 128 ms.
+    Every write has a fixed cost, in Ray Serve more than in most servers. Tokens that become ready while a stream waits for its
+    turn travel in one write. At 500 writes a second one stream waits 2 ms after a write, and each of 64 streams 128 ms.
     """
 
     def __init__(self, writes_per_s: int) -> None:
@@ -70,28 +71,30 @@ class Pacer:
 
 
 class SseResponse(StreamingResponse):
-    """Server-sent events, whose sources are closed when the client leaves, wherever that happens.
+    """Server-sent events, whose sources are closed as soon as the client leaves.
 
-    Without this they would wait for Python's garbage collector, and hold their places until then. The last event and the end
-    travel in one message: a door cannot die between the two.
+    Without this the garbage collector would close them, and they would keep their slots until then. The last event and the end
+    of the response travel in one message, so an ingress cannot die between the two.
     """
 
     def __init__(self, events: AsyncGenerator[SseChunk, None], changes: Changes) -> None:
         super().__init__((), media_type="text/event-stream", headers={"cache-control": "no-cache"})
         self.events, self._changes = events, changes
-        self._is_relayed = False
+        self._is_resumable = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._is_relayed = SCOPE_RESUME in scope
+        """Send the events, and close their sources at the end."""
+        self._is_resumable = SCOPE_RESUME in scope
         async with aclosing(self._changes), aclosing(self.events):
             with suppress(ClientDisconnect):
                 await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
+        """Send all events; with their updates if a proxy can continue the response elsewhere."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for piece in self.events:
             message = {"type": "http.response.body", "body": piece.data, "more_body": not piece.is_last}
-            await send(message | {MESSAGE_UPDATES: piece.news} if self._is_relayed else message)
+            await send(message | {MESSAGE_UPDATES: piece.updates} if self._is_resumable else message)
 
 
 async def sse_events(
@@ -104,7 +107,7 @@ async def sse_events(
     includes_usage: bool,
     opening: dict[str, Any] | None = None,
 ) -> AsyncGenerator[SseChunk, None]:
-    """Server-sent events, as many in one piece as there is to say. ``first`` are the first changes, ``opening`` goes before."""
+    """Yield writes, each with all events that are ready. ``first`` are the first changes, ``opening`` comes before them."""
     clock = asyncio.get_running_loop().time
     pacer.num_streams += 1
     try:
@@ -117,10 +120,10 @@ async def sse_events(
         ready += (_event(answer.last_chunk()) if includes_usage else b"") + b"data: [DONE]\n\n"
         yield SseChunk(ready, answer.take_updates(), is_last=True)
     except TramontaneError as error:
-        yield SseChunk(event_of(bytes(log_and_respond(error, request_id).body)), [], is_last=True)
+        yield SseChunk(format_event(bytes(log_and_respond(error, request_id).body)), [], is_last=True)
     finally:
         pacer.num_streams -= 1
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return event_of(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode())
+    return format_event(json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode())

@@ -1,9 +1,7 @@
-"""``/docs``: Swagger UI over ``/openapi.json``. Its files are in a package: a browser loads nothing from elsewhere.
+"""The pages ``/docs`` (Swagger UI over ``/openapi.json``) and ``/ui`` (a server at work). Browsers load nothing from elsewhere.
 
-``/ui``: the page that shows a server at work. Its files lie in ``cluster/ui``; a browser loads nothing from elsewhere.
-
-They are the same for everybody and say nothing of the server, so that whoever has no key gets them; what the page shows
-it asks for with a key, as any client.
+The files of ``/ui`` need no key: they are the same everywhere and contain nothing about the server. What the page shows it
+requests with a key, as any client does.
 """
 
 import base64
@@ -17,7 +15,7 @@ from starlette.routing import Route
 
 DOCS_PACKAGE = "fastapi_offline"
 DOCS_ASSETS = {"swagger-ui-bundle.js": "text/javascript", "swagger-ui.css": "text/css"}
-DOCS_SCRIPT = (  # without the badge that asks a service whether the page is valid
+DOCS_SCRIPT = (  # without the badge that sends the page to a validation service
     'SwaggerUIBundle({url: "openapi.json", dom_id: "#docs", deepLinking: true, validatorUrl: null, persistAuthorization: false})'
 )
 DOCS_PAGE = f"""<!doctype html>
@@ -39,32 +37,6 @@ DOCS_SCRIPT_HASH = base64.b64encode(hashlib.sha256(DOCS_SCRIPT.encode()).digest(
 DOCS_POLICY = (
     f"default-src 'self'; script-src 'self' 'sha256-{DOCS_SCRIPT_HASH}'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
 )
-
-
-def docs_routes() -> list[Route]:
-    """The page, and what it is made of."""
-    assets = [Route(f"/docs/{name}", _docs_asset, methods=["GET"], include_in_schema=False) for name in DOCS_ASSETS]
-    pages = [Route("/docs", _docs_page, methods=["GET"], include_in_schema=False)]
-    return [*pages, Route("/docs/", _redirect_to_docs, methods=["GET"], include_in_schema=False), *assets]
-
-
-async def _redirect_to_docs(_request: Request) -> Response:
-    """What it loads is named relative to a path without a slash."""
-    return RedirectResponse("../docs")
-
-
-async def _docs_page(_request: Request) -> Response:
-    return HTMLResponse(DOCS_PAGE, headers={"content-security-policy": DOCS_POLICY})
-
-
-async def _docs_asset(request: Request) -> Response:
-    """Found without importing the package, which is for another framework."""
-    name = request.url.path.rpartition("/")[2]
-    spec = find_spec(DOCS_PACKAGE)
-    assert spec is not None, "pyproject.toml names it"
-    assert spec.origin is not None
-    return FileResponse(Path(spec.origin).parent / "static" / name, media_type=DOCS_ASSETS[name])
-
 
 UI_FOLDER = Path(__file__).parent / "ui"
 UI_PAGE = "index.html"
@@ -89,22 +61,47 @@ UI_POLICY = "; ".join(
     )
 )
 UI_HEADERS = {
-    "cache-control": "no-cache",  # a browser asks whether its copy is still good: after an upgrade it is not
+    "cache-control": "no-cache",  # a browser asks whether its copy is current, which it is not after an upgrade
     "content-security-policy": UI_POLICY,
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
 
 
+def docs_routes() -> list[Route]:
+    """Return the routes of ``/docs`` and its files."""
+    assets = [Route(f"/docs/{name}", _docs_asset, methods=["GET"], include_in_schema=False) for name in DOCS_ASSETS]
+    pages = [Route("/docs", _docs_page, methods=["GET"], include_in_schema=False)]
+    return [*pages, Route("/docs/", _redirect_to_docs, methods=["GET"], include_in_schema=False), *assets]
+
+
+async def _redirect_to_docs(_request: Request) -> Response:
+    """Redirect to the path without a slash, to which the names of the page's files are relative."""
+    return RedirectResponse("../docs")
+
+
+async def _docs_page(_request: Request) -> Response:
+    return HTMLResponse(DOCS_PAGE, headers={"content-security-policy": DOCS_POLICY})
+
+
+async def _docs_asset(request: Request) -> Response:
+    """Answer with a file of the package, which is found without importing it: it needs another framework."""
+    name = request.url.path.rpartition("/")[2]
+    spec = find_spec(DOCS_PACKAGE)
+    assert spec is not None, "pyproject.toml names it"
+    assert spec.origin is not None
+    return FileResponse(Path(spec.origin).parent / "static" / name, media_type=DOCS_ASSETS[name])
+
+
 def ui_routes() -> list[Route]:
-    """The page, and what it is made of."""
+    """Return the routes of ``/ui`` and its files."""
     pages = [Route("/ui", _ui_page, methods=["GET"], include_in_schema=False)]
     pages.append(Route("/ui/", _redirect_to_ui, methods=["GET"], include_in_schema=False))
     return [*pages, *(Route(path, _ui_asset, methods=["GET"], include_in_schema=False) for path in UI_ASSETS)]
 
 
 async def _redirect_to_ui(_request: Request) -> Response:
-    """What it loads is named relative to a path without a slash."""
+    """Redirect to the path without a slash, to which the names of the page's files are relative."""
     return RedirectResponse("../ui", headers=UI_HEADERS)
 
 
@@ -117,11 +114,11 @@ async def _ui_asset(request: Request) -> Response:
 
 
 def _ui_file(request: Request, path: Path) -> Response:
-    """Small, and read whenever it is asked for: what is not sent again is only told to be the same."""
+    """Answer with a file, or with 304 if the browser has it. Files are small, so they are read each time."""
     content = path.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = UI_HEADERS | {"etag": tag}
-    known = {each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")}
-    if tag in known:
+    known_tags = {each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")}
+    if tag in known_tags:
         return Response(status_code=304, headers=headers)
     return Response(content, headers=headers, media_type=UI_MEDIA_TYPES[path.suffix])

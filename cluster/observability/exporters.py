@@ -1,10 +1,7 @@
-"""What a router counts, for Ray's metrics.
-
-What a door counts, for Ray's metrics.
-"""
+"""Export of the counts of a router, and of those of an ingress or the batch runner, to Ray's metrics."""
 
 from tramontane.cluster.observability import metrics as table
-from tramontane.cluster.observability.metrics import DeltaCounter, Metrics
+from tramontane.cluster.observability.metrics import DeltaCounter, MetricFactory
 from tramontane.router.engine.health import HealthTracker
 from tramontane.router.engine.pipeline_stats import PipelineStats, SampleBuffer
 from tramontane.router.engine.router import Router
@@ -13,26 +10,27 @@ from tramontane.router.scheduling.scheduler import Scheduler
 
 
 class PipelineMetrics:
-    """Of one pipeline, whose routers follow one another. It is told of the one of the moment, in a thread of its own."""
+    """Metrics of one pipeline. Its routers follow one another; ``export`` gets the current one, in a thread of its own."""
 
-    def __init__(self, made: Metrics, pipeline: str) -> None:
+    def __init__(self, factory: MetricFactory, pipeline: str) -> None:
         self._tags = {"pipeline": pipeline}
         self._router: Router | None = None
-        kinds = [metric for metric in table.OF_PIPELINES if metric.kind == "counter"]
-        self._counters = {metric: DeltaCounter(made.counter(metric)) for metric in kinds}
-        self._gauges = {metric: made.gauge(metric) for metric in table.OF_PIPELINES if metric.kind == "gauge"}
-        self._tokens, self._hops = made.histogram(table.MICRO_BATCH_TOKENS), made.histogram(table.HOPS_S)
+        counters = [metric for metric in table.PIPELINE_METRICS if metric.kind == "counter"]
+        self._counters = {metric: DeltaCounter(factory.counter(metric)) for metric in counters}
+        self._gauges = {metric: factory.gauge(metric) for metric in table.PIPELINE_METRICS if metric.kind == "gauge"}
+        self._tokens, self._hops = factory.histogram(table.MICRO_BATCH_TOKENS), factory.histogram(table.HOPS_S)
 
     def export(self, router: Router) -> None:
+        """Export the router's state and what its counts have grown by; a new router's counts start at 0."""
         if self._router is not router:
             if self._router is not None:
-                self._export_counts(self._router)  # the last of it
+                self._export_counts(self._router)  # what it counted last
             self._router = router
             for counter in self._counters.values():
                 counter.reset()
         self._export_counts(router)
         self._set(table.RUNNING, float(router.is_ready))
-        self._tell_queue(router.scheduler)
+        self._export_queue(router.scheduler)
 
     def _export_counts(self, router: Router) -> None:
         counts: PipelineStats = router.stats
@@ -57,7 +55,7 @@ class PipelineMetrics:
         for tokens in sizes.take():
             self._tokens.observe(tokens, self._tags)
 
-    def _tell_queue(self, scheduler: Scheduler) -> None:
+    def _export_queue(self, scheduler: Scheduler) -> None:
         self._set(table.NUM_RUNNING, scheduler.num_running)
         self._set(table.NUM_WAITING, scheduler.num_waiting)
         for kind, num_free in zip(scheduler.allocator.cache.classes, scheduler.allocator.num_free, strict=True):
@@ -73,15 +71,17 @@ class PipelineMetrics:
 
 
 class RequestMetrics:
-    """Of one door, or of whoever runs batch jobs: ``kind`` is one of the table's."""
+    """Metrics of the requests of one ingress, or of the batch runner; ``kind`` is one of ``REQUEST_KINDS``."""
 
-    def __init__(self, made: Metrics, counts: RequestStats, kind: str) -> None:
+    def __init__(self, factory: MetricFactory, counts: RequestStats, kind: str) -> None:
         assert kind in table.REQUEST_KINDS
         self._counts, self._tags = counts, {"kind": kind}
-        self._counters = {metric: DeltaCounter(made.counter(metric)) for metric in table.OF_REQUESTS if metric.kind == "counter"}
-        self._histograms = {metric: made.histogram(metric) for metric in table.OF_REQUESTS if metric.kind == "histogram"}
+        counters = [metric for metric in table.REQUEST_METRICS if metric.kind == "counter"]
+        self._counters = {metric: DeltaCounter(factory.counter(metric)) for metric in counters}
+        self._histograms = {metric: factory.histogram(metric) for metric in table.REQUEST_METRICS if metric.kind == "histogram"}
 
     def export(self) -> None:
+        """Export what the counts have grown by."""
         counts = self._counts
         self._inc(table.PROMPT_TOKENS, counts.prompt_tokens)
         self._inc(table.GENERATION_TOKENS, counts.generation_tokens)
@@ -91,12 +91,12 @@ class RequestMetrics:
             self._inc(table.REFUSED, number, reason=reason)
         self._observe(table.FIRST_TOKEN, counts.first_token_s)
         self._observe(table.INTER_TOKEN, counts.inter_token_s)
-        self._observe(table.WHOLE, counts.whole_s)
+        self._observe(table.E2E_LATENCY, counts.whole_s)
         self._observe(table.QUEUE, counts.queue_s)
 
     def _inc(self, metric: table.Metric, value: float, **labels: str) -> None:
         self._counters[metric].update(value, self._tags | labels)
 
-    def _observe(self, metric: table.Metric, seen: SampleBuffer) -> None:
-        for value in seen.take():
+    def _observe(self, metric: table.Metric, samples: SampleBuffer) -> None:
+        for value in samples.take():
             self._histograms[metric].observe(value, self._tags)

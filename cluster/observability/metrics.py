@@ -1,35 +1,35 @@
-"""How what is counted elsewhere gets to Ray's metrics: once a second, and only what is new.
+"""The table of all metrics, and the export of counts to Ray's metrics: once a second, and only what has grown.
 
-Every metric that we export, in one table: the code makes them from it, and README has its rows.
+The code makes the metrics from the table, and docs/observability.md has its rows.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from ray.util import metrics as of_ray
+from ray.util.metrics import Counter, Gauge, Histogram
 
 PREFIX = "tramontane_"
-REQUEST_KINDS = ("interactive", "batch")  # of requests: of clients at a door, and lines of batch jobs
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-HOPS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
-TOKENS = tuple(float(2**n) for n in range(14))
+REQUEST_KINDS = ("interactive", "batch")  # requests of clients at an ingress, and lines of batch jobs
+SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+HOP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 2.5)
+TOKEN_BUCKETS = tuple(float(2**n) for n in range(14))
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``labels`` have values that the configuration bounds, and no client chooses."""
+    """A metric that we export. Values of ``labels`` are bounded by the configuration; clients cannot add any."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
     unit: str
     labels: tuple[str, ...]
     meaning: str
-    boundaries: tuple[float, ...] = ()  # of a histogram
+    boundaries: tuple[float, ...] = ()  # of a histogram's buckets
 
     @property
     def exported(self) -> str:
-        """As Prometheus has it. Ray puts its own name before, and ``_total`` behind a counter."""
+        """Its name in Prometheus. Ray adds the prefix ``ray_``, and ``_total`` to a counter."""
         return f"ray_{PREFIX}{self.name}{'_total' if self.kind == 'counter' else ''}"
 
 
@@ -41,7 +41,7 @@ def _gauge(name: str, unit: str, labels: str, meaning: str) -> Metric:
     return Metric(name, "gauge", unit, tuple(labels.split()), meaning)
 
 
-def _histogram(name: str, unit: str, labels: str, meaning: str, boundaries: tuple[float, ...] = SECONDS) -> Metric:
+def _histogram(name: str, unit: str, labels: str, meaning: str, boundaries: tuple[float, ...] = SECONDS_BUCKETS) -> Metric:
     return Metric(name, "histogram", unit, tuple(labels.split()), meaning, boundaries)
 
 
@@ -57,13 +57,13 @@ STAGE_WAITING = _counter(
 STAGE_TOKENS = _counter("stage_tokens", "tokens", "pipeline stage", "Tokens that the stage processed.")
 SCHEDULED = _counter("scheduled_tokens", "tokens", "pipeline phase", "Tokens in micro-batches, by phase.")
 MICRO_BATCHES = _counter("micro_batches", "micro-batches", "pipeline", "Micro-batches that the pipeline completed.")
-MICRO_BATCH_TOKENS = _histogram("micro_batch_tokens", "tokens", "pipeline", "Tokens in a micro-batch.", TOKENS)
+MICRO_BATCH_TOKENS = _histogram("micro_batch_tokens", "tokens", "pipeline", "Tokens in a micro-batch.", TOKEN_BUCKETS)
 HOPS_S = _histogram(
     "hop_seconds",
     "seconds",
     "pipeline stage",
     "Time until the stage, once free, started a micro-batch that the previous stage had finished.",
-    HOPS,
+    HOP_BUCKETS,
 )
 NUM_RUNNING = _gauge("num_requests_running", "sequences", "pipeline", "Sequences that hold a slot in the pipeline.")
 NUM_WAITING = _gauge("num_requests_waiting", "sequences", "pipeline", "Sequences in the router's waiting queue.")
@@ -85,7 +85,7 @@ FIRST_TOKEN = _histogram(
     "time_to_first_token_seconds", "seconds", "kind", "Time from the arrival of a request to its first token."
 )
 INTER_TOKEN = _histogram("inter_token_latency_seconds", "seconds", "kind", "Time between two tokens of a request.")
-WHOLE = _histogram("e2e_request_latency_seconds", "seconds", "kind", "Time from the arrival of a request to its end.")
+E2E_LATENCY = _histogram("e2e_request_latency_seconds", "seconds", "kind", "Time from the arrival of a request to its end.")
 QUEUE = _histogram("request_queue_time_seconds", "seconds", "kind", "Time that a request spent in the router's waiting queue.")
 PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "kind", "Prompt tokens, counted when a request has its first token.")
 GENERATION_TOKENS = _counter("generation_tokens", "tokens", "kind", "Tokens that were generated.")
@@ -102,109 +102,86 @@ EXPERT_BUSY = _counter(
 )
 EXPERT_ROWS = _counter("expert_rows", "rows", "pipeline actor", "Rows of hidden states that an expert actor received.")
 
-OF_PIPELINES = (
+PIPELINE_METRICS = (
     *(RUNNING, ACTIVE, STAGE_BUSY, STAGE_WAITING, STAGE_TOKENS, SCHEDULED, MICRO_BATCHES, MICRO_BATCH_TOKENS, HOPS_S),
     *(NUM_RUNNING, NUM_WAITING, PAGES_HELD, PAGES, PREEMPTIONS, RECOVERIES, PAUSES),
 )
-OF_REQUESTS = (FIRST_TOKEN, INTER_TOKEN, WHOLE, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)
-OF_EXPERTS = (EXPERT_TOKENS, EXPERT_BUSY, EXPERT_ROWS)
-METRICS = OF_PIPELINES + OF_REQUESTS + OF_EXPERTS
+REQUEST_METRICS = (FIRST_TOKEN, INTER_TOKEN, E2E_LATENCY, QUEUE, PROMPT_TOKENS, GENERATION_TOKENS, SUCCESS, REFUSED)
+EXPERT_METRICS = (EXPERT_TOKENS, EXPERT_BUSY, EXPERT_ROWS)
+METRICS = PIPELINE_METRICS + REQUEST_METRICS + EXPERT_METRICS
 
 Tags = dict[str, str]
 
 
-class Counting(Protocol):
-    """As much of Ray's ``Counter`` as is used here."""
+class MetricFactory:
+    """Makes metrics that Ray exports from this process. A process may make each of them once."""
 
-    def inc(self, value: float, tags: Tags) -> None: ...
+    def counter(self, metric: Metric) -> Counter:
+        """Make a counter, which refuses increments that are not positive."""
+        return Counter(PREFIX + metric.name, metric.meaning, metric.labels)
 
+    def gauge(self, metric: Metric) -> Gauge:
+        """Make a gauge. Ray drops a series that is not set again within two of its reports."""
+        return Gauge(PREFIX + metric.name, metric.meaning, metric.labels)
 
-class Setting(Protocol):
-    """Likewise of its ``Gauge``. Ray forgets one that is not set again within two of its reports."""
-
-    def set(self, value: float, tags: Tags) -> None: ...
-
-
-class Observing(Protocol):
-    """Likewise of its ``Histogram``."""
-
-    def observe(self, value: float, tags: Tags) -> None: ...
-
-
-class Metrics(Protocol):
-    """Makes them. In a process there is one for each name."""
-
-    def counter(self, metric: Metric) -> Counting: ...
-    def gauge(self, metric: Metric) -> Setting: ...
-    def histogram(self, metric: Metric) -> Observing: ...
-
-
-class RayMetrics:
-    """Exported by the process that makes them."""
-
-    def counter(self, metric: Metric) -> Counting:
-        return of_ray.Counter(PREFIX + metric.name, metric.meaning, metric.labels)
-
-    def gauge(self, metric: Metric) -> Setting:
-        return of_ray.Gauge(PREFIX + metric.name, metric.meaning, metric.labels)
-
-    def histogram(self, metric: Metric) -> Observing:
-        return of_ray.Histogram(PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels)
+    def histogram(self, metric: Metric) -> Histogram:
+        """Make a histogram with the table's bucket boundaries."""
+        return Histogram(PREFIX + metric.name, metric.meaning, list(metric.boundaries), metric.labels)
 
 
 class DeltaCounter:
-    """Makes a counter follow numbers that are counted elsewhere: it is given what they grew by since the last time."""
+    """Makes a counter follow totals that are counted elsewhere: adds what each has grown by since the last update."""
 
-    def __init__(self, counter: Counting) -> None:
+    def __init__(self, counter: Counter) -> None:
         self._counter = counter
-        self._told: dict[tuple[str, ...], float] = {}
+        self._exported: dict[tuple[str, ...], float] = {}  # total by series
 
     def update(self, value: float, tags: Tags) -> None:
-        """``value``: all that was counted so far under these tags."""
+        """Export ``value``, the total so far under these tags."""
         series = tuple(tags.values())
-        grown = value - self._told.get(series, 0)
-        if grown > 0:  # Ray's counter refuses to be given nothing
-            self._counter.inc(grown, tags)
-            self._told[series] = value
+        increment = value - self._exported.get(series, 0)
+        if increment > 0:  # Ray's counter refuses 0
+            self._counter.inc(increment, tags)
+            self._exported[series] = value
 
     def reset(self) -> None:
-        """What it follows from now on is counted from nothing."""
-        self._told.clear()
+        """Follow other totals from now on, which start at 0."""
+        self._exported.clear()
 
 
 class ExpertTokenMetrics:
-    """Tokens that the experts of a stage's layers were given."""
+    """Exports the tokens that were routed to the experts of a stage's layers."""
 
-    def __init__(self, counter: Counting, pipeline: str, stage_id: int) -> None:
+    def __init__(self, counter: Counter, pipeline: str, stage_id: int) -> None:
         self._tokens = DeltaCounter(counter)
         self._tags = {"pipeline": pipeline, "stage": str(stage_id)}
 
     def export(self, load: Mapping[int, Sequence[int]]) -> None:
-        """``load``: tokens of each expert so far, by the global number of their layer."""
+        """Export the load so far: tokens of each expert, by the global number of its layer."""
         for layer, tokens in load.items():
             for expert, number in enumerate(tokens):
                 self._tokens.update(number, self._tags | {"layer": str(layer), "expert": str(expert)})
 
 
 class ExpertWorkMetrics:
-    """What an expert actor has done."""
+    """Exports the work of an expert actor."""
 
-    def __init__(self, busy_s: Counting, rows: Counting, pipeline: str, actor_id: int) -> None:
+    def __init__(self, busy_s: Counter, rows: Counter, pipeline: str, actor_id: int) -> None:
         self._busy_s, self._rows = DeltaCounter(busy_s), DeltaCounter(rows)
         self._tags = {"pipeline": pipeline, "actor": str(actor_id)}
 
     def export(self, busy_s: float, num_rows: int) -> None:
-        """All so far."""
+        """Export the totals so far."""
         self._busy_s.update(busy_s, self._tags)
         self._rows.update(num_rows, self._tags)
 
 
 def expert_tokens(pipeline: str, stage_id: int) -> ExpertTokenMetrics:
-    """Exported by the process that calls this."""
-    return ExpertTokenMetrics(RayMetrics().counter(EXPERT_TOKENS), pipeline, stage_id)
+    """Make the exporter of a stage in the process that runs it."""
+    return ExpertTokenMetrics(MetricFactory().counter(EXPERT_TOKENS), pipeline, stage_id)
 
 
 def expert_work(pipeline: str, actor_id: int) -> ExpertWorkMetrics:
-    """Exported by the process that calls this."""
-    made = RayMetrics()
-    return ExpertWorkMetrics(made.counter(EXPERT_BUSY), made.counter(EXPERT_ROWS), pipeline, actor_id)
+    """Make the exporter of an expert actor in its process."""
+    factory = MetricFactory()
+    return ExpertWorkMetrics(factory.counter(EXPERT_BUSY), factory.counter(EXPERT_ROWS), pipeline, actor_id)

@@ -1,4 +1,4 @@
-"""Spans of requests: what Ray Serve's own tracing is told, and what doors and routers add to it. None of it where it is off."""
+"""Spans of requests: the configuration of Ray Serve's tracing, and the spans that routers add. Nothing where it is off."""
 
 import inspect
 import logging
@@ -7,42 +7,41 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._common.utils import import_attr
 from ray.exceptions import RayError
-from ray.serve._private import tracing_utils
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-from ray.serve._private.tracing_utils import get_trace_context, is_tracing_enabled, set_trace_context
 
+from tramontane.cluster.ray_internals.core import import_attribute
+from tramontane.cluster.ray_internals.serve import is_tracing_enabled, serve_controller, set_proxy_tracing
+from tramontane.cluster.ray_internals.table import FILE_EXPORTER
 from tramontane.proto.errors import ConfigError
 from tramontane.router.engine.health import HealthTracker
 
 if TYPE_CHECKING:
-    from contextvars import Context
-
     from opentelemetry.sdk.trace import SpanProcessor
 
     from tramontane.router.engine.active_request import ActiveRequest
 
-logger = logging.getLogger(__name__)
-
-# By what a flag calls them: where Ray Serve finds what makes the span processors of each process. Its own writes files.
-EXPORTERS = {"file": "ray.serve._private.tracing_utils:default_tracing_exporter", "otlp": f"{__name__}:otlp"}
-OF_RAY_SERVE = "file"
+# Values of --tracing-exporter: where Ray Serve finds the function that makes the span processors of each process.
+EXPORTERS = {"file": FILE_EXPORTER.path, "otlp": f"{__name__}:otlp"}
 EXPORTER_HELP = "it must be otlp, file or MODULE:FUNCTION"
-OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # of a package that not everybody has
-CONTROLLER_ANSWERS_S = 10.0
-REASON = 500  # characters of what failed
+OTLP = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # of an optional package
+CONTROLLER_TIMEOUT_S = 10.0
+MAX_REASON = 500  # characters of what failed
+
+logger = logging.getLogger(__name__)
 
 
 def otlp() -> "list[SpanProcessor]":
-    """To a collector, over HTTP. Where that is, OpenTelemetry's own variables say, such as OTEL_EXPORTER_OTLP_ENDPOINT."""
+    """Make the processor that sends spans to a collector over HTTP.
+
+    OpenTelemetry's own variables say where that is, such as OTEL_EXPORTER_OTLP_ENDPOINT.
+    """
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     return [BatchSpanProcessor(import_module(OTLP).OTLPSpanExporter())]
 
 
 def tracing_config(exporter: str | None, sampling_ratio: float) -> dict[str, Any] | None:
-    """For Ray Serve's start. Raises ConfigError for what every process of it would fail with."""
+    """Return the option for Ray Serve's start. Raises ConfigError for an exporter with which all its processes would fail."""
     if exporter is None:
         return None
     path = EXPORTERS.get(exporter, exporter)
@@ -51,51 +50,45 @@ def tracing_config(exporter: str | None, sampling_ratio: float) -> dict[str, Any
 
 
 def _check(exporter: str, path: str) -> None:
-    if path == EXPORTERS[OF_RAY_SERVE]:
+    if path == EXPORTERS["file"]:
         return
-    if ":" not in path:  # Ray would cut the name, and then say that it finds no such module
+    if ":" not in path:  # Ray would cut the name, and report that there is no such module
         raise ConfigError(f"--tracing-exporter is {exporter!r}; {EXPORTER_HELP}")
     try:
         if path == EXPORTERS["otlp"]:
             import_module(OTLP)
-        function = import_attr(path)
+        function = import_attribute(path)
     except (ImportError, AttributeError, ValueError) as error:
-        way_out = "install tramontane[tracing]" if path == EXPORTERS["otlp"] else EXPORTER_HELP
-        raise ConfigError(f"--tracing-exporter {exporter} cannot be imported: {error}; {way_out}") from None
+        remedy = "install tramontane[tracing]" if path == EXPORTERS["otlp"] else EXPORTER_HELP
+        raise ConfigError(f"--tracing-exporter {exporter} cannot be imported: {error}; {remedy}") from None
     if not inspect.isfunction(function) or inspect.signature(function).parameters:
-        raise ConfigError(f"--tracing-exporter {exporter} must be a function without parameters that gives span processors")
+        raise ConfigError(f"--tracing-exporter {exporter} must be a function without parameters that returns span processors")
 
 
 def enable_proxy_tracing() -> None:
-    """Call in a proxy of Ray Serve's before it sets up its tracing: Ray 2.60 tells replicas how, proxies only by variables."""
+    """Set up the exporter of a Ray Serve proxy. To be called before the proxy sets up its tracing.
+
+    Ray 2.60 configures the tracing of replicas, and that of proxies only by environment variables.
+    """
     if not ray.is_initialized():
         return
-    controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, SERVE_NAMESPACE)
     try:
-        config = ray.get(controller.get_tracing_config.remote(), timeout=CONTROLLER_ANSWERS_S)
-    except RayError as error:  # the proxy works without
-        logger.warning("this proxy makes no spans, as Ray Serve's controller did not say how: %s", error)
+        config = ray.get(serve_controller().get_tracing_config.remote(), timeout=CONTROLLER_TIMEOUT_S)
+    except RayError as error:  # the proxy works without tracing
+        logger.warning("this proxy makes no spans, because Ray Serve's controller did not answer: %s", error)
         return
     if config is not None and config.enabled:
-        path = config.exporter_import_path or EXPORTERS[OF_RAY_SERVE]
+        path = config.exporter_import_path or EXPORTERS["file"]
         try:
             _check(path, path)
         except ConfigError as error:  # with which Ray Serve would not start this proxy
             logger.warning("this proxy makes no spans: %s", error)
             return
-        of_proxy: Any = tracing_utils
-        of_proxy.RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH = path
-        of_proxy.RAY_SERVE_TRACING_SAMPLING_RATIO = config.sampling_ratio
-
-
-def propagate_trace(context: "Context") -> None:
-    """What is called in this context belongs to the trace of whoever is asked now."""
-    if is_tracing_enabled() and (trace := get_trace_context()) is not None:
-        context.run(set_trace_context, trace)
+        set_proxy_tracing(path, config.sampling_ratio)
 
 
 def record_spans(request: "ActiveRequest", progress: HealthTracker, *, is_complete: bool) -> None:
-    """Its queue, prefill and decode, below the span that Ray Serve has for the call, if it has one."""
+    """Record a request's queue, prefill and decode below Ray Serve's span of the call, if there is one."""
     if not is_tracing_enabled():
         return
     from opentelemetry import trace
@@ -106,7 +99,7 @@ def record_spans(request: "ActiveRequest", progress: HealthTracker, *, is_comple
     call.set_attributes({"tramontane.request_id": request.request_id, "tramontane.is_complete": is_complete})
     zero_ns, recovery = time.time_ns() - round(now * 1e9), progress.last_recovery
     if recovery is not None and recovery.seen_at >= request.arrived_at:
-        call.add_event("recovery", {"reason": recovery.reason[:REASON]}, zero_ns + round(recovery.seen_at * 1e9))
+        call.add_event("recovery", {"reason": recovery.reason[:MAX_REASON]}, zero_ns + round(recovery.seen_at * 1e9))
     tracer = trace.get_tracer("tramontane")
     for name, began, ended in request.phases(now):
         tracer.start_span(name, start_time=zero_ns + round(began * 1e9)).end(zero_ns + round(ended * 1e9))

@@ -6,17 +6,24 @@ import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private.services import canonicalize_bootstrap_address
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError, RayError
 
 from tramontane.cluster.common.signals import defer_signals
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
+from tramontane.cluster.ray_internals.core import (
+    head_channel,
+    keep_loopback_address,
+    keep_sigterm_handler,
+    mute_worker_logs,
+    ping_head,
+    resolve_cluster_address,
+    stored_token_headers,
+)
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS
 from tramontane.proto.errors import ConfigError, PipelineError
 
 CONNECT_TIMEOUT_S = 5.0
@@ -31,6 +38,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
 
     Raises PipelineError if Ray cannot be started.
     """
+    assert_supported(RAY_SYMBOLS)
     # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home. This one is
     # forgotten with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
     if "RAY_AUTH_MODE" not in os.environ:
@@ -38,7 +46,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)  # inherited by every process that Ray starts
     try:
-        with _starting_ray(), _on_loopback():
+        with _starting_ray(), keep_loopback_address():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
@@ -52,7 +60,7 @@ def local_ray_cluster(num_cpus: int) -> Iterator[None]:
             )
     except (RuntimeError, OSError) as error:
         raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
-    with _quiet_ray():
+    with mute_worker_logs():
         try:
             yield
         finally:
@@ -66,6 +74,7 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
     ``compare_gpus``: see ``probe_cluster``. ``required``: the command cannot start Ray itself, which changes the advice
     in errors. Raises ConfigError if the cluster cannot be joined.
     """
+    assert_supported(RAY_SYMBOLS, JOIN_SYMBOLS)
     check_ray_address(address, ADVICE_IF_REQUIRED if required else ADVICE)
     try:
         with _starting_ray():
@@ -75,7 +84,7 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
             f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
             "this machine must be one of its nodes, with the same Python and Ray"
         ) from error
-    with _quiet_ray():
+    with mute_worker_logs():
         try:
             yield probe_cluster(compare_gpus)
         finally:
@@ -86,44 +95,14 @@ def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = F
 def _starting_ray() -> Iterator[None]:
     """Defer signals while Ray starts, and keep Ray from installing its handler of SIGTERM.
 
-    Python crashes at its exit if Ray is left half started, and Ray's handler would end the process before anything
-    is removed.
+    Python crashes at its exit if Ray is left half started.
     """
-    utils: Any = ray._private.utils
-    original, utils.set_sigterm_handler = utils.set_sigterm_handler, lambda _handler: None
     try:
-        with defer_signals():
+        with keep_sigterm_handler(), defer_signals():
             yield
     except KeyboardInterrupt:
         ray.shutdown()
         raise
-    finally:
-        utils.set_sigterm_handler = original
-
-
-@contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Keep Ray from replacing 127.0.0.1 by the machine's outer address, as it does where clusters are possible.
-
-    With the outer address every Ray process would listen on all interfaces; with 127.0.0.1 none does.
-    """
-    original = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = original
-
-
-@contextmanager
-def _quiet_ray() -> Iterator[None]:
-    """Keep Ray from printing the cluster's errors, recovered ones included, to this process's standard output."""
-    worker: Any = ray._private.worker
-    original, worker._worker_logs_enabled = worker._worker_logs_enabled, False
-    try:
-        yield
-    finally:
-        worker._worker_logs_enabled = original
 
 
 def check_ray_address(address: str, advice: str = ADVICE) -> None:
@@ -148,7 +127,7 @@ def check_ray_address(address: str, advice: str = ADVICE) -> None:
 def _resolve_address(address: str, advice: str) -> str:
     """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its outer address."""
     try:
-        resolved: str | None = canonicalize_bootstrap_address(address)
+        resolved = resolve_cluster_address(address)
     except (ConnectionError, ValueError):
         resolved = None
     if resolved is not None:
@@ -161,14 +140,10 @@ def _resolve_address(address: str, advice: str) -> str:
 def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
     """Ask the process at an address whether it is a living head node, as Ray's own nodes do."""
     import grpc  # a local cluster does not need it
-    from ray._private.gcs_utils import create_gcs_channel
-    from ray.core.generated.gcs_service_pb2 import CheckAliveRequest  # type: ignore[attr-defined]
-    from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
-    with create_gcs_channel(address) as channel:
-        head = NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
+    with head_channel(address) as channel:
         try:
-            head.CheckAlive(CheckAliveRequest(), timeout=CONNECT_TIMEOUT_S, metadata=token)
+            ping_head(channel, CONNECT_TIMEOUT_S, token)
         except AuthenticationError as error:  # raised by Ray in this process, not by the cluster
             raise ConfigError("RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's") from error
         except grpc.RpcError as error:
@@ -185,7 +160,4 @@ def _home_token() -> tuple[tuple[str, str], ...]:
 
     Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address.
     """
-    loader = AuthenticationTokenLoader.instance()
-    if "RAY_AUTH_MODE" in os.environ or not loader.has_token(ignore_auth_mode=True):
-        return ()
-    return tuple(loader.get_token_for_http_header(ignore_auth_mode=True).items())
+    return () if "RAY_AUTH_MODE" in os.environ else stored_token_headers()

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayError
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tramontane.cluster.common.ray_errors import ray_error_message
+from tramontane.cluster.ray_internals.core import kv_get, kv_put
 from tramontane.proto.errors import PlanError
 from tramontane.workers.device.probe import memory_bandwidth, visible_gpus
 
@@ -186,11 +186,11 @@ def _measure_speeds(gpus: tuple[Gpu, ...], measure: Callable[[str], int]) -> tup
         return gpus
     example = {gpu.name: gpu for gpu in reversed(gpus)}
     keys = {name: f"tramontane-gpu-speed-{name}" for name in example}
-    unknown = {name: gpu for name, gpu in example.items() if not _internal_kv_get(keys[name])}
+    unknown = {name: gpu for name, gpu in example.items() if not kv_get(keys[name])}
     measured = _gather({name: _run_on(gpu.node, measure, f"cuda:{gpu.index}") for name, gpu in unknown.items()})
     for name, speed in measured.items():
-        _internal_kv_put(keys[name], str(max(speed // 10**9, 1)).encode(), overwrite=False)
-    speeds = {name: int(_internal_kv_get(key)) for name, key in keys.items()}
+        kv_put(keys[name], str(max(speed // 10**9, 1)).encode(), overwrite=False)
+    speeds = {name: int(kv_get(key) or 1) for name, key in keys.items()}
     return tuple(replace(gpu, speed=speeds[gpu.name]) for gpu in gpus)
 
 

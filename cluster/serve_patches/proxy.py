@@ -1,4 +1,4 @@
-"""Around Ray Serve's HTTP proxies: keeps what clients would tell or ask Ray Serve, rather than us, from reaching it."""
+"""The middlewares of Ray Serve's HTTP proxies; they keep clients from sending control headers to Ray Serve itself."""
 
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
@@ -9,44 +9,53 @@ from tramontane.cluster.http.failover import FailoverMiddleware
 from tramontane.cluster.http.slow_clients import SlowClientMiddleware
 from tramontane.cluster.observability.logging import use_serve_log
 from tramontane.cluster.observability.tracing import enable_proxy_tracing
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls
 from tramontane.cluster.serve_patches.ports import bind_grpc_to_http_host
 from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
 from tramontane.router.openai.errors import error_body
 
-# With these a client could route, time and unwatch its own request; the proxy also answers 500 if they are not UTF-8.
+# With these a client could choose its replica and its timeout, and keep its request alive after it has left. The proxy also
+# answers 500 if they are not UTF-8.
 CONTROL_HEADERS = (
     b"serve-multiplexed-model-id",
     b"x-session-id",
     b"x-request-timeout-seconds",
     b"x-request-disconnect-disabled",
 )
-READ_BY_RAY_SERVE = (REQUEST_ID_HEADER, b"traceparent")  # which fails where they are not UTF-8
+READ_BY_RAY_SERVE = (REQUEST_ID_HEADER, b"traceparent")  # it fails if they are not UTF-8
 
-RAY_SERVES_OWN = "/-/"  # its paths, which ask for no key
-HEALTH = "/-/healthz"  # says what /health says; operators of clusters restart proxies by it
+SERVE_PATHS = "/-/"  # Ray Serve's own paths, which ask for no key
+HEALTH_PATH = "/-/healthz"  # answers as /health does; operators of clusters restart proxies by it
 
 
 def proxy_middlewares() -> list[Middleware]:
-    """Ray Serve's proxies call it by name, before they open their ports: see ``ray_settings.SERVE_SETTINGS``."""
+    """Return a proxy's middlewares, innermost first, and patch Ray Serve in its process.
+
+    Ray Serve's proxies call this by name before they open their ports: see ``ray_settings.SERVE_SETTINGS``. Raises ConfigError
+    if this version of Ray lacks a private name that we need.
+    """
+    assert_supported(SERVE_SYMBOLS)
     bind_grpc_to_http_host()
     use_serve_log(LogSettings(), "proxy")
     enable_proxy_tracing()
-    inside_out = CancelAbandonedCalls, FailoverMiddleware, StripControlHeaders, SlowClientMiddleware
-    return [Middleware(each) for each in inside_out]
+    innermost_first = CancelAbandonedCalls, FailoverMiddleware, StripControlHeaders, SlowClientMiddleware
+    return [Middleware(each) for each in innermost_first]
 
 
 class StripControlHeaders:
-    """An ASGI application that sees the other headers, and none of the paths that say what else Ray Serve has."""
+    """ASGI middleware that removes Ray Serve's control headers and hides the paths that describe its other applications."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on without control headers, or answer 404 for a hidden path."""
         path = str(scope.get("path", "")).removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and path.startswith(RAY_SERVES_OWN) and path != HEALTH:
-            answer = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)
-            await answer(scope, receive, send)
+        if scope["type"] == "http" and path.startswith(SERVE_PATHS) and path != HEALTH_PATH:
+            response = JSONResponse(error_body(f"{path[:60]!r} is not here", "invalid_request_error"), 404)
+            await response(scope, receive, send)
             return
         kept = [
             (name, value) for name, value in scope.get("headers", ()) if not _is_control_header(name.replace(b"_", b"-"), value)

@@ -1,19 +1,21 @@
-"""Record the queue through which a Ray Serve replica passes a response on, so that its length can be bounded."""
+"""Make the length of the queue observable through which a Ray Serve replica passes a response on."""
 
 from typing import Any
 
-import ray.serve._private.replica
-
-from tramontane.cluster.http.slow_clients import answer_queue
+from tramontane.cluster.http.slow_clients import buffered_messages
+from tramontane.cluster.ray_internals.table import MESSAGE_QUEUE
 
 
 def track_response_queues() -> None:
-    """Replace Ray Serve's ``MessageQueue`` by one that records itself. Call this in a replica's constructor."""
-    module: Any = ray.serve._private.replica
+    """Let Ray Serve's ``MessageQueue`` publish its length to the request that it is made for.
 
-    class NotedQueue(module.MessageQueue):  # type: ignore[misc]
+    To be called in a replica's constructor.
+    """
+    queue: Any = MESSAGE_QUEUE.value
+
+    class TrackedQueue(queue):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
-            answer_queue.set(self)
+            buffered_messages.set(self._message_queue.__len__)
 
-    module.MessageQueue = NotedQueue
+    MESSAGE_QUEUE.replace(TrackedQueue)

@@ -1,4 +1,4 @@
-"""The Ray Serve application: Ingress (any number) and Batch (one) -> Router (one per pipeline)."""
+"""The Ray Serve application: Ingress (any number) and Batch (one) call Router (one per pipeline)."""
 
 import time
 from typing import Any
@@ -12,6 +12,8 @@ from tramontane.cluster.common.node_labels import avoid_head_node
 from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
 from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.pipeline.engine import model_fingerprint
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
 from tramontane.cluster.serving.autoscaling import router_scaling_options
 from tramontane.cluster.serving.batch_replica import BatchReplica
 from tramontane.cluster.serving.ingress import IngressReplica
@@ -21,24 +23,27 @@ from tramontane.proto.errors import ConfigError
 
 APPLICATION = "tramontane"
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
-VISIBLE_SECRET = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
+# Names of version 0.1.0, which Serve configs may have until 0.3.0.
+DEPRECATED_GRPC_FUNCTIONS = {name.replace("grpc.handlers", "grpc_handlers"): name for name in GRPC_FUNCTIONS}
+SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
-UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
-CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another
-CHECK_TIMEOUT_S = 10.0  # of one that lives and does not answer: after three such checks, before doors lose patience
-HAND_OVER_S = 15.0  # then doors take what a router still has to another one, and it ends by itself
-MAX_SURGE_PERCENT = 100  # percent: of a new version all replicas are started before those of the old one are stopped
+UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
+HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them
+HEALTH_CHECK_TIMEOUT_S = 10.0  # three missed checks replace a replica, before ingresses give its requests up
+HAND_OVER_S = 15.0  # after a router's grace: ingresses move its requests to another router, and it stops
+MAX_SURGE_PERCENT = 100  # all replicas of a new version start before those of the old one stop
 
 
 def build(args: dict[str, Any]) -> Application:
-    """For ``serve deploy`` and ``serve build``: ``args`` are the keys of the configuration."""
+    """Build the application for ``serve deploy`` and ``serve build``; ``args`` are the keys of the configuration."""
+    assert_supported(SERVE_SYMBOLS)
     config = validate_config(args)
     return application(config, grace_s=DRAIN_S if config.drain_timeout is None else config.drain_timeout)
 
 
 def validate_config(args: dict[str, Any]) -> EngineConfig:
-    """Of a Serve config's ``args``. Raises ConfigError for what has no place there."""
-    if VISIBLE_SECRET in args:
+    """Read a Serve config's ``args``. Raises ConfigError for keys that do not belong there."""
+    if SECRET_KEY in args:
         raise ConfigError("api_key: not for a Serve config, which Ray shows to everybody; give an api_key_file")
     if secret := [key for key, value in args.items() if key.startswith("jobs_") and has_password(str(value))]:
         raise ConfigError(
@@ -51,7 +56,7 @@ def validate_config(args: dict[str, Any]) -> EngineConfig:
 
 
 def grpc_options(port: int) -> gRPCOptions:
-    """For Ray Serve's start; port 0 is none. Reflection is among the functions."""
+    """Return the option for Ray Serve's start; port 0 means no gRPC. Reflection is registered by our own functions."""
     return gRPCOptions(port=port, grpc_servicer_functions=list(GRPC_FUNCTIONS) if port else [], enable_reflection=False)
 
 
@@ -60,15 +65,13 @@ def application(
     launched: bool = False,
     owns_serve: bool = False,
     grace_s: float = 20.0,
-    grpc_from_here_only: bool = False,
+    grpc_on_loopback_only: bool = False,
 ) -> Application:
-    """``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``.
+    """Bind the deployments. Every node must have the checkpoint as it is here, where the application is built.
 
-    ``grpc_from_here_only``: in a cluster that we have not started, Ray Serve's gRPC port is open to every peer.
-
-    ``patience_s``: how long a replica that is to stop may finish what it has begun.
-
-    The checkpoint as it is here, where the application is built, is what every node must have.
+    ``launched`` and ``owns_serve`` are those of ``pipeline_spec.OwnerApplication``. ``grace_s``: how long a replica that is to
+    stop may finish its requests. ``grpc_on_loopback_only``: refuse gRPC peers on other machines, because Ray Serve's gRPC port
+    is open to all of them in a cluster that we have not started.
     """
     config = config.with_absolute_paths()
     with annotate_node():
@@ -77,11 +80,11 @@ def application(
     router = serve.deployment(
         name="Router",
         **router_scaling_options(config),
-        max_constructor_retry_count=1,  # what keeps a pipeline from loading is reported, not tried again
+        max_constructor_retry_count=1,  # a pipeline that cannot load is reported, and not retried
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=CHECK_EVERY_S,
-        health_check_timeout_s=CHECK_TIMEOUT_S,
+        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         request_router_config=RequestRouterConfig(request_router_class=LeastLoadedRouter),  # type: ignore[arg-type]
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=grace_s + HAND_OVER_S,
@@ -92,8 +95,8 @@ def application(
         name="Batch",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=CHECK_EVERY_S,
-        health_check_timeout_s=CHECK_TIMEOUT_S,
+        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=grace_s,
         logging_config=quiet,
@@ -103,8 +106,8 @@ def application(
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=UNBOUNDED,
         ray_actor_options={"num_cpus": 0, **avoid_head_node()},
-        health_check_period_s=CHECK_EVERY_S,
-        health_check_timeout_s=CHECK_TIMEOUT_S,
+        health_check_period_s=HEALTH_CHECK_INTERVAL_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.5,
         graceful_shutdown_timeout_s=grace_s,
         max_surge_percent=MAX_SURGE_PERCENT,
@@ -113,4 +116,4 @@ def application(
     deployed_at = time.time_ns()
     routers = router.bind(config.without_secrets(), fingerprint, launched, owns_serve, deployed_at)
     jobs = batch.bind(config.without_secrets(), fingerprint, routers)
-    return ingress.bind(config, fingerprint, routers, jobs, grpc_from_here_only, grace_s, deployed_at)
+    return ingress.bind(config, fingerprint, routers, jobs, grpc_on_loopback_only, grace_s, deployed_at)

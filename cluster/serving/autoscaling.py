@@ -1,4 +1,4 @@
-"""How many pipelines there are to be: what routers tell Ray Serve, and what it makes of that."""
+"""Autoscaling of pipelines: the metrics that routers report to Ray Serve, and the policy that it applies to them."""
 
 import logging
 import math
@@ -10,43 +10,44 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.router.scheduling.running_set import PipelineLoad
 
-SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # what a router tells, by Ray Serve's way for custom metrics
+SHARE, TOKENS = "pipeline_share", "tokens_in_flight"  # names of a router's custom metrics in Ray Serve
 POLICY = "tramontane.cluster.serving.autoscaling:PipelineAutoscalingPolicy"
-TARGET_LOAD = 0.75  # where nobody says
-TELL_EVERY_S, LOOK_BACK_S = 1.0, 5.0  # the mean of so long counts; how long it must last is the delays' to say
+DEFAULT_TARGET_LOAD = 0.75
+REPORT_INTERVAL_S, LOOK_BACK_S = 1.0, 5.0  # the mean of that time counts; the delays say how long it has to last
 
 logger = logging.getLogger(__name__)
 
 
 class PipelineAutoscalingPolicy:
-    """Ray Serve's policy for the Router deployment: so many pipelines as what they have, queue included, would fill.
+    """Ray Serve's policy for the Router deployment: as many pipelines as their load, waiting queues included, would fill.
 
-    ``target_load``: how full each is to be, by its places or by its cache's pages, whichever is scarcer.
-    ``target_tokens``: how many tokens it is to have in flight, if that is to count as well.
+    ``target_load``: the share of a pipeline's slots or of its cache's pages, whichever is scarcer, that is to be used.
+    ``target_tokens``: how many tokens a pipeline is to have in flight, if that is to count as well.
 
-    Ray Serve rounds up, keeps to the bounds, and waits for the delays. A router that is gone does not count, and what it had is
-    counted where it goes on.
+    Ray Serve rounds up, applies the bounds and the delays. A router that is gone does not count; its requests count where they
+    continue.
+
+    A Serve config may contain anything, and an exception here would stop Ray Serve's controller for all of its applications.
+    So arguments that make no sense are logged and ignored.
     """
 
     def __init__(self, target_load: object = None, target_tokens: object = None, **unknown: object) -> None:
-        """Whoever writes a Serve config may write anything: what cannot be meant is said and left out, since an error
-        would keep Ray Serve's controller from all of its applications."""
-        self._target_load, self._target_tokens = _positive(target_load) or TARGET_LOAD, _positive(target_tokens)
-        told = {"target_load": target_load, "target_tokens": target_tokens}
-        wrong = unknown | {key: value for key, value in told.items() if value is not None and _positive(value) is None}
-        if wrong:
-            logger.warning("%s of %s make no sense: positive numbers for target_load and target_tokens do", wrong, POLICY)
+        self._target_load, self._target_tokens = _positive(target_load) or DEFAULT_TARGET_LOAD, _positive(target_tokens)
+        targets = {"target_load": target_load, "target_tokens": target_tokens}
+        ignored = unknown | {key: value for key, value in targets.items() if value is not None and _positive(value) is None}
+        if ignored:
+            logger.warning("%s ignores %s: target_load and target_tokens must be positive numbers", POLICY, ignored)
 
     def __call__(self, context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-        """How many are wanted, and what to remember, which is nothing."""
-        if not context.current_num_replicas:  # all routers are dead, and what they had waits at the doors
+        """Return the number of pipelines that are wanted, and the state to keep between calls, which is empty."""
+        if not context.current_num_replicas:  # all routers are dead, and their requests wait at the ingresses
             return context.target_num_replicas, {}
-        told = context.aggregated_metrics or {}
-        shares, tokens = told.get(SHARE, {}), told.get(TOKENS, {})
+        metrics = context.aggregated_metrics or {}
+        shares, tokens = metrics.get(SHARE, {}), metrics.get(TOKENS, {})
         wanted = sum(shares.values()) / self._target_load
         if self._target_tokens is not None:
             wanted = max(wanted, sum(tokens.values()) / self._target_tokens)
-        if len(shares) < context.current_num_replicas and context.config is not None:  # one has not told anything yet
+        if len(shares) < context.current_num_replicas and context.config is not None:  # one has not reported yet
             wanted = max(wanted, context.total_num_requests / context.config.get_target_ongoing_requests())
         return wanted, {}
 
@@ -56,29 +57,31 @@ def _positive(value: object) -> float | None:
 
 
 def to_metrics(demand: PipelineLoad) -> dict[str, float]:
-    """What a router tells."""
+    """Return a router's custom metrics."""
     return {SHARE: demand.share, TOKENS: float(demand.tokens)}
 
 
 def policy_for(target_load: float, target_tokens: int | None) -> dict[str, Any]:
-    """As it is written in a Serve config."""
+    """Return the policy as it is written in a Serve config."""
     return {"policy_function": POLICY, "policy_kwargs": {"target_load": target_load, "target_tokens": target_tokens}}
 
 
 def router_scaling_options(config: EngineConfig) -> dict[str, Any]:
-    """Options of the Router deployment: a fixed number, or how it is scaled."""
+    """Return the options of the Router deployment: a fixed number of replicas, or how it is scaled."""
     if config.max_pipelines == config.replicas:
         return {"num_replicas": config.replicas}
     policy: Any = AutoscalingPolicy(**policy_for(config.target_load, config.target_tokens))  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings():  # of the interval, for whose successor no replica asks yet
+    with warnings.catch_warnings():  # metrics_interval_s is deprecated, but replicas do not read its successor yet
         warnings.simplefilter("ignore", DeprecationWarning)
         scaling = AutoscalingConfig(
             min_replicas=config.replicas,
             max_replicas=config.max_pipelines,
-            target_ongoing_requests=max(int(config.max_num_seqs * config.target_load), 1),  # of those that have not told yet
+            target_ongoing_requests=max(
+                int(config.max_num_seqs * config.target_load), 1
+            ),  # for routers that have not reported yet
             upscale_delay_s=config.upscale_delay,
             downscale_delay_s=config.downscale_delay,
-            metrics_interval_s=TELL_EVERY_S,
+            metrics_interval_s=REPORT_INTERVAL_S,
             look_back_period_s=LOOK_BACK_S,
             policy=policy,
         )

@@ -1,7 +1,4 @@
-"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that interactive requests have too.
-
-Batch jobs on several machines: what is kept on the disk of one of them cannot be met from another.
-"""
+"""Batch jobs in the Ray Serve application: one replica runs them, on the routers that also run interactive requests."""
 
 import asyncio
 import json
@@ -23,7 +20,7 @@ from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import use_serve_log
-from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
@@ -47,22 +44,29 @@ from tramontane.router.openai.served_model import ServedModel, check_model_name
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
 
-logger = logging.getLogger(__name__)
+NODE_CHECK_INTERVAL_S = 10.0  # nodes may join at any time
+HOME_FOLDER = ".tramontane"  # in the user's home, created for the first job
+GARBAGE_INTERVAL_S = 60.0
+BATCH_PRIORITY = 1  # of lines; interactive requests have 0
+WEIGHTS_SUFFIX = ".safetensors"
+SECONDS_PER_DAY = 86_400
 
-LOOK_EVERY_S = 10.0  # nodes may join at any time
+logger = logging.getLogger(__name__)
 
 
 def num_machines() -> int:
-    """Of the cluster that this process is connected to. Nodes at one address share a disk. Blocks; raises PipelineError."""
+    """Count the machines of the cluster; nodes at one address share a disk. It blocks, and raises PipelineError."""
     try:
         return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})  # type: ignore[no-untyped-call]
     except (RayError, RuntimeError) as error:
-        raise PipelineError(f"Ray does not tell its nodes now: {error!s:.200}") from error
+        raise PipelineError(f"Ray cannot list its nodes now: {error!s:.200}") from error
 
 
 class SingleNodeBatchService(BatchService):
-    """For a store on one machine: takes no job and no file while there are others. Doors and the runner may be on different
-    ones, and then nobody would ever run what was accepted. All else works, so that what is there can be read and cancelled.
+    """A service whose store is on one machine's disk: it accepts no job and no file while the cluster has others.
+
+    Ingresses and the runner may be on different machines, and then accepted jobs would never run. All else works, so that jobs
+    and files that are there can be read and cancelled.
     """
 
     def __init__(
@@ -70,28 +74,32 @@ class SingleNodeBatchService(BatchService):
     ) -> None:
         super().__init__(settings)
         self._machines, self._now = machines, now
-        self._num_machines, self._look_at = 0, now()
+        self._num_machines, self._check_at = 0, now()
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
+        """Submit a job of these lines; see ``BatchService``."""
         await self._require_single_node()
         return await super().submit(lines, options, request_key)
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
+        """Submit a job whose lines are at a URL; see ``BatchService``."""
         await self._require_single_node()
         return await super().submit_url(url, options, request_key)
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
+        """Submit a job of an uploaded file; see ``BatchService``."""
         await self._require_single_node()
         return await super().submit_file(file_id, options, request_key)
 
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
+        """Store a file; see ``BatchService``."""
         await self._require_single_node()
         return await super().upload(filename, purpose, pieces)
 
     async def _require_single_node(self) -> None:
-        if self._now() >= self._look_at:
+        if self._now() >= self._check_at:
             self._num_machines = await asyncio.to_thread(self._machines)
-            self._look_at = self._now() + LOOK_EVERY_S
+            self._check_at = self._now() + NODE_CHECK_INTERVAL_S
         if self._num_machines > 1:
             raise PipelineError(
                 f"batch jobs are off: this cluster has {self._num_machines} machines, and their store is on the disk of one; "
@@ -99,27 +107,22 @@ class SingleNodeBatchService(BatchService):
             )
 
 
-FOLDER = ".tramontane"  # of the user, made when the first job comes
-TIDY_EVERY_S = 60.0
-PRIORITY = 1  # of lines; interactive requests have 0
-WEIGHTS = ".safetensors"
-SECONDS_PER_DAY = 86_400
-
-
 @dataclass(frozen=True, slots=True)
 class LineExecutor:
-    """What lines are answered with: the model, how it has conversations, and who makes tokens."""
+    """Computes the response to one line of a batch job, with a model, its chat template and a source of tokens."""
 
     model: ServedModel
     chat: ChatTemplate
     source: TokenSource
 
     async def completion(self, body: bytes) -> dict[str, Any]:
+        """Return the response of ``/v1/completions``."""
         request = parse_completion(body)
         self._check(request)
         return await (await Completion.prepare(self.model, request, time.monotonic())).run(self.source)
 
     async def chat_completion(self, body: bytes) -> dict[str, Any]:
+        """Return the response of ``/v1/chat/completions``."""
         request = parse_chat(body)
         self._check(request)
         return await (await ChatCompletion.prepare(self.model, self.chat, request, time.monotonic())).run(self.source)
@@ -130,15 +133,15 @@ class LineExecutor:
         check_model_name(self.model, request.model)
 
 
-# What a line of a batch job is answered by. Whoever adds an endpoint adds it here and to ``router.jobs.Endpoint``.
+# By endpoint of a line. A new endpoint is added here and to ``router.batch.jobs.Endpoint``.
 HANDLERS: Mapping[Endpoint, Callable[[LineExecutor, bytes], Awaitable[dict[str, Any]]]] = MappingProxyType(
     {"/v1/completions": LineExecutor.completion, "/v1/chat/completions": LineExecutor.chat_completion}
 )
 
 
 def job_settings(config: EngineConfig) -> JobSettings:
-    """Where doors and runner meet. Models have queues of their own, so that servers of several may share a store."""
-    home = Path.home() / FOLDER
+    """Return the settings that ingresses and the runner share. Each model has its own queue, so servers may share a store."""
+    home = Path.home() / HOME_FOLDER
     return JobSettings(
         config.jobs_database.get_secret_value() if config.jobs_database else f"sqlite:///{home / 'jobs.sqlite'}",
         config.jobs_storage.get_secret_value() if config.jobs_storage else str(home / "jobs"),
@@ -150,10 +153,10 @@ def job_settings(config: EngineConfig) -> JobSettings:
 
 
 def batch_service(config: EngineConfig) -> BatchService:
-    """For doors. A folder that is given along with PostgreSQL is taken for one that every machine sees."""
+    """Make an ingress's service. A folder that is given with PostgreSQL is taken for one that every machine sees."""
     settings = job_settings(config)
-    on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
-    return SingleNodeBatchService(settings) if on_one_machine else BatchService(settings)
+    is_on_one_machine = settings.database.startswith("sqlite") or config.jobs_storage is None
+    return SingleNodeBatchService(settings) if is_on_one_machine else BatchService(settings)
 
 
 class LowPriorityTokenSource:
@@ -163,19 +166,16 @@ class LowPriorityTokenSource:
         self._source = source
 
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        return self._source.generate([_of_batch(spec) for spec in specs])
+        """Generate with the priority of batch work."""
+        return self._source.generate([replace(spec, priority=BATCH_PRIORITY) for spec in specs])
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        """Check the wrapped source's capacity."""
         self._source.check_capacity(num_sequences, owner)
 
 
-def _of_batch(spec: SequenceRequest) -> SequenceRequest:
-    """The one place where the priority of batch work is set."""
-    return replace(spec, priority=PRIORITY)
-
-
 class BatchReplica:
-    """Runs the jobs of its model. If it is killed, its jobs go on in the next one, when its lease has lapsed."""
+    """The Batch deployment: runs the jobs of its model. If it is killed, the next one continues them when its lease expires."""
 
     def __init__(
         self,
@@ -186,16 +186,16 @@ class BatchReplica:
         bind_internal_port_to_node()
         use_serve_log(config.logs, "batch")
         with annotate_node():
-            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
+            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
             model = load_served_model(config)
-        at_once = config.max_num_seqs * config.max_pipelines
-        concurrency = config.jobs_concurrency or at_once + at_once // 4  # some always wait, so that no place stays empty
+        max_running = config.max_num_seqs * config.max_pipelines
+        concurrency = config.jobs_concurrency or max_running + max_running // 4  # some always wait, so that no slot stays empty
         node = ray.get_runtime_context().get_node_id()
         self._routers = RouterClient(
             router, model.max_sequences * config.max_pipelines, model=short_digest(fingerprint), node=node
         )
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "batch").export)
-        self._answerer = LineExecutor(model, load_chat_format(config, model), LowPriorityTokenSource(self._routers))
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "batch").export)
+        self._executor = LineExecutor(model, load_chat_format(config, model), LowPriorityTokenSource(self._routers))
         settings = job_settings(config)
         self._service = BatchService(settings)
         self._database = Database(settings.database)
@@ -213,15 +213,15 @@ class BatchReplica:
         self._database.close()
 
     async def check_health(self) -> None:
-        """For Ray Serve, which starts another replica if the runner has ended."""
+        """Raise PipelineError if the runner has ended; Ray Serve then starts another replica."""
         if self._tasks[0].done():
             raise PipelineError("the runner of batch jobs has ended")
 
     async def _answer(self, endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
-        return await HANDLERS[endpoint](self._answerer, json.dumps(body).encode())
+        return await HANDLERS[endpoint](self._executor, json.dumps(body).encode())
 
     async def _collect_garbage_forever(self) -> None:
         while True:
-            with suppress(PipelineError):  # the store cannot be used now, and the runner says so
+            with suppress(PipelineError):  # the store cannot be used now; the runner logs it
                 await self._service.collect_garbage()
-            await asyncio.sleep(TIDY_EVERY_S)
+            await asyncio.sleep(GARBAGE_INTERVAL_S)

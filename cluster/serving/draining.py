@@ -1,4 +1,4 @@
-"""A server that is about to stop finishes what it has begun, within a limit, and takes nothing new."""
+"""Draining: a server that is about to stop finishes its requests within a time limit, and accepts no new ones."""
 
 import time
 from collections.abc import Callable
@@ -9,48 +9,49 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
 from tramontane.cluster.common.deployments import clear_drained, mark_drained
+from tramontane.cluster.ray_internals.serve import connect_handle
 from tramontane.cluster.serving.app import APPLICATION
 
-POLL_S = 0.1
-ANSWER_S = 5.0  # an ingress replica that does not say how much it has is asked again
+POLL_INTERVAL_S = 0.1
+BROADCAST_TIMEOUT_S = 5.0  # an ingress replica that does not answer is asked again
 
 Report = Callable[[str], None]
 
 
 def stop(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> None:
-    """As ``drain``; what still runs then ends with an error that says why."""
+    """Drain, then end the remaining requests with an error that says why."""
     if num_left := drain(timeout_s, report, cancelled):
         report(f"ending {num_left} request{'s' * (num_left != 1)}")
         _broadcast("end_all")
 
 
 def drain(timeout_s: float, report: Report, cancelled: Callable[[float], bool]) -> int:
-    """Every ingress replica refuses what is new; returns how many requests had not ended in time.
+    """Let every ingress replica refuse new requests; return how many requests did not end in time.
 
-    ``cancelled`` waits for so many seconds, or until somebody wants no more waiting, and says which.
+    ``cancelled`` waits for the given seconds and returns whether the wait is to end early.
     """
     deadline = time.monotonic() + timeout_s
     mark_drained(APPLICATION)
-    said = 0
+    num_reported = 0
     while num_left := num_unfinished():
-        if num_left != said:
+        if num_left != num_reported:
             report(f"finishing {num_left} request{'s' * (num_left != 1)}, for {timeout_s:g} s at most")
-            said = num_left
-        if time.monotonic() >= deadline or cancelled(POLL_S):
+            num_reported = num_left
+        if time.monotonic() >= deadline or cancelled(POLL_INTERVAL_S):
             break
     return num_left
 
 
 def resume() -> None:
-    """Every ingress replica takes new requests again."""
+    """Let every ingress replica accept new requests again."""
     clear_drained(APPLICATION)
     _broadcast("resume")
 
 
 def num_unfinished() -> int:
-    """From now on all are draining.
+    """Start draining at every ingress replica, and return how many requests they have together.
 
-    One that does not say how many it has may have one.
+    If all that answer have none, a replica that does not answer counts as one request.
     """
     answers = _broadcast("drain")
     known = sum(number for number in answers if isinstance(number, int))
@@ -59,10 +60,9 @@ def num_unfinished() -> int:
 
 def _broadcast(method: str) -> list[Any]:
     handle: Any = serve.get_deployment_handle("Ingress", APPLICATION)
-    if not handle.is_initialized:  # Ray Serve gives the same one again
-        handle._init(_run_router_in_separate_loop=True)  # there is no other here, whatever SERVE_SETTINGS say of replicas
+    connect_handle(handle)
     try:
-        answers: list[Any] = handle.broadcast(method).results(timeout_s=ANSWER_S, return_exceptions=True)
+        answers: list[Any] = handle.broadcast(method).results(timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True)
     except (RayError, TimeoutError) as error:
         return [error]
     except RayServeException:  # there is none

@@ -16,13 +16,13 @@ from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
-from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.http.batch_endpoints import BATCH_OPERATIONS, BatchEndpoints
-from tramontane.cluster.http.body_limits import MAX_HELD, BodyLimiter
+from tramontane.cluster.http.body_limits import MAX_HELD_BYTES, BodyLimiter
 from tramontane.cluster.http.sse import Pacer
 from tramontane.cluster.observability.exporters import RequestMetrics
 from tramontane.cluster.observability.logging import serve_request_id, use_serve_log
-from tramontane.cluster.observability.metrics import RayMetrics
+from tramontane.cluster.observability.metrics import MetricFactory
 from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node, is_loopback
 from tramontane.cluster.serve_patches.response_queues import track_response_queues
 from tramontane.cluster.serving.batch_replica import batch_service
@@ -32,14 +32,14 @@ from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.request_stats import CountingTokenSource
 from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint, short_digest
 
-WEIGHTS = ".safetensors"  # which a door does not read
-WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica; README says why
+WEIGHTS_SUFFIX = ".safetensors"  # files that an ingress does not read
+WRITES_PER_CORE, MAX_WRITES = 50, 1500  # a second, of one ingress replica: see docs/design/serving.md
 
 
 class IngressReplica(GrpcServicer):
-    """Parses, bounds, tokenizes and streams; keeps nothing between requests. Ray Serve calls its gRPC methods by their names.
+    """Parses, bounds, tokenizes and streams requests; keeps no state between them. Ray Serve calls its gRPC methods by name.
 
-    Batch jobs meet ``Batch`` in their store only.
+    It shares the store of batch jobs with ``Batch``, and does not call it.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class IngressReplica(GrpcServicer):
         config: EngineConfig,
         fingerprint: Fingerprint,
         router: "DeploymentHandle[Any]",
-        _batch: "DeploymentHandle[Any]",  # which is thereby part of the application
-        grpc_from_here_only: bool,
-        patience_s: float,
+        _batch: "DeploymentHandle[Any]",  # bound only so that Batch is part of the application
+        grpc_on_loopback_only: bool,
+        grace_s: float,
         deployed_at: int,
     ) -> None:
-        use_serve_log(config.logs, "door")
+        use_serve_log(config.logs, "ingress")
         bind_internal_port_to_node()
         track_response_queues()
         with annotate_node():
-            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS)))
+            check_fingerprint(config.model, tuple(entry for entry in fingerprint if not entry[0].endswith(WEIGHTS_SUFFIX)))
             model = load_served_model(config)
-        mark, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
-        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, patience_s, mark, node)
-        if is_drained(serve.get_replica_context().app_name, deployed_at):  # and one of its doors has died since
+        digest, node = short_digest(fingerprint), ray.get_runtime_context().get_node_id()
+        self._routers = RouterClient(router, model.max_sequences * config.max_pipelines, grace_s, digest, node)
+        if is_drained(serve.get_replica_context().app_name, deployed_at):  # this replica replaces one that has died since
             self._routers.drain()
         source = CountingTokenSource(self._routers, model.counts)
-        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(RayMetrics(), model.counts, "interactive").export)
+        start_periodic_thread(EXPORT_EVERY_S, RequestMetrics(MetricFactory(), model.counts, "interactive").export)
         self._batches = batch_service(config)
         keys = ApiKeys(config.api_key, config.api_key_file)
         writes_per_s = config.stream_writes_per_s or min(WRITES_PER_CORE * (os.cpu_count() or 1), MAX_WRITES)
@@ -72,51 +72,54 @@ class IngressReplica(GrpcServicer):
             source,
             self._batches,
             keys=keys,
-            allow_peer=is_loopback if grpc_from_here_only else lambda _: True,
+            allow_peer=is_loopback if grpc_on_loopback_only else lambda _: True,
             pace=Pacer(writes_per_s),
             max_message=config.max_body_bytes,
             id_of=serve_request_id,
         )
-        bodies = BodyLimiter(max(MAX_HELD, config.max_body_bytes))
-        self._door = HttpApp(
-            model,
-            source,
-            self._routers.is_ready,
-            self._routers.expert_load,
-            config.max_body_bytes,
-            writes_per_s,
-            self._routers.move_experts if config.move_experts else None,
+        bodies = BodyLimiter(max(MAX_HELD_BYTES, config.max_body_bytes))
+        extra_routes = [*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()]
+        http = HttpAppConfig(
+            model=model,
+            source=source,
+            is_ready=self._routers.is_ready,
+            expert_load=self._routers.expert_load,
+            max_body_bytes=config.max_body_bytes,
+            writes_per_s=writes_per_s,
+            move_experts=self._routers.move_experts if config.move_experts else None,
             chat=load_chat_format(config, model),
             keys=keys,
-            extra_routes=[*BatchEndpoints(self._batches, bodies).routes(), *ActivityEndpoint(self._routers.activity).routes()],
-            more_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+            extra_routes=extra_routes,
+            extra_operations={**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
             sends_request_id=False,  # Ray Serve's proxies do
-            slow_reader_s=config.slow_reader_timeout,
-            bodies=bodies,
-            node_and_model=(node, mark),
+            slow_client_timeout_s=config.slow_reader_timeout,
+            body_limiter=bodies,
+            node=node,
+            model_digest=digest,
         )
+        self._http_app = HttpApp(http)
 
     def __serve_build_asgi_app__(self) -> Starlette:
-        return self._door.app()
+        return self._http_app.app()
 
     async def __del__(self) -> None:
         self._routers.close()
         self._batches.close()
 
     async def drain(self) -> int:
-        """Take nothing new; returns how many requests have not ended."""
+        """Refuse new requests; return how many have not ended."""
         return self._routers.drain()
 
     async def resume(self) -> None:
-        """Take new requests again."""
+        """Accept new requests again."""
         self._routers.resume()
 
     async def end_all(self) -> None:
-        """What runs ends with an error that says why."""
+        """End all requests with an error that says why."""
         self._routers.end_all()
 
     async def stats(self) -> dict[str, Any]:
-        """What is held at this moment."""
+        """Return what this replica holds now, for tests."""
         return {
             "requests": self._routers.num_requests,
             "tasks": len(asyncio.all_tasks()),

@@ -1,4 +1,4 @@
-"""What the command that serves on a joined cluster tells its supervisors, which otherwise end the application."""
+"""Heartbeats of the command that serves on a joined cluster; without them the supervisors end the application."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -18,18 +18,18 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
-    """While the block runs. ``names`` tells the actors of the supervisors that there are."""
-    signs = _Heartbeat(names)
+    """Send heartbeats while the block runs. ``names`` returns the names of the supervisors' actors."""
+    heartbeat = _Heartbeat(names)
     with ExitStack() as stack:
-        for work in (signs.refresh, signs.send):  # in a thread each
+        for work in (heartbeat.refresh, heartbeat.send):  # in a thread each
             stack.enter_context(run_periodically(RENEW_INTERVAL_S, work))
         yield
 
 
 class _Heartbeat:
-    """Only the head node knows which supervisors there are; while it is away, Ray makes whoever asks wait for a minute.
+    """Only the head node knows the supervisors; while it is away, Ray lets a caller wait for a minute.
 
-    Those that are known hear of us all the same.
+    So the search and the heartbeats to supervisors that are known have separate threads.
     """
 
     def __init__(self, names: Callable[[], list[str]]) -> None:
@@ -37,21 +37,21 @@ class _Heartbeat:
         self._supervisors: list[ActorHandle[Any]] = []
 
     def refresh(self) -> None:
-        """Who is there now."""
+        """Look up the supervisors that there are now."""
         found = []
         try:
             for name in self._names():
-                with suppress(ValueError):  # it has just gone
+                with suppress(ValueError):  # it has just ended
                     found.append(ray.get_actor(name, NAMESPACE))
         except Exception as error:  # of Ray, whose head node may be away
-            logger.warning("the pipelines could not be looked for: %s", ray_error_message(error))
+            logger.warning("the supervisors of pipelines could not be looked up: %s", ray_error_message(error))
         else:
             self._supervisors = found
 
     def send(self) -> None:
-        """To each, without waiting."""
+        """Send a heartbeat to each supervisor, without waiting."""
         for supervisor in self._supervisors:
             try:
                 supervisor.heartbeat.options(concurrency_group="lease").remote()
-            except Exception as error:  # of Ray; without the next sign of life all would go
-                logger.warning("a sign of life could not be sent: %s", ray_error_message(error))
+            except Exception as error:  # of Ray; an exception here would end all later heartbeats
+                logger.warning("a heartbeat could not be sent: %s", ray_error_message(error))

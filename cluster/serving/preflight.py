@@ -1,6 +1,6 @@
-"""Where batch jobs are to be kept, looked at before anything starts: later it would be known only once the model is loaded.
+"""What is checked before an application starts: the store of batch jobs, free resources, ports, a running Ray Serve.
 
-What must be free before the application is started: Ray Serve would try again and again, and say so in its own logs only.
+Otherwise mistakes would show only when the model is loaded, or only in the logs of Ray Serve, which tries again and again.
 """
 
 import errno
@@ -9,24 +9,27 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ray
-from ray.serve.context import _get_global_client
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.serving.app import GRPC_FUNCTIONS
+from tramontane.cluster.ray_internals.serve import running_serve_options
+from tramontane.cluster.serving.app import DEPRECATED_GRPC_FUNCTIONS, GRPC_FUNCTIONS
 from tramontane.cluster.serving.batch_replica import job_settings
 from tramontane.proto.errors import ConfigError, PlanError
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.storage import JobStorage, UrlReader
 
+POLL_INTERVAL_S = 0.1
+RESOURCES_TIMEOUT_S = 5.0
+PORT_TIMEOUT_S = 15.0
+
 
 def check_job_storage(config: EngineConfig) -> None:
-    """Makes the folders that were named. Raises ConfigError.
+    """Create the folders that the configuration names for batch jobs. Raises ConfigError if one cannot be used.
 
-    What is on another machine need not be there yet; and without a home to write to there are no batch jobs, but all else.
+    A store on another machine need not exist yet. Without a writable home directory there are no batch jobs, but all else.
     """
     settings = job_settings(config.with_absolute_paths())
     database, storage = Database(settings.database), JobStorage(settings.storage)
@@ -48,30 +51,27 @@ def _check_folder(flag: str, folder: Path, mode: int) -> None:
         raise ConfigError(f"{flag}: {folder} cannot be written to; name another place, or allow it")
 
 
-FREE_POLL_S = 0.1
-ROOM_TIMEOUT_S = 5.0
-PORT_TIMEOUT_S = 15.0
-
-
 def check_resources(spec: PipelineSpec, num_pipelines: int) -> None:
-    """Raises PlanError unless the cluster has free what the pipelines' stages need."""
+    """Raise PlanError unless the cluster has free what the pipelines' stages need."""
     for name in spec.bundles[0]:
-        of_a_pipeline = sum(bundle[name] for bundle in spec.bundles)
-        needed = of_a_pipeline * num_pipelines
-        deadline = time.monotonic() + ROOM_TIMEOUT_S  # what has just ended is counted as free a little later
+        per_pipeline = sum(bundle[name] for bundle in spec.bundles)
+        needed = per_pipeline * num_pipelines
+        deadline = time.monotonic() + RESOURCES_TIMEOUT_S  # Ray counts what has just ended as free a little later
         while needed > (free := ray.available_resources()).get(name, 0) and time.monotonic() < deadline:  # type: ignore[no-untyped-call]
-            time.sleep(FREE_POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         if needed > free.get(name, 0):
             raise PlanError(
-                f"{num_pipelines} x {spec.num_workers} stages of {of_a_pipeline / spec.num_workers:g} {name} each "
+                f"{num_pipelines} x {spec.num_workers} stages of {per_pipeline / spec.num_workers:g} {name} each "
                 f"need {needed:g}, and the cluster "
                 f"has {free.get(name, 0):g} free; use fewer --replicas, --stages or --threads-per-stage"
             )
 
 
 def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
-    """Raises ConfigError unless the addresses can be bound here. One that is in use is waited for a little: a server that was
-    killed has a cluster that needs some seconds to end."""
+    """Raise ConfigError unless the HTTP and gRPC addresses can be bound here.
+
+    A port in use is waited for up to ``PORT_TIMEOUT_S``: the cluster of a server that was killed needs some seconds to end.
+    """
     if config.grpc_port == config.port:
         raise ConfigError(f"--grpc-port and --port are both {config.port}; choose another --grpc-port")
     _check_port(config.host, config.port, "--port", report)
@@ -81,15 +81,15 @@ def check_ports(config: EngineConfig, report: Callable[[str], None]) -> None:
 
 def _check_port(host: str, port: int, flag: str, report: Callable[[str], None]) -> None:
     deadline = time.monotonic() + PORT_TIMEOUT_S
-    is_told = False
+    is_reported = False
     while (error := _bind_error(host, port)) is not None:
         in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
         if not in_use or time.monotonic() > deadline:
             raise ConfigError(f"--host {host} {flag} {port} cannot be had: {error}; choose another {flag} or --host") from error
-        if not is_told:
+        if not is_reported:
             report(f"waiting for {flag} {port}, which another process still has")
-        is_told = True
-        time.sleep(FREE_POLL_S)
+        is_reported = True
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
@@ -104,23 +104,21 @@ def _bind_error(host: str, port: int) -> OSError | UnicodeError | None:
 
 
 def check_running_serve(config: EngineConfig) -> bool:
-    """Ray Serve's addresses are the cluster's: the first who starts it decides. Returns whether there is gRPC.
+    """Return whether the cluster's Ray Serve has our gRPC. Its addresses are those that it was first started with.
 
-    Raises ConfigError if they are others than the configuration's.
+    Raises ConfigError if they differ from the configuration's.
     """
-    client: Any = _get_global_client()
-    host, port = client.http_config.host, client.http_config.port
-    if (host, port) != (config.host, config.port):
+    http, grpc = running_serve_options()
+    if (http.host, http.port) != (config.host, config.port):
         raise ConfigError(
-            f"Ray Serve runs on this cluster already, at {host}:{port}; "
-            f"give --host {host} --port {port}, or shut it down first with: serve shutdown"
+            f"Ray Serve runs on this cluster already, at {http.host}:{http.port}; "
+            f"give --host {http.host} --port {http.port}, or shut it down first with: serve shutdown"
         )
-    grpc_options = ray.get(client._controller.get_grpc_config.remote())
-    if not set(GRPC_FUNCTIONS) <= set(grpc_options.grpc_servicer_functions) or not grpc_options.port or not config.grpc_port:
+    functions = {DEPRECATED_GRPC_FUNCTIONS.get(name, name) for name in grpc.grpc_servicer_functions}
+    if not set(GRPC_FUNCTIONS) <= functions or not grpc.port or not config.grpc_port:
         return False
-    if grpc_options.port != config.grpc_port:
+    if grpc.port != config.grpc_port:
         raise ConfigError(
-            f"Ray Serve runs on this cluster already, with gRPC at port {grpc_options.port}; "
-            f"give --grpc-port {grpc_options.port}, or 0 for none"
+            f"Ray Serve runs on this cluster already, with gRPC at port {grpc.port}; give --grpc-port {grpc.port}, or 0 for none"
         )
     return True

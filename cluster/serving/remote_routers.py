@@ -1,4 +1,4 @@
-"""An ingress's side of the routers: the calls that hand requests over, and the streams by which they answer."""
+"""An ingress's client of the routers: the calls that submit requests, and the streams that carry their tokens."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ from tramontane.cluster.observability.logging import request_context
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.cluster.serving.retry_policy import AdmissionWindow, FailoverBudget, WaitingRequest, most_useful_error
 from tramontane.cluster.serving.router_queries import RouterQueries, cancellable
-from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENT_S, model_key, with_idle_timeout
+from tramontane.cluster.serving.token_channel import ACCEPTED, DONE, KEEPALIVE, SILENCE_TIMEOUT_S, model_key, with_idle_timeout
 from tramontane.proto import wire
 from tramontane.proto.errors import (
     DrainingError,
@@ -34,9 +34,9 @@ from tramontane.router.engine.token_queue import OutputQueue
 
 MAX_ATTEMPTS = 10
 MAX_GRPC_BYTES = 2**20  # what is larger goes through the object store; Ray Serve's gRPC takes 4 MiB
-ANSWERED_WITHIN_S = 10.0  # a router that was given a request says at once whether it takes it, unless its machine is gone
-AVOIDED_FOR_S = 30.0  # a router that has fallen silent, if there are others: it would seem to have least to do
-LAST_TOKENS_S = 10.0
+ACCEPT_TIMEOUT_S = 10.0  # a router answers at once whether it accepts a request, unless its machine is gone
+SILENT_ROUTER_TTL_S = 30.0  # how long others are preferred to a silent router, which would seem to be the least loaded
+LAST_TOKENS_TIMEOUT_S = 10.0
 DRAINING = "the server is draining: it finishes what it has begun and takes nothing new; ask another one, or come back later"
 ENDED = "the server has stopped before this request ended; send it again"
 
@@ -47,8 +47,8 @@ class RouterClient(RouterQueries):
     """The routers behind a Ray Serve handle, as one ``TokenSource``.
 
     ``max_unaccepted``: see ``AdmissionWindow``.
-    ``stays_s``: how long a router that is to stop may finish what it has; what is longer goes on with another one.
-    ``model``: what token ids are of, as ``short_digest`` has it. ``node``: ours, by Ray's id.
+    ``handover_grace_s``: how long a router that is to stop may finish its requests; longer ones move to another router.
+    ``model``: ``short_digest`` of the model whose token ids we send. ``node``: Ray's id of our node.
     """
 
     def __init__(
@@ -60,194 +60,197 @@ class RouterClient(RouterQueries):
         node: str = "",
     ) -> None:
         super().__init__(handle)
-        self._room, self._stays_s, self._meant_for = AdmissionWindow(max_unaccepted), handover_grace_s, model_key(model)
+        self._window, self._model_key = AdmissionWindow(max_unaccepted), model_key(model)
+        self._handover_grace_s = handover_grace_s
         self._node = node
         self._name = self._new_name()
         self._numbers = itertools.count()
-        self._mailboxes: dict[int, OutputQueue] = {}
+        self._outputs: dict[int, OutputQueue] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._is_draining = self._is_ending = False
         self._num_requests = 0
         self._silent: set[str] = set()  # replicas
         self._tasks: set[asyncio.Task[None]] = set()  # calls and streams
-        self._streams_of: dict[int, tuple[str, str]] = {}  # which of them answers, by request
+        self._streams_of: dict[int, tuple[str, str]] = {}  # the stream that carries its tokens, by request
         self._streams: dict[tuple[str, str], asyncio.Event] = {}  # set once open; by our name and the replica's
 
     @property
     def num_requests(self) -> int:
+        """How many requests have not ended."""
         return self._num_requests
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """See ``TokenSource``."""
+        """Raise DrainingError or OverloadedError if such a request would be refused; see ``TokenSource``."""
         if self._is_draining:
             raise DrainingError(DRAINING)
-        self._room.check(num_sequences, owner)
+        self._window.check(num_sequences, owner)
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        """See ``TokenSource``."""
-        so_far = ResumableRequest(specs)
-        if not so_far.was_accepted:  # by way of another door
+        """Generate tokens, on one router after the other where they are lost; see ``TokenSource``."""
+        progress = ResumableRequest(specs)
+        if not progress.was_accepted:  # through another ingress
             self.check_capacity(len(specs), specs[0].owner)
         self._num_requests += 1
         try:
-            async with aclosing(self._generate_with_failover(so_far, specs[0])) as batches:
+            async with aclosing(self._generate_with_failover(progress, specs[0])) as batches:
                 async for batch in batches:
                     yield batch
         finally:
             self._num_requests -= 1
 
     async def _generate_with_failover(
-        self, so_far: ResumableRequest, first: SequenceRequest
+        self, progress: ResumableRequest, first: SequenceRequest
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Of one router after the other, where one is lost."""
-        patience = FailoverBudget(was_accepted=so_far.was_accepted)
-        while not so_far.is_complete:
+        """Retry on other routers until the request is complete or its budget is used up."""
+        budget = FailoverBudget(was_accepted=progress.was_accepted)
+        while not progress.is_complete:
             try:
-                async with aclosing(self._generate_on_one(so_far.remaining_specs(), patience.since)) as batches:
+                async with aclosing(self._generate_on_one(progress.remaining_specs(), budget.since)) as batches:
                     async for batch in batches:
-                        patience.reset()
-                        yield so_far.record(batch)
+                        budget.reset()
+                        yield progress.record(batch)
             except (PipelineError, OverloadedError) as error:
                 if isinstance(error, QueueFullError):
-                    self._room.mark_full(first.owner, error)
-                so_far.was_accepted |= isinstance(error, RouterLostError)
-                patience.on_error(error)
-                with self._room.waiting(WaitingRequest(so_far.num_unfinished, patience.since)):
-                    await patience.backoff()
+                    self._window.mark_full(first.owner, error)
+                progress.was_accepted |= isinstance(error, RouterLostError)
+                budget.on_error(error)
+                with self._window.waiting(WaitingRequest(progress.num_unfinished, budget.since)):
+                    await budget.backoff()
                 if self._is_ending:
                     raise DrainingError(ENDED) from error
-                own_id = first.request_id
-                logger.warning("request %s is given to another router: %s", own_id or "-", error, extra=request_fields(own_id))
+                request_id = first.request_id
+                logger.warning(
+                    "request %s is given to another router: %s", request_id or "-", error, extra=request_fields(request_id)
+                )
 
     async def _generate_on_one(self, specs: Sequence[SequenceRequest], since: float) -> AsyncGenerator[RequestOutput, None]:
-        """As ``generate``, but of one router. Raises RouterLostError if that had accepted the request, and fails.
+        """Generate on one router. Raises RouterLostError if a router that has accepted the request fails.
 
-        ``since``: when the request was left without a router, by the event loop's clock.
+        ``since``: when the request lost its router, by the event loop's clock.
         """
         number, encoded = next(self._numbers), wire.encode_specs(specs)
-        mailbox = self._mailboxes[number] = OutputQueue()
-        self._room.unaccepted[number] = WaitingRequest(len(specs), since)
-        own_id = specs[0].request_id
-        call = self._start(self._call(number, encoded, mailbox, own_id), own_id)
-        self._arm_timeout(ANSWERED_WITHIN_S, number, PipelineError("no router has answered in time"))
+        outputs = self._outputs[number] = OutputQueue()
+        self._window.unaccepted[number] = WaitingRequest(len(specs), since)
+        request_id = specs[0].request_id
+        call = self._start(self._call(number, encoded, outputs, request_id), request_id)
+        self._arm_timeout(ACCEPT_TIMEOUT_S, number, PipelineError("no router has answered in time"))
         num_unfinished = len(specs)
         try:
             while num_unfinished:
-                batch = await mailbox.get()
+                batch = await outputs.get()
                 num_unfinished -= sum(event.finish is not None for event in batch.events)
                 yield batch
         except PipelineError as error:
-            raise error if number in self._room.unaccepted else RouterLostError(str(error)) from None
+            raise error if number in self._window.unaccepted else RouterLostError(str(error)) from None
         finally:
             self._timers.pop(number).cancel()
-            del self._mailboxes[number]
+            del self._outputs[number]
             self._streams_of.pop(number, None)
-            self._room.on_request_end(number)
+            self._window.on_request_end(number)
             if num_unfinished:
                 call.cancel()
 
     def _arm_timeout(self, seconds: float, number: int, error: TramontaneError) -> None:
-        """What ends the request if nothing else happens until then. There is one such thing at a time."""
+        """End the request with ``error`` after some seconds, in place of the timeout that was armed before."""
         if number in self._timers:
             self._timers[number].cancel()
-        self._timers[number] = asyncio.get_running_loop().call_later(seconds, self._mailboxes[number].put, error)
+        self._timers[number] = asyncio.get_running_loop().call_later(seconds, self._outputs[number].put, error)
 
     async def is_ready(self) -> bool:
-        """Whether any router can make tokens now. Raises DrainingError where none is to be asked for."""
+        """Return whether any router can make tokens now. Raises DrainingError while this server is draining."""
         if self._is_draining:
             raise DrainingError(DRAINING)
         return await super().is_ready()
 
     def drain(self) -> int:
-        """Take no more requests; returns how many have not ended."""
+        """Refuse new requests; return how many have not ended."""
         self._is_draining = True
         return self.num_requests
 
     def resume(self) -> None:
-        """Take requests again."""
+        """Accept new requests again."""
         self._is_draining = False
 
     def end_all(self) -> None:
-        """What has not ended ends with the reason."""
+        """End all requests with an error."""
         self._is_ending = True
-        for mailbox in self._mailboxes.values():
-            mailbox.put(DrainingError(ENDED))
+        for outputs in self._outputs.values():
+            outputs.put(DrainingError(ENDED))
 
     def close(self) -> None:
+        """Cancel all calls and streams."""
         for task in self._tasks:
             task.cancel()
 
-    async def _call(self, number: int, specs: bytes, mailbox: OutputQueue, own_id: str) -> None:
-        """Lasts as long as a router works on the request. Its end and the last tokens come in any order."""
+    async def _call(self, number: int, specs: bytes, outputs: OutputQueue, request_id: str) -> None:
+        """Run the call that lasts as long as a router works on the request. It may end before the last tokens arrive."""
         try:
             refusal = await self._submit(number, specs)
-        except Exception as error:  # whatever it is, the client must hear of it
-            logger.warning("the call of request %s failed: %s", own_id or "-", error, extra=request_fields(own_id))
+        except Exception as error:  # of any kind: the client must get an answer
+            logger.warning("the call of request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
             refusal = PipelineError("the router is gone")
         if refusal is not None:
-            mailbox.put(refusal)
+            outputs.put(refusal)
         elif number in self._timers:  # the last tokens are on their way, unless the router has died since
-            self._room.unaccepted.pop(number, None)
-            self._arm_timeout(LAST_TOKENS_S, number, PipelineError("the router is gone"))
+            self._window.unaccepted.pop(number, None)
+            self._arm_timeout(LAST_TOKENS_TIMEOUT_S, number, PipelineError("the router is gone"))
 
     async def _submit(self, number: int, specs: bytes) -> TramontaneError | None:
-        """Find a router that takes the request, and wait until it is done; or else the reason why none did."""
-        wish = exclude(self._silent)
+        """Find a router that accepts the request and wait until it is done; return the reason if none does."""
+        constraint = exclude(self._silent)
         refused: dict[str, TramontaneError] = {}  # by replica
         refusal: TramontaneError | None = None
         for _ in range(MAX_ATTEMPTS):
-            method = self._method("generate", wish, by_reference=len(specs) > MAX_GRPC_BYTES)
-            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._meant_for))
+            method = self._method("generate", constraint, by_reference=len(specs) > MAX_GRPC_BYTES)
+            outcome: bytes = await cancellable(method.remote(self._name, number, specs, self._model_key))
             if outcome == DONE:
                 return None
             refusal, replica = wire.decode_error(outcome)
             match refusal:
                 case StreamNotOpenError():
                     await self._ensure_stream(replica)
-                    wish = ONLY + replica
+                    constraint = ONLY + replica
                 case PipelineUnavailableError() | OverloadedError() if replica not in refused:
                     refused[replica] = refusal
-                    wish = exclude(refused)
-                case (
-                    PipelineUnavailableError() | OverloadedError()
-                ):  # there is no other; one that is only full says when to come back
+                    constraint = exclude(refused)
+                case PipelineUnavailableError() | OverloadedError():  # there is no other router
                     return most_useful_error(refused.values())
                 case _:
                     return refusal
         return refusal
 
     async def _ensure_stream(self, replica: str) -> None:
-        """A router takes requests once it has a stream to answer by.
+        """Open the stream from a router to this ingress; without one the router refuses requests.
 
-        The stream is nobody's but this object's: the client for whom it is opened may leave.
+        The stream belongs to no request: the client whose request opens it may leave.
         """
-        ends = self._name, replica
-        if ends not in self._streams:
-            self._streams[ends] = asyncio.Event()
-            self._start(self._listen(*ends))
-        await self._streams[ends].wait()
+        stream = self._name, replica
+        if stream not in self._streams:
+            self._streams[stream] = asyncio.Event()
+            self._start(self._listen(*stream))
+        await self._streams[stream].wait()
 
     async def _listen(self, name: str, replica: str) -> None:
-        """``name`` is the one under which the stream was opened."""
-        opened, moving = self._streams[name, replica], self._start(self._hand_over((name, replica)))
+        """Deliver what a router sends until its stream ends. ``name``: ours when the stream was opened."""
+        opened, handover = self._streams[name, replica], self._start(self._hand_over((name, replica)))
         call = self._method("subscribe", ONLY + replica, stream=True)
         try:
-            async for message in with_idle_timeout(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENT_S):
+            async for message in with_idle_timeout(cast("AsyncIterable[bytes]", call.remote(name, replica)), SILENCE_TIMEOUT_S):
                 opened.set()
-                for number, what in wire.decode_outputs(message) if message != KEEPALIVE else ():
-                    self._deliver(number, what, (name, replica))
+                for number, output in wire.decode_outputs(message) if message != KEEPALIVE else ():
+                    self._deliver(number, output, (name, replica))
         except Exception as error:  # of Ray, Ray Serve or gRPC
             logger.warning("the stream from router %s broke: %s", replica, error or "nothing came any more")
             if isinstance(error, TimeoutError):
                 self._silent.add(replica)
-                asyncio.get_running_loop().call_later(AVOIDED_FOR_S, self._silent.discard, replica)
-            lost = [number for number, ends in self._streams_of.items() if ends == (name, replica)]
-            for number in (*lost, *self._room.unaccepted):  # of these, any may have been accepted without our hearing of it
-                self._mailboxes[number].put(PipelineError("the stream from the router broke"))
-            if self._name == name:  # if it is not, it believes in this stream; under another name it will ask for a new one
+                asyncio.get_running_loop().call_later(SILENT_ROUTER_TTL_S, self._silent.discard, replica)
+            lost = [number for number, stream in self._streams_of.items() if stream == (name, replica)]
+            for number in (*lost, *self._window.unaccepted):  # any of the latter may have been accepted, too
+                self._outputs[number].put(PipelineError("the stream from the router broke"))
+            if self._name == name:  # under this name the router may still consider the stream open
                 self._name = self._new_name()
         finally:
-            moving.cancel()
+            handover.cancel()
             del self._streams[name, replica]
             opened.set()
 
@@ -255,22 +258,22 @@ class RouterClient(RouterQueries):
         return f"{self._node}/{uuid.uuid4().hex}"
 
     async def _hand_over(self, stream: tuple[str, str]) -> None:
-        """A router that is about to be stopped loses what it still has to another one."""
-        await self._wait_until_retiring(stream[1], self._stays_s)
-        for number, ends in self._streams_of.items():
-            if ends == stream:
-                self._mailboxes[number].put(PipelineError("the router is about to be stopped"))
+        """Move the requests that a router still has to another one when it is about to be stopped."""
+        await self._wait_until_retiring(stream[1], self._handover_grace_s)
+        for number, source in self._streams_of.items():
+            if source == stream:
+                self._outputs[number].put(PipelineError("the router is about to be stopped"))
 
-    def _deliver(self, number: int, what: RequestOutput | TramontaneError, stream: tuple[str, str]) -> None:
-        mailbox = self._mailboxes.get(number)
-        if self._room.unaccepted.pop(number, None) is not None:
+    def _deliver(self, number: int, output: RequestOutput | TramontaneError, stream: tuple[str, str]) -> None:
+        queue = self._outputs.get(number)
+        if self._window.unaccepted.pop(number, None) is not None:
             self._timers[number].cancel()
             self._streams_of[number] = stream
-        if mailbox is not None and what != ACCEPTED:  # else its client has left, or only knows now that it may wait
-            mailbox.put(what)
+        if queue is not None and output != ACCEPTED:  # without a queue the client has left
+            queue.put(output)
 
     def _start(self, work: Coroutine[Any, Any, None], request_id: str = "") -> asyncio.Task[None]:
-        """Of no request of Ray Serve's, which it would cancel with that; but what it calls has this name."""
+        """Start a task outside of Ray Serve's current request, with which it would be cancelled; its calls have this id."""
         task = asyncio.create_task(work, context=request_context(request_id))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,4 +1,4 @@
-"""What an ingress asks of every router: whether it is well, what it does, its experts' load, and to move experts."""
+"""Queries of an ingress to every router: readiness, activity, expert load; and the order to move experts."""
 
 import asyncio
 import math
@@ -9,60 +9,62 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
+from tramontane.cluster.ray_internals.serve import broadcast_results
 from tramontane.cluster.serving.least_loaded_router import ONLY, exclude
 from tramontane.proto.errors import ConfigError
 
 READY_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 2.0  # for routers that are to stop, while they have requests
+RETIREMENT_POLL_INTERVAL_S = 2.0  # for routers that have requests and are to stop
 
 
 class RouterQueries:
-    """Asked of the routers behind a Ray Serve handle."""
+    """Queries to the routers behind a Ray Serve handle."""
 
     def __init__(self, handle: "DeploymentHandle[Any]") -> None:
         self._handle = handle
 
     async def is_ready(self) -> bool:
-        """Whether any router can make tokens now; the first that says so is believed."""
-        return any(await self._broadcast("is_ready", is_enough=bool))
+        """Return whether any router can make tokens now, as soon as one answers that it can."""
+        return any(await self._broadcast("is_ready", is_sufficient=bool))
 
     async def expert_load(self) -> MeasuredLoad:
-        """Of all pipelines that can tell theirs in time."""
+        """Return the summed load of all pipelines that report theirs in time."""
         return MeasuredLoad.summed(await self._broadcast("expert_load"))
 
     async def activity(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
-        """Of all pipelines that can tell theirs in time, by name; see ``RouterReplica.activity``."""
+        """Return the activity of all pipelines that report it in time, by name; see ``RouterReplica.activity``."""
         return sorted(await self._broadcast("activity", after), key=lambda each: str(each["name"]))
 
-    async def _broadcast(self, method: str, *arguments: object, is_enough: Callable[[Any], bool] = lambda _: False) -> list[Any]:
-        """What those answer that can, all asked at once: one that is stopped, or gone, takes nothing from the others.
+    async def _broadcast(
+        self, method: str, *arguments: object, is_sufficient: Callable[[Any], bool] = lambda _: False
+    ) -> list[Any]:
+        """Call all routers at once, and return the answers of those that answer in time.
 
-        Once an answer is enough the rest is not waited for.
+        A router that hangs or is gone does not affect the others. Returns early once an answer is sufficient.
         """
-        told: list[Any] = []
-        pending = {asyncio.create_task(_answer_of(each)) for each in await self._broadcast_calls(method, *arguments)}
+        answers: list[Any] = []
+        pending = {asyncio.create_task(_wait_for_answer(each)) for each in await self._broadcast_calls(method, *arguments)}
         try:
-            while pending and not any(map(is_enough, told)):
+            while pending and not any(map(is_sufficient, answers)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                told += [answer for task in done if (answer := task.result()) is not None]
+                answers += [answer for task in done if (answer := task.result()) is not None]
         finally:
             for task in pending:
                 task.cancel()
-        return told
+        return answers
 
     async def _broadcast_calls(self, method: str, *arguments: object) -> list[Any]:
-        """The calls to all routers that Ray Serve knows."""
-        with suppress(Exception):  # there is none
+        """Start the calls to all routers that Ray Serve knows."""
+        with suppress(Exception):  # there is no router
             async with asyncio.timeout(READY_TIMEOUT_S):
                 calls: Any = self._handle.options(_by_reference=False).broadcast(method, *arguments)
-                made: list[Any] = await calls._fetch_replica_results_async()  # results_async() loses them all with one
-                return made
+                return await broadcast_results(calls)
         return []
 
     async def move_experts(self, load: ExpertLoad) -> tuple[int, int]:
-        """Every pipeline, one after the other, follows a plan for this load: how many experts were loaded, by how many pipelines.
+        """Let every pipeline in turn follow a plan for this load; return how many experts were loaded, by how many pipelines.
 
-        Raises ConfigError where one refuses, PipelineError where one fails; those before it have done it.
+        Raises ConfigError if one refuses and PipelineError if one fails; those before it have moved theirs.
         """
         num_moved = num_pipelines = 0
         async with aclosing(self._one_by_one("move_experts", load)) as answers:
@@ -72,46 +74,49 @@ class RouterQueries:
                 num_moved, num_pipelines = num_moved + moved, num_pipelines + 1
         return num_moved, num_pipelines
 
-    async def _wait_until_retiring(self, replica: str, stays_s: float) -> None:
-        """Returns once Ray Serve has given this router nothing for so long, because it is to stop, while there is another one."""
-        left_at = math.inf
-        while asyncio.get_running_loop().time() < left_at + stays_s:
-            await asyncio.sleep(LOOK_EVERY_S)
-            if not await self._has_left(replica):
-                left_at = math.inf
-            elif left_at == math.inf:
-                left_at = asyncio.get_running_loop().time()
+    async def _wait_until_retiring(self, replica: str, grace_s: float) -> None:
+        """Return once Ray Serve has routed nothing to this router for ``grace_s``, because it is to stop and another one runs."""
+        retired_at = math.inf
+        while asyncio.get_running_loop().time() < retired_at + grace_s:
+            await asyncio.sleep(RETIREMENT_POLL_INTERVAL_S)
+            if not await self._is_retired(replica):
+                retired_at = math.inf
+            elif retired_at == math.inf:
+                retired_at = asyncio.get_running_loop().time()
 
-    async def _has_left(self, replica: str) -> bool:
-        """Whether another one answers what this one is asked."""
-        with suppress(Exception):  # whatever keeps routers from answering
+    async def _is_retired(self, replica: str) -> bool:
+        """Return whether another router gets a call that is meant for this one."""
+        with suppress(Exception):  # routers may fail to answer for any reason
             async with asyncio.timeout(READY_TIMEOUT_S):
-                _, answers = await cancellable(self._method("is_ready", ONLY + replica).remote())
-                return bool(answers != replica)
+                _, responder = await cancellable(self._method("is_ready", ONLY + replica).remote())
+                return bool(responder != replica)
         return False
 
     async def _one_by_one(self, method: str, *arguments: object) -> AsyncGenerator[Any, None]:
-        """What every router answers, each asked once the one before has answered. It answers with its name as well."""
-        asked: set[str] = set()
+        """Call one router after the other, and yield their answers. Each answers with its name as well."""
+        called: set[str] = set()
         while True:
-            answer, replica = await cancellable(self._method(method, exclude(asked)).remote(*arguments))
-            if replica in asked:  # there is no other
+            answer, replica = await cancellable(self._method(method, exclude(called)).remote(*arguments))
+            if replica in called:  # there is no other one
                 return
-            asked.add(replica)
+            called.add(replica)
             yield answer
 
-    def _method(self, name: str, wish: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
-        """Over gRPC between the replicas, unless ``by_reference``: a third less work for an ingress than with objects."""
-        return self._handle.options(method_name=name, session_id=wish, stream=stream, _by_reference=by_reference)
+    def _method(self, name: str, constraint: str, *, stream: bool = False, by_reference: bool = False) -> "DeploymentHandle[Any]":
+        """Return the handle of a method; see ``least_loaded_router`` for ``constraint``.
+
+        Calls use gRPC between replicas, a third less work for an ingress than Ray objects, unless ``by_reference``.
+        """
+        return self._handle.options(method_name=name, session_id=constraint, stream=stream, _by_reference=by_reference)
 
 
-async def _answer_of(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one router, which answers with its name as well
-    """None where it does not answer in time."""
+async def _wait_for_answer(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one router, which answers with its name as well
+    """Return a call's answer; None if there is none in time."""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             answer, _ = await call.get_async()
             return answer
-    except Exception:  # whatever keeps it from answering
+    except Exception:  # a router may fail to answer for any reason
         call.cancel()
         return None
     except asyncio.CancelledError:
@@ -119,8 +124,8 @@ async def _answer_of(call: Any) -> Any:  # noqa: ANN401 - of Ray Serve, to one r
         raise
 
 
-async def cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types do not say that
-    """Ray Serve does not pass on by itself that whoever waits for a response has been cancelled."""
+async def cancellable(response: Any) -> Any:  # noqa: ANN401 - DeploymentResponse, whose types lack cancel
+    """Wait for a response, and cancel its call if the waiting task is cancelled, which Ray Serve does not do by itself."""
     try:
         return await response
     except asyncio.CancelledError:

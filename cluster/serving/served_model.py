@@ -1,4 +1,4 @@
-"""What every door knows of the model, read from its folder."""
+"""The model as an ingress knows it, read from its folder."""
 
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.proto.errors import CheckpointError
@@ -10,6 +10,7 @@ from tramontane.router.tokenization.loader import load_chat_template, load_token
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:
+    """Load the tokenizer and the model's bounds. Raises CheckpointError."""
     args = resolve_model_args(config.model)
     return ServedModel(
         name=config.model_name,
@@ -23,7 +24,7 @@ def load_served_model(config: EngineConfig) -> ServedModel:
 
 
 def load_chat_format(config: EngineConfig, model: ServedModel) -> ChatTemplate:
-    """How the model has conversations; for one that has none, what says so to those who ask."""
+    """Load the chat template; for a model without one, a template that refuses every conversation with the reason."""
     if model.tokenizer is None:
         return NoChatTemplate("this model has no tokenizer, so it has no conversations; give token ids to /v1/completions")
     try:

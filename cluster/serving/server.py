@@ -1,4 +1,4 @@
-"""``tramontane serve``: the application's life, from a cluster to a ready line to nothing left."""
+"""``tramontane serve``: start the application in a cluster, report that it is ready, and remove it at the end."""
 
 import json
 import logging
@@ -13,7 +13,6 @@ import httpx
 import psutil
 from ray import serve
 from ray.exceptions import RayError
-from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import HTTPOptions
 
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, PipelineSpec
@@ -28,6 +27,9 @@ from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
 from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.planning.hardware import Hardware, probe_local
+from tramontane.cluster.ray_internals.serve import is_ha_proxy_enabled
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import RAY_SYMBOLS, SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.ports import LOOPBACK, format_host
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 from tramontane.cluster.serving.draining import stop
@@ -36,14 +38,14 @@ from tramontane.cluster.serving.preflight import check_job_storage, check_ports,
 from tramontane.proto import errors
 from tramontane.proto.errors import ConfigError, PipelineError
 
-logger = logging.getLogger(__name__)
-
 Report = Callable[[str], None]
 
-READY_POLL_S = 0.1
+READY_POLL_INTERVAL_S = 0.1
 READY_TIMEOUT_S = 60.0
-DRAIN_S = 30.0
-OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # and no other application's: see ``adopt_or_create_pipeline``
+DEFAULT_DRAIN_S = 30.0
+OUR_PIPELINES = rf"{APPLICATION}-[0-9a-f]{{8}}-\d+"  # names, not those of other applications: see ``adopt_or_create_pipeline``
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +59,18 @@ class ReadyInfo:
     ready_after_s: float
 
     def to_line(self) -> str:
+        """Return the line that announces it, as JSON if the configuration says so."""
         if self.config.json_output:
-            about = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
+            fields = {"url": self.url, "base_url": f"{self.url}/v1", "grpc": self.grpc, "model": self.config.model_name}
             numbers = {
                 "replicas": self.config.replicas,
                 "max_replicas": self.config.max_pipelines,
                 "stages": self.num_stages,
                 "ready_after_s": round(self.ready_after_s, 3),
             }
-            return json.dumps(about | numbers)
-        least, most = self.config.replicas, self.config.max_pipelines
-        pipelines = f"{least} to {most} pipelines" if most > least else f"{least} pipeline{'s' * (least != 1)}"
+            return json.dumps(fields | numbers)
+        low, high = self.config.replicas, self.config.max_pipelines
+        pipelines = f"{low} to {high} pipelines" if high > low else f"{low} pipeline{'s' * (low != 1)}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages != 1)}"
         return (
             f"ready after {self.ready_after_s:.1f} s: {self.url}/v1 serves {self.config.model_name} "
@@ -76,47 +79,51 @@ class ReadyInfo:
 
 
 def run_server(config: EngineConfig, report: Report, show_loading: ShowLoading, announce: Callable[[ReadyInfo], None]) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP; then finish what runs, and remove everything that was started."""
+    """Serve until SIGINT, SIGTERM or SIGHUP; then finish running requests, and remove everything that was started.
+
+    Raises UserError before anything is started if something cannot work.
+    """
     config.logs.to_stderr("command")
     if config.log_format == "json":
         report, show_loading = _log_progress, lambda _: None
-    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # refuses what cannot be used before anything starts
-    if RAY_SERVE_ENABLE_HA_PROXY and config.host in LOOPBACK:
+    assert_supported(RAY_SYMBOLS, SERVE_SYMBOLS)
+    tracing_config(config.tracing_exporter, config.tracing_sampling_ratio)  # raises ConfigError before anything starts
+    if is_ha_proxy_enabled() and config.host in LOOPBACK:
         raise ConfigError(
             f"--host {config.host} cannot be kept in Ray Serve's HAProxy mode, which opens ports on all interfaces; "
             "unset RAY_SERVE_ENABLE_HA_PROXY, or give another --host"
         )
     if config.local:
         raise ConfigError("serve runs on Ray, so --local cannot be used with it; try generate --local")
-    ApiKeys(config.api_key, config.api_key_file)  # refuses what cannot be used before anything starts
+    ApiKeys(config.api_key, config.api_key_file)  # raises ConfigError before anything starts
     check_job_storage(config)
     with ExitStack() as stack:
         if config.address is None:
             has_grpc = stack.enter_context(_own_cluster(config, report, show_loading))
         else:
             has_grpc = stack.enter_context(_joined_cluster(config, report, show_loading))
-        born = psutil.Process().create_time()
+        started_at = psutil.Process().create_time()
         url = f"http://{format_host(config.host)}:{config.port}"
         _wait_until_healthy(url)
         grpc = f"{format_host(config.host)}:{config.grpc_port}" if has_grpc else None
-        announce(ReadyInfo(url, grpc, config, _num_stages(config), time.time() - born))
+        announce(ReadyInfo(url, grpc, config, _num_stages(config), time.time() - started_at))
         with SignalCounter() as signals:
             signals.wait_next()
-            stop(DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
+            stop(DEFAULT_DRAIN_S if config.drain_timeout is None else config.drain_timeout, report, signals.wait_next)
 
 
-def _log_progress(what: str) -> None:
-    """Whatever the level of other lines is: without it nobody would know what is being waited for."""
+def _log_progress(message: str) -> None:
+    """Log a step of the start, whatever the log level is: it shows what the command waits for."""
     progress = logging.getLogger(f"{__name__}.progress")
     progress.setLevel(logging.INFO)
-    progress.info(what)
+    progress.info(message)
 
 
 @contextmanager
 def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
-    """In a cluster of our own, which ends with this process whatever happens to it. Gives whether there is gRPC."""
+    """Serve in a cluster of our own, which ends with this process in any case. Yields whether there is gRPC."""
     report("checking the checkpoint")
-    spec = _spec(config, probe_local())  # refuses what cannot fit before Ray is started
+    spec = _spec(config, probe_local())  # raises PlanError before Ray is started
     check_ports(config, report)
     report("starting Ray")
     with local_ray_cluster(num_cpus=config.max_pipelines * spec.num_workers * spec.threads_per_stage):
@@ -124,7 +131,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
         _start_serve(config)
         report(f"loading {spec.describe_workers(config.replicas)}")
         try:
-            with _shown_loading(spec, config, show_loading):
+            with _show_loading(spec, config, show_loading):
                 _run(config, launched=False, owns_serve=False)
             yield config.grpc_port > 0
         finally:
@@ -135,7 +142,7 @@ def _own_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading
 
 @contextmanager
 def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoading) -> Iterator[bool]:
-    """On a cluster that was there before, and stays. Gives whether there is gRPC: Ray Serve may have been started without."""
+    """Serve on a cluster that stays. Yields whether there is gRPC: Ray Serve may have been started without it."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
     with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
@@ -161,7 +168,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
                 _start_serve(config)
             report(f"loading {spec.describe_workers(config.replicas)}")
             with send_heartbeats(_supervisors):
-                with _shown_loading(spec, config, show_loading):
+                with _show_loading(spec, config, show_loading):
                     _run(config, launched=True, owns_serve=owns_serve)
                 yield has_grpc
         finally:
@@ -179,7 +186,7 @@ def _num_stages(config: EngineConfig) -> int:
 
 
 def _start_serve(config: EngineConfig) -> None:
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process: what matters is reported
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process, which reports what matters
     options = HTTPOptions(host=config.host, port=config.port)
     try:
         serve.start(
@@ -187,7 +194,7 @@ def _start_serve(config: EngineConfig) -> None:
             http_options=options,
             grpc_options=grpc_options(config.grpc_port),
             tracing_config=tracing_config(config.tracing_exporter, config.tracing_sampling_ratio),
-            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},  # which only names requests
+            logging_config=config.logs.for_ray_serve() | {"enable_access_log": True},  # its lines only name requests
         )
     except (RuntimeError, TimeoutError, RayError) as error:  # on another node, perhaps
         raise ConfigError(
@@ -198,15 +205,15 @@ def _start_serve(config: EngineConfig) -> None:
 
 def _run(config: EngineConfig, launched: bool, owns_serve: bool) -> None:
     try:
-        grpc_from_here_only = config.host in LOOPBACK
-        app = application(config, launched, owns_serve, grpc_from_here_only=grpc_from_here_only)
+        grpc_on_loopback_only = config.host in LOOPBACK
+        app = application(config, launched, owns_serve, grpc_on_loopback_only=grpc_on_loopback_only)
         serve.run(app, name=APPLICATION, route_prefix="/")
     except (RuntimeError, RayError) as error:
-        raise _why_not_deployed() or PipelineError(f"Ray Serve refused the application: {error}") from error
+        raise _deployment_error() or PipelineError(f"Ray Serve refused the application: {error}") from error
 
 
-def _why_not_deployed() -> Exception | None:
-    """Ray Serve knows the reason as the text of a traceback; the last of our own errors in it is what happened."""
+def _deployment_error() -> Exception | None:
+    """Find why the deployment failed: the last of our own errors in the traceback that Ray Serve has as text."""
     status = serve.status().applications.get(APPLICATION)
     text = "\n".join(deployment.message for deployment in status.deployments.values()) if status else ""
     found = re.findall(r"tramontane\.proto\.errors\.(\w+): (.*)", text)
@@ -219,13 +226,13 @@ def _wait_until_healthy(url: str) -> None:
         with suppress(httpx.HTTPError, ValueError):
             if httpx.get(f"{url}/health", timeout=10, trust_env=False).json() == {"status": "ready"}:
                 return
-        time.sleep(READY_POLL_S)
+        time.sleep(READY_POLL_INTERVAL_S)
     raise PipelineError(f"the application is deployed, but nothing answers at {url}/health")
 
 
 def _remove(owns_serve: bool) -> None:
-    """The replicas remove their pipelines when Ray Serve stops them; what a dead one left is removed from here."""
-    with suppress(Exception):  # it may take longer than it waits for; what follows does not need it
+    """Remove the application. Replicas remove their pipelines when they stop; those of dead replicas are removed here."""
+    with suppress(Exception):  # Ray Serve may exceed its own timeout, which does not matter for what follows
         serve.delete(APPLICATION)
     for name in _supervisors():
         shut_down_pipeline(name.removesuffix(SUPERVISOR_SUFFIX))
@@ -241,16 +248,16 @@ def _actor_names(kind: str) -> list[str]:
     return actor_names(f"{OUR_PIPELINES}-{kind}")
 
 
-def _shown_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
+def _show_loading(spec: PipelineSpec, config: EngineConfig, show: ShowLoading) -> AbstractContextManager[None]:
     return show_progress(OUR_PIPELINES, spec.plan, show, config.replicas)
 
 
 @contextmanager
 def _shielded() -> Iterator[None]:
-    """Removing takes seconds; an impatient second Ctrl-C must not leave half of it."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    """Ignore signals while the block runs: removal takes seconds, and a second Ctrl-C must not stop it half-way."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

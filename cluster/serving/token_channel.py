@@ -1,8 +1,7 @@
-"""From a router to its ingresses: one stream to each, and all that a step made ready travels in one message.
+"""The streams from a router to its ingresses: one to each, with one message for all tokens of a step.
 
-A stream per request would cost Ray Serve's price for a message once per token. Here
-the request itself is a plain call that lasts as long as its sequences live (so that
-Ray Serve sees the load and carries cancellation), and its tokens come with everybody's.
+A stream per request would cost one message of Ray Serve per token. Here a request is a plain call that lasts as long as its
+sequences (so that Ray Serve sees the load and passes cancellation on), and its tokens travel with those of other requests.
 """
 
 import asyncio
@@ -24,15 +23,15 @@ from tramontane.proto.log_fields import request_fields
 from tramontane.proto.request import RequestOutput, RequestTimings
 from tramontane.router.engine.router import Router
 
-logger = logging.getLogger(__name__)
-
 KEEPALIVE = b""
-ACCEPTED = RequestOutput((), RequestTimings(0.0, 0.0, 0.0))  # no tokens yet, but a router works on it
+ACCEPTED = RequestOutput((), RequestTimings(0.0, 0.0, 0.0))  # no tokens yet, but a router has accepted the request
 DONE = b""
-MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and breaks the stream of everybody where one has more
-KEEPALIVE_S = 1.0
-IDLE_S = 2.0
-SILENT_S = 5.0  # then the other end's machine, or the way to it, is taken to be gone: its system would not say so
+MAX_MESSAGE_BYTES = 2**21  # Ray Serve's gRPC takes 4 MiB, and a larger message breaks the whole stream
+KEEPALIVE_INTERVAL_S = 1.0
+IDLE_TIMEOUT_S = 2.0
+SILENCE_TIMEOUT_S = 5.0  # then the other machine, or the network to it, is taken to be lost: no error would show it
+
+logger = logging.getLogger(__name__)
 
 
 class IngressStream:
@@ -44,28 +43,28 @@ class IngressStream:
         self.num_requests = 0
         self.closed = asyncio.Event()
 
-    def put(self, number: int, what: RequestOutput | TramontaneError) -> None:
-        """Tokens, or the failure, of the ingress's request ``number``."""
-        self._ready.append((number, what))
+    def put(self, number: int, output: RequestOutput | TramontaneError) -> None:
+        """Queue tokens, or the failure, of the ingress's request ``number``."""
+        self._ready.append((number, output))
         self._filled.set()
 
     def release(self) -> None:
-        """A request has ended. The last one to leave wakes the stream, which goes to sleep for less long then."""
+        """Note that a request has ended. The last one wakes the stream, which then waits with the idle timeout."""
         self.num_requests -= 1
         if not self.num_requests:
             self._filled.set()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """Everything that is ready, each time something is.
+        """Yield messages with everything that is ready.
 
-        Now and then a message comes without anything new, so that either end misses the other. A
-        stream that nobody needs ends: an endless call would keep its router from stopping.
+        Keepalive messages without content let either end detect the loss of the other. A stream without requests ends after a
+        while: an endless call would keep its router from stopping.
         """
         yield KEEPALIVE
         while True:
             was_idle = not self.num_requests
             try:  # not asyncio.wait_for, which in Python 3.11 may swallow a cancellation
-                async with asyncio.timeout(IDLE_S if was_idle else KEEPALIVE_S):
+                async with asyncio.timeout(IDLE_TIMEOUT_S if was_idle else KEEPALIVE_INTERVAL_S):
                     await self._filled.wait()
             except TimeoutError:
                 if was_idle and not self.num_requests:
@@ -77,64 +76,66 @@ class IngressStream:
 
 
 class IngressStreams:
-    """The streams to all ingresses. ``replica`` is how they find back to this router."""
+    """A router's streams to all ingresses. ``replica``: the name under which ingresses address this router."""
 
     def __init__(self, replica: str, model: str = "", nodes: DeadNodeWatcher | None = None) -> None:
-        self._replica, self._meant_for = replica, model_key(model)
+        self._replica, self._model_key = replica, model_key(model)
         self._nodes = nodes or DeadNodeWatcher()
-        self._channels: dict[str, IngressStream] = {}
+        self._streams: dict[str, IngressStream] = {}
 
     @property
     def num_open(self) -> int:
-        return len(self._channels)
+        """How many streams are open."""
+        return len(self._streams)
 
     async def subscribe(self, ingress: str, replica: str) -> AsyncIterator[bytes]:
-        """The stream to one ingress, which is named ``node/name``. When it breaks, the ingress's requests are aborted.
+        """Stream to one ingress, which is named ``node/name``. When the stream breaks, the ingress's requests are aborted.
 
-        That its machine is gone does not show in the stream: so they are when Ray declares the node dead.
-        Empty if another replica is meant, which has gone: the call was routed to this one instead.
+        The loss of its machine does not break the stream, so they are also aborted when Ray declares the node dead. The stream
+        is empty if it is meant for another replica, which has gone: the call was routed to this one instead.
         """
         if replica != self._replica:
             return
-        channel = IngressStream()
-        if (former := self._channels.get(ingress)) is not None:  # broken, but only its other end knows
-            former.closed.set()
-        self._channels[ingress] = channel
-        losing = asyncio.create_task(self._close_with(ingress.rpartition("/")[0], channel))
+        stream = IngressStream()
+        if (previous := self._streams.get(ingress)) is not None:  # broken, but only the ingress has noticed
+            previous.closed.set()
+        self._streams[ingress] = stream
+        losing = asyncio.create_task(self._close_with_node(ingress.rpartition("/")[0], stream))
         try:
-            async for message in channel.messages():
+            async for message in stream.messages():
                 yield message
         finally:
             losing.cancel()
-            channel.closed.set()
-            if self._channels.get(ingress) is channel:
-                del self._channels[ingress]
+            stream.closed.set()
+            if self._streams.get(ingress) is stream:
+                del self._streams[ingress]
 
-    async def _close_with(self, node: str, channel: IngressStream) -> None:
+    async def _close_with_node(self, node: str, stream: IngressStream) -> None:
         if node:
             await self._nodes.wait_until_dead(lambda: node)
-            channel.closed.set()
+            stream.closed.set()
 
     async def generate(self, router: Router, ingress: str, number: int, specs: bytes, model: str) -> bytes:
-        """Run one request to its end; its tokens go through the ingress's channel.
+        """Run one request to its end; its tokens go through the ingress's stream.
 
-        Returns DONE, or why not; another model would make nonsense of an ingress's token ids. Cancelling aborts the request.
+        Returns DONE or an encoded refusal; so for another model, whose token ids have other meanings. Cancelling this call
+        aborts the request.
         """
-        if model != self._meant_for:
+        if model != self._model_key:
             return self.refusal(ModelMismatchError("the server has another model or version now; send the request again"))
         if not router.is_attached:
             return self.refusal(PipelineUnavailableError("the pipeline is being started again; try again soon"))
-        if (channel := self._channels.get(ingress)) is None:
+        if (stream := self._streams.get(ingress)) is None:
             return self.refusal(StreamNotOpenError("no stream from the router could be kept open"))
         decoded = wire.decode_specs(specs)
-        own_id, unfinished = decoded[0].request_id, set(range(len(decoded)))
+        request_id, unfinished = decoded[0].request_id, set(range(len(decoded)))
         ended, has_failed = asyncio.Event(), False
 
-        def sink(what: RequestOutput | TramontaneError) -> None:
+        def sink(output: RequestOutput | TramontaneError) -> None:
             nonlocal has_failed
-            channel.put(number, what)
-            has_failed |= isinstance(what, TramontaneError)
-            finished = {e.seq_id for e in what.events if e.finish} if isinstance(what, RequestOutput) else set(unfinished)
+            stream.put(number, output)
+            has_failed |= isinstance(output, TramontaneError)
+            finished = {e.seq_id for e in output.events if e.finish} if isinstance(output, RequestOutput) else set(unfinished)
             unfinished.difference_update(finished)
             if not unfinished:
                 ended.set()
@@ -142,15 +143,15 @@ class IngressStreams:
         try:
             request = router.submit(decoded, sink)
         except TramontaneError as error:
-            logger.info("request %s is refused: %s", own_id or "-", error, extra=request_fields(own_id))
+            logger.info("request %s is refused: %s", request_id or "-", error, extra=request_fields(request_id))
             return self.refusal(error)
         log_accepted(request, decoded)
-        channel.num_requests += 1
-        channel.put(number, ACCEPTED)
+        stream.num_requests += 1
+        stream.put(number, ACCEPTED)
         try:
-            await _first_of(ended, channel.closed)
+            await _wait_for_any(ended, stream.closed)
         finally:
-            channel.release()
+            stream.release()
             router.abort(request)
             is_complete = ended.is_set() and not has_failed
             log_ended(request, is_complete=is_complete)
@@ -158,17 +159,17 @@ class IngressStreams:
         return DONE if ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
 
     def refusal(self, error: TramontaneError) -> bytes:
-        """Why this router does not take a request."""
+        """Encode why this router refuses a request, with the router's name."""
         return wire.encode_error(error, self._replica)
 
 
 def model_key(model: str) -> str:
-    """What a door says with each request: which model it is for, and in which form it is written."""
+    """Return the key that ingresses send with each request: the model, and the digest of the wire format."""
     return f"{model}/{wire.PROTOCOL_HASH}"
 
 
 def _messages(ready: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> Iterator[bytes]:
-    """One, unless it would be too large, as it may be where experts are asked for. Of one request a door bounds them."""
+    """Encode one message, or several if it is too large, as with ``experts``; an ingress bounds those of one request."""
     message = wire.encode_outputs(ready) if ready else KEEPALIVE
     if len(message) <= MAX_MESSAGE_BYTES or len(ready) == 1:
         yield message
@@ -177,7 +178,7 @@ def _messages(ready: Sequence[tuple[int, RequestOutput | TramontaneError]]) -> I
         yield from _messages(ready[len(ready) // 2 :])
 
 
-async def _first_of(*events: asyncio.Event) -> None:
+async def _wait_for_any(*events: asyncio.Event) -> None:
     waiting = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -187,12 +188,12 @@ async def _first_of(*events: asyncio.Event) -> None:
 
 
 async def with_idle_timeout(messages: AsyncIterable[bytes], limit_s: float) -> AsyncIterator[bytes]:
-    """The same. Raises TimeoutError once nothing has come for so long."""
-    coming = aiter(messages)
+    """Yield the messages. Raises TimeoutError if none comes for ``limit_s``."""
+    iterator = aiter(messages)
     while True:
         try:
             async with asyncio.timeout(limit_s):
-                message = await anext(coming)
+                message = await anext(iterator)
         except StopAsyncIteration:
             return
         yield message

@@ -26,7 +26,7 @@ from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES
 HEAD_PORT = 6379
 POLL_S = 0.05
 A_MOMENT_S = (1.0, 2.0)  # shorter than the health checks take
-NOTED = re.compile(r"^\w+ (\S+ \S+) .*(the pipeline failed|given to another router|another is asked to go on)", re.MULTILINE)
+NOTED = re.compile(r"^\w+ (\S+ \S+) .*(the pipeline failed|given to another router|another one continues it)", re.MULTILINE)
 
 
 @dataclass

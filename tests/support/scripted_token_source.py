@@ -1,14 +1,15 @@
 """A router without a pipeline, for doors: it says what the test wrote down, and remembers what it was asked."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.config.expert_load import MeasuredLoad
-from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.proto.errors import OverloadedError, TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, RequestTimings, SequenceRequest, TokenEvent
@@ -76,9 +77,19 @@ async def _load() -> MeasuredLoad:
 
 
 def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
-    """``settings`` are those that ``HttpApp`` takes by name."""
-    make: Callable[..., HttpApp] = HttpApp
-    return make(model, source, _ready, _load, MAX_BODY, 10**9, **{"chat": CHAT} | settings)
+    """``settings`` are fields of ``HttpAppConfig``."""
+    fields: dict[str, Any] = {"chat": CHAT} | settings
+    return HttpApp(
+        HttpAppConfig(
+            model=model,
+            source=source,
+            is_ready=_ready,
+            expert_load=_load,
+            max_body_bytes=MAX_BODY,
+            writes_per_s=10**9,
+            **fields,
+        )
+    )
 
 
 def client_of(app: Starlette) -> httpx.AsyncClient:

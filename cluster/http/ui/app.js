@@ -1,16 +1,16 @@
-// Asks the server what goes on, a few times a second while somebody looks, and draws in between.
+// Polls the server a few times a second while the page is visible, and draws in between.
 
 import { Clock } from "./clock.js";
 import { Experts } from "./experts.js";
 import { Pipeline } from "./pipeline.js";
 import { startPrompt } from "./prompt.js";
-import { asked, key, Refused } from "./server.js";
+import { fetchJson, key, Refused } from "./server.js";
 import { colours } from "./timeline.js";
 import { count, sentence } from "./words.js";
 
-const ASK_MS = 350;
+const POLL_MS = 350;
 const EXPERTS_MS = 2000;
-const STALE_MS = 4000; // after which nobody wants to catch up with what was missed
+const STALE_MS = 4000; // after a longer gap the missed micro-batches are not fetched
 const RETRY_MS = [500, 1000, 2000, 5000];
 
 const part = (id) => document.getElementById(id);
@@ -18,24 +18,24 @@ const clock = new Clock();
 const experts = new Experts(part("experts"));
 const pipelines = new Map();
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const page = { timer: 0, failures: 0, nextExperts: 0, heardAt: 0, isAsking: false, hasModel: false, wantsKey: false, pausedAt: null };
+const page = { timer: 0, failures: 0, nextExperts: 0, updatedAt: 0, isPolling: false, hasModel: false, wantsKey: false, pausedAt: null };
 let colour = colours();
 
-async function ask() {
+async function poll() {
   clearTimeout(page.timer);
-  if (document.hidden || page.pausedAt !== null || page.wantsKey || page.isAsking) return;
-  page.isAsking = true;
-  if (performance.now() - page.heardAt > STALE_MS) for (const pipeline of pipelines.values()) pipeline.batches.forget();
+  if (document.hidden || page.pausedAt !== null || page.wantsKey || page.isPolling) return;
+  page.isPolling = true;
+  if (performance.now() - page.updatedAt > STALE_MS) for (const pipeline of pipelines.values()) pipeline.batches.forget();
   try {
-    await askModel();
-    const told = await asked(`activity${query()}`);
-    if (!page.wantsKey) take(told); // the prompt may have heard that the key is no longer good
-    askExperts();
+    await fetchModel();
+    const state = await fetchJson(`activity${query()}`);
+    if (!page.wantsKey) update(state); // a prompt may have found out that the key is no longer valid
+    updateExperts();
   } catch (error) {
     fail(error);
   }
-  page.isAsking = false;
-  page.timer = setTimeout(ask, page.failures ? wait() : ASK_MS);
+  page.isPolling = false;
+  page.timer = setTimeout(poll, page.failures ? wait() : POLL_MS);
 }
 
 const wait = () => RETRY_MS[Math.min(page.failures, RETRY_MS.length) - 1];
@@ -46,10 +46,10 @@ function query() {
   return after.length ? `?${after.join("&")}` : "";
 }
 
-/** Once, and again when the server was away: it may be another. */
-async function askModel() {
+/** Fetches the model once, and again when the server was away: it may be another one. */
+async function fetchModel() {
   if (page.hasModel) return;
-  const [model] = (await asked("v1/models")).data;
+  const [model] = (await fetchJson("v1/models")).data;
   part("model").textContent = model.id;
   part("model").hidden = false;
   document.title = `${model.id} · Tramontane`;
@@ -58,31 +58,31 @@ async function askModel() {
   page.nextExperts = 0;
 }
 
-/** The timeline does not wait for it: the door asks every stage. */
-async function askExperts() {
+/** The timeline does not wait for this request, for which the server calls every stage. */
+async function updateExperts() {
   if (performance.now() < page.nextExperts) return;
   page.nextExperts = Infinity;
-  const hasExperts = await experts.look();
+  const hasExperts = await experts.poll();
   page.nextExperts = hasExperts ? performance.now() + EXPERTS_MS : Infinity;
 }
 
-function take(told) {
-  clock.hear(told.now);
-  page.heardAt = performance.now();
-  const names = told.pipelines.map(({ name }) => name);
+function update(state) {
+  clock.synchronize(state.now);
+  page.updatedAt = performance.now();
+  const names = state.pipelines.map(({ name }) => name);
   for (const [name, pipeline] of pipelines) {
     if (names.includes(name)) continue;
     pipeline.card.remove();
     pipelines.delete(name);
   }
-  for (const each of told.pipelines) {
+  for (const each of state.pipelines) {
     if (!pipelines.has(each.name)) pipelines.set(each.name, new Pipeline(each.name, part("pipelines")));
-    pipelines.get(each.name).tell(each, told.now);
+    pipelines.get(each.name).update(each, state.now);
   }
   page.failures = 0;
   part("watch").hidden = false;
   part("forget").hidden = key.get() === null;
-  say(told.pipelines.length ? "" : "No pipeline can tell what it does now; the server may be starting one.");
+  showTrouble(state.pipelines.length ? "" : "No pipeline reports its activity now; the server may be starting one.");
   showRunning();
 }
 
@@ -91,7 +91,7 @@ function fail(error) {
   page.failures += 1;
   page.hasModel = false;
   const next = `Trying again in ${count(Math.ceil(wait() / 1000), "second")}.`;
-  say(`${sentence(error.message)} ${next}`);
+  showTrouble(`${sentence(error.message)} ${next}`);
   showState("away", error instanceof Refused ? "Trouble" : "Server away");
 }
 
@@ -101,13 +101,13 @@ function askForKey() {
   page.wantsKey = true;
   part("watch").hidden = part("forget").hidden = true;
   part("key-form").hidden = false;
-  part("key-told").textContent = wasGiven ? "The server does not take this key." : "";
-  say("");
+  part("key-status").textContent = wasGiven ? "The server does not take this key." : "";
+  showTrouble("");
   showState("asking", "Key needed");
   part("key").focus();
 }
 
-function say(text) {
+function showTrouble(text) {
   const trouble = part("trouble");
   if (trouble.textContent !== text) trouble.textContent = text;
   trouble.hidden = !text;
@@ -127,7 +127,7 @@ function showRunning() {
 let lastDrawn = 0;
 function animate(at) {
   requestAnimationFrame(animate);
-  if (calm.matches && at - lastDrawn < 1000) return; // who wants no motion gets a picture a second
+  if (calm.matches && at - lastDrawn < 1000) return; // with reduced motion one picture a second is drawn
   lastDrawn = at;
   const span = Number(document.querySelector("#span input:checked").value);
   for (const pipeline of pipelines.values()) pipeline.draw(page.pausedAt ?? clock.now(), span, colour);
@@ -139,7 +139,7 @@ part("key-form").addEventListener("submit", (event) => {
   part("key").value = "";
   part("key-form").hidden = true;
   page.wantsKey = false;
-  ask();
+  poll();
 });
 part("forget").addEventListener("click", () => {
   key.forget();
@@ -147,12 +147,12 @@ part("forget").addEventListener("click", () => {
 });
 part("pause").addEventListener("click", () => {
   page.pausedAt = page.pausedAt === null ? clock.now() : null;
-  part("pause").textContent = page.pausedAt === null ? "Pause" : "Go on";
+  part("pause").textContent = page.pausedAt === null ? "Pause" : "Resume";
   showRunning();
-  ask();
+  poll();
 });
-document.addEventListener("visibilitychange", ask);
+document.addEventListener("visibilitychange", poll);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => (colour = colours()));
 startPrompt(askForKey);
 requestAnimationFrame(animate);
-ask();
+poll();

@@ -1,11 +1,11 @@
-// The micro-batches of one pipeline that may still be seen, in the order in which they came back.
+// The micro-batches of one pipeline that may still be visible, in the order in which they completed.
 
 const KEPT_S = 30; // more than is ever shown
 
 export class Batches {
   #kept = [];
 
-  /** `after` of the next question; null: whatever there is. */
+  /** `after` of the next request; null for all that there are. */
   last = null;
 
   add(pipeline, now) {
@@ -13,13 +13,13 @@ export class Batches {
     this.last = pipeline.last;
   }
 
-  /** Who has not asked for a while wants to know what is now, and not to catch up. */
+  /** After a gap only the present matters; what was missed is not fetched. */
   forget() {
     this.#kept = [];
     this.last = null;
   }
 
-  /** Those of which something happened between these times. */
+  /** The micro-batches that overlap this interval. */
   between(begin, end) {
     return this.#kept.filter((batch) => batch.end >= begin && batch.begin <= end);
   }

@@ -1,12 +1,12 @@
-// The server's wall clock, told with every answer and guessed between answers.
+// The server's wall clock: in every response, and extrapolated between responses.
 
-const JUMP_S = 1; // further off than this, it is another clock
-const SHARE = 0.1; // of a new difference that is believed, so that slow answers do not make the timeline shake
+const JUMP_S = 1; // a larger difference means another clock
+const SHARE = 0.1; // weight of a new difference, so that slow responses do not make the timeline shake
 
 export class Clock {
   #ahead = null;
 
-  hear(serverNow) {
+  synchronize(serverNow) {
     const ahead = serverNow - performance.now() / 1000;
     const off = this.#ahead === null ? Infinity : Math.abs(ahead - this.#ahead);
     this.#ahead = off > JUMP_S ? ahead : this.#ahead + SHARE * (ahead - this.#ahead);

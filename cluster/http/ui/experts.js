@@ -1,50 +1,50 @@
 // The heat map of experts: a row for each layer, a column for each expert.
 
-import { asked } from "./server.js";
+import { fetchJson } from "./server.js";
 import { count, element, percent } from "./words.js";
 
-const SPAN_S = 30; // of what is called lately
+const SPAN_S = 30; // of the choice "lately"
 const SHADE = 0.85; // of an expert with three times its layer's mean, or more
 
 export class Experts {
-  #looks = []; // of the last SPAN_S: when, and all tokens of every expert
-  #told = null;
+  #samples = []; // of the last SPAN_S: the time, and all tokens of every expert so far
+  #load = null;
 
   constructor(section) {
     this.section = section;
     section.querySelector("fieldset").addEventListener("change", () => this.#show());
   }
 
-  /** False where the model has none, so that nobody asks again. */
-  async look() {
+  /** Fetches the load; false if the model has no experts, and the request need not be repeated. */
+  async poll() {
     try {
-      this.#add(await asked("experts"));
+      this.#add(await fetchJson("experts"));
     } catch (error) {
       if (error.code === "no_experts") this.section.hidden = true;
-      return error.code !== "no_experts"; // the other question says what is wrong with the server
+      return error.code !== "no_experts"; // the activity request shows what is wrong with the server
     }
     this.#show();
     return true;
   }
 
-  #add(told) {
+  #add(load) {
     const now = performance.now() / 1000;
-    const last = this.#looks.at(-1)?.tokens;
-    if (last && !grew(last, told.tokens_per_expert)) this.#looks = []; // a stage was loaded anew
-    this.#looks.push({ now, tokens: told.tokens_per_expert });
-    while (now - this.#looks[0].now > SPAN_S) this.#looks.shift();
-    this.#told = told;
+    const last = this.#samples.at(-1)?.tokens;
+    if (last && !grew(last, load.tokens_per_expert)) this.#samples = []; // a stage was loaded again
+    this.#samples.push({ now, tokens: load.tokens_per_expert });
+    while (now - this.#samples[0].now > SPAN_S) this.#samples.shift();
+    this.#load = load;
   }
 
   #show() {
-    if (!this.#told) return;
+    if (!this.#load) return;
     const wantsAll = this.section.querySelector("input:checked").value === "all";
-    const [first, last] = [this.#looks[0], this.#looks.at(-1)];
+    const [first, last] = [this.#samples[0], this.#samples.at(-1)];
     const tokens = wantsAll ? last.tokens : last.tokens.map((row, l) => row.map((n, e) => n - first.tokens[l][e]));
     const span = wantsAll ? "since loading" : `in the last ${count(Math.round(last.now - first.now), "second")}`;
-    const of = count(this.#told.pipelines, "pipeline");
+    const of = count(this.#load.pipelines, "pipeline");
     const legend = "Percent of each layer's tokens; outlined: the layer's busiest expert.";
-    this.section.querySelector("#experts-told").textContent = `${legend} Of ${of}, ${span}.`;
+    this.section.querySelector("#experts-note").textContent = `${legend} Of ${of}, ${span}.`;
     this.section.querySelector("table").replaceChildren(header(tokens[0].length), body(tokens));
     this.section.hidden = false;
   }

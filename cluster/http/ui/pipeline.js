@@ -1,11 +1,11 @@
-// The card of one pipeline: its figures, its stages and what goes through them.
+// The card of one pipeline: its figures, its stages and their micro-batches.
 
 import { Batches } from "./batches.js";
 import { batchAt, draw } from "./timeline.js";
 import { count, element, percent, rate, seconds } from "./words.js";
 
-const HINT = "Point at a micro-batch, or go there with the arrow keys, to read what is in it.";
-const LATE_S = 0.9; // behind the server's clock: micro-batches are told when they have come back
+const HINT = "Point at a micro-batch, or move to it with the arrow keys, to read what is in it.";
+const LATE_S = 0.9; // behind the server's clock: micro-batches are reported when they have completed
 
 export class Pipeline {
   batches = new Batches();
@@ -32,19 +32,19 @@ export class Pipeline {
     return this.card.querySelector(selector);
   }
 
-  tell(told, now) {
-    this.batches.add(told, now);
-    this.#tellStages(told);
-    this.#tellFigures(told);
-    const facts = [count(told.stages.length, "stage")];
-    if (told.recoveries) facts.push(count(told.recoveries, "recovery", "recoveries"));
+  update(state, now) {
+    this.batches.add(state, now);
+    this.#showStages(state);
+    this.#showFigures(state);
+    const facts = [count(state.stages.length, "stage")];
+    if (state.recoveries) facts.push(count(state.recoveries, "recovery", "recoveries"));
     this.#part(".facts").textContent = facts.join(" · ");
-    const shares = told.stages.map(({ label }, stage) => `${label} busy ${percent(told.busy[stage] ?? 0)}`);
-    const how = "Arrow keys go through the micro-batches.";
+    const shares = state.stages.map(({ label }, stage) => `${label} busy ${percent(state.busy[stage] ?? 0)}`);
+    const how = "Arrow keys move through the micro-batches.";
     this.canvas.setAttribute("aria-label", `Timeline of micro-batches. ${shares.join(", ")}. ${how}`);
   }
 
-  #tellStages({ stages, busy }) {
+  #showStages({ stages, busy }) {
     const list = this.#part(".stages");
     if (this.#numStages !== stages.length || stages.some(({ label }, i) => list.children[i].dataset.label !== label)) {
       this.#numStages = stages.length;
@@ -57,15 +57,15 @@ export class Pipeline {
     }
   }
 
-  #tellFigures(told) {
-    const idle = told.busy.length ? 1 - told.busy.reduce((sum, share) => sum + share, 0) / told.busy.length : null;
+  #showFigures(state) {
+    const idle = state.busy.length ? 1 - state.busy.reduce((sum, share) => sum + share, 0) / state.busy.length : null;
     const figures = [
-      ["Tokens per second", rate(told.tokens_per_s), "of all requests"],
-      ["Running", told.running.toLocaleString("en"), `${told.waiting.toLocaleString("en")} waiting`],
-      ["First token", ...spread(told.first_token_s)],
-      ["Between tokens", ...spread(told.inter_token_s)],
+      ["Tokens per second", rate(state.tokens_per_s), "of all requests"],
+      ["Running", state.running.toLocaleString("en"), `${state.waiting.toLocaleString("en")} waiting`],
+      ["First token", ...spread(state.first_token_s)],
+      ["Between tokens", ...spread(state.inter_token_s)],
       ["Bubble", idle === null ? "–" : percent(Math.max(idle, 0)), "of the last 10 s"],
-      ["Cache", told.pages ? percent(told.pages_held / told.pages) : "–", `${told.pages_held.toLocaleString("en")} of ${count(told.pages, "page")}`],
+      ["Cache", state.pages ? percent(state.pages_held / state.pages) : "–", `${state.pages_held.toLocaleString("en")} of ${count(state.pages, "page")}`],
     ];
     const tiles = figures.map(([name, value, more]) =>
       element("div", {}, element("dt", { text: name }), element("dd", {}, value, element("small", { text: more }))),
@@ -99,7 +99,7 @@ export class Pipeline {
   #pick(batch) {
     if (batch === this.#picked) return;
     this.#picked = batch;
-    this.#part(".picked").textContent = batch ? described(batch) : HINT;
+    this.#part(".picked").textContent = batch ? describe(batch) : HINT;
   }
 }
 
@@ -118,7 +118,7 @@ function spread(times) {
   return times ? [seconds(times.p50), `p95 ${seconds(times.p95)}`] : ["–", "none lately"];
 }
 
-function described(batch) {
+function describe(batch) {
   const held = [];
   if (batch.prefill) held.push(`${count(batch.prefill, "token")} of prompts`);
   if (batch.decodes) held.push(count(batch.decodes, "decode"));

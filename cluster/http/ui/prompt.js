@@ -1,4 +1,4 @@
-// A prompt, and the answer as it comes.
+// The prompt form and its streamed answer.
 
 import { isStopped, Refused, streamed } from "./server.js";
 import { count, rate, seconds, sentence } from "./words.js";
@@ -6,7 +6,7 @@ import { count, rate, seconds, sentence } from "./words.js";
 const PATHS = { completion: "v1/completions", chat: "v1/chat/completions" };
 const part = (id) => document.getElementById(id);
 
-/** `onRefusedKey` is told when the server no longer takes the key. */
+/** `onRefusedKey` is called when the server no longer accepts the key. */
 export function startPrompt(onRefusedKey) {
   const form = part("try");
   let running = null;
@@ -15,7 +15,7 @@ export function startPrompt(onRefusedKey) {
     if (running) return;
     running = new AbortController();
     setRunning(true);
-    tell(...(await answered(form, running, onRefusedKey)));
+    showStatus(...(await run(form, running, onRefusedKey)));
     setRunning(false);
     running = null;
   });
@@ -33,20 +33,20 @@ function setRunning(isRunning) {
   else if (document.activeElement === document.body) part("send").focus();
 }
 
-/** What is to be said below the answer, and whether it is bad. */
-async function answered(form, running, onRefusedKey) {
+/** Returns the text below the answer, and whether it is an error. */
+async function run(form, running, onRefusedKey) {
   const kind = form.elements.kind.value;
-  const so = { begun: performance.now(), first: null, usage: null, finish: null };
+  const progress = { begun: performance.now(), first: null, usage: null, finish: null };
   part("answer").textContent = "";
-  tell("Waiting for the first token …");
+  showStatus("Waiting for the first token …");
   try {
-    for await (const event of streamed(PATHS[kind], body(kind), running.signal)) take(event, so);
+    for await (const event of streamed(PATHS[kind], body(kind), running.signal)) take(event, progress);
   } catch (error) {
-    if (isStopped(error)) return [`Stopped after ${seconds((performance.now() - so.begun) / 1000)}.`];
+    if (isStopped(error)) return [`Stopped after ${seconds((performance.now() - progress.begun) / 1000)}.`];
     if (error instanceof Refused && error.status === 401) onRefusedKey(error);
     return [sentence(error.message), true];
   }
-  return [summary(so)];
+  return [summary(progress)];
 }
 
 function body(kind) {
@@ -56,19 +56,19 @@ function body(kind) {
   return { ...given, ...numbers, stream: true, stream_options: { include_usage: true } };
 }
 
-function take(event, so) {
-  so.usage = event.usage ?? so.usage;
+function take(event, progress) {
+  progress.usage = event.usage ?? progress.usage;
   for (const choice of event.choices) {
     const text = choice.text ?? choice.delta?.content ?? "";
-    so.finish = choice.finish_reason ?? so.finish;
+    progress.finish = choice.finish_reason ?? progress.finish;
     if (!text) continue;
-    so.first ??= performance.now();
+    progress.first ??= performance.now();
     append(text);
-    tell(`First token after ${seconds((so.first - so.begun) / 1000)} …`);
+    showStatus(`First token after ${seconds((progress.first - progress.begun) / 1000)} …`);
   }
 }
 
-/** Stays at the end where it was at the end. */
+/** Keeps the end visible if it was visible. */
 function append(text) {
   const answer = part("answer");
   const isAtEnd = answer.scrollHeight - answer.scrollTop - answer.clientHeight < 8;
@@ -82,12 +82,12 @@ function summary({ begun, first, usage, finish }) {
   if (first !== null) parts.push(`first after ${seconds((first - begun) / 1000)}`);
   const spent = (performance.now() - (first ?? begun)) / 1000;
   if (tokens > 1 && spent > 0) parts.push(`then ${rate((tokens - 1) / spent)} per second`);
-  if (finish === "length") parts.push("cut off at the most that was asked for");
+  if (finish === "length") parts.push("cut off at the maximum that was requested");
   return `${parts.join(", ")}.`;
 }
 
-function tell(text, isBad = false) {
-  const told = part("answer-told");
-  if (told.textContent !== text) told.textContent = text;
-  told.classList.toggle("bad", isBad);
+function showStatus(text, isBad = false) {
+  const status = part("answer-status");
+  if (status.textContent !== text) status.textContent = text;
+  status.classList.toggle("bad", isBad);
 }

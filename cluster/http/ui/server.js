@@ -1,7 +1,7 @@
-// What this page asks of the server: with the key, if there is one, and with errors in words.
+// Requests to the server, with the key if there is one, and errors as readable messages.
 
 const KEY = "tramontane.key"; // in this tab's storage
-const PATIENCE_MS = 15000;
+const TIMEOUT_MS = 15000;
 
 export const key = {
   get: () => sessionStorage.getItem(KEY),
@@ -9,7 +9,7 @@ export const key = {
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** The server answered, with something that is no success. */
+/** The server answered with an error. */
 export class Refused extends Error {
   constructor(status, message, code) {
     super(message);
@@ -18,11 +18,11 @@ export class Refused extends Error {
   }
 }
 
-/** No answer came: nobody listens, or whoever does takes too long. */
+/** No response came, or it took too long. */
 export class Away extends Error {}
 
-export async function asked(path) {
-  const answer = await fetched(path, { cache: "no-store", signal: AbortSignal.timeout(PATIENCE_MS) });
+export async function fetchJson(path) {
+  const answer = await request(path, { cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS) });
   try {
     return await answer.json();
   } catch {
@@ -30,10 +30,10 @@ export async function asked(path) {
   }
 }
 
-/** Every JSON object of the answer's events, as they come. `signal` ends it. */
+/** Yields the JSON object of every event as it comes. `signal` ends it. */
 export async function* streamed(path, body, signal) {
   const headers = { "content-type": "application/json" };
-  const answer = await fetched(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  const answer = await request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
   let rest = "";
   for await (const text of texts(answer.body)) {
     const lines = (rest + text).split("\n");
@@ -41,13 +41,13 @@ export async function* streamed(path, body, signal) {
     for (const line of lines) {
       const data = line.startsWith("data:") ? line.slice(5).trim() : "";
       if (data === "[DONE]") return;
-      if (data) yield told(JSON.parse(data));
+      if (data) yield checked(JSON.parse(data));
     }
   }
   throw new Away("the server's answer broke off");
 }
 
-function told(event) {
+function checked(event) {
   if (event.error) throw new Refused(200, event.error.message, event.error.code);
   return event;
 }
@@ -75,7 +75,7 @@ async function read(reader) {
 
 export const isStopped = (error) => error.name === "AbortError";
 
-async function fetched(path, options) {
+async function request(path, options) {
   const headers = { ...options.headers };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   let answer;

@@ -6,14 +6,14 @@ const LEAST = 0.22; // of a mixed block's height that either colour has
 const EVERY_S = [0.25, 0.5, 1, 2, 5, 10]; // seconds between lines of the grid
 const APART = 64; // pixels at least between two of those
 
-/** What the style sheet says now; it depends on the scheme. */
+/** Reads the colours from the style sheet; they depend on the colour scheme. */
 export function colours() {
   const style = getComputedStyle(document.documentElement);
   const names = ["prefill", "decode", "idle", "grid", "ink"];
   return Object.fromEntries(names.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-/** As large as it is shown, in the screen's own pixels. */
+/** Sizes the canvas as it is shown, in the screen's own pixels. */
 export function fitted(canvas) {
   const scale = window.devicePixelRatio || 1;
   const { clientWidth: width, clientHeight: height } = canvas;
@@ -26,7 +26,7 @@ export function fitted(canvas) {
   return { context, width, height };
 }
 
-/** `view`: the times at both edges. `picked`: the micro-batch whose way is shown. */
+/** `view`: the times at both edges. `picked`: the micro-batch whose path is shown. */
 export function draw(canvas, batches, numStages, view, picked, colour) {
   const { context, width, height } = fitted(canvas);
   const place = {
@@ -43,7 +43,7 @@ export function draw(canvas, batches, numStages, view, picked, colour) {
     for (const run of batch.runs) drawRun(context, batch, run, place, colour);
   }
   context.globalAlpha = 1;
-  if (picked) drawWay(context, picked, place, colour);
+  if (picked) drawPath(context, picked, place, colour);
 }
 
 function drawGrid(context, view, width, height, place, colour) {
@@ -55,7 +55,7 @@ function drawGrid(context, view, width, height, place, colour) {
   }
 }
 
-/** What it computed is solid; what it waited for experts elsewhere is pale. */
+/** Computing is solid; waiting for experts on other actors is pale. */
 function drawRun(context, batch, run, place, colour) {
   const left = place.x(run.begin);
   const wide = Math.max(place.x(run.end) - left, SHORTEST);
@@ -73,10 +73,10 @@ function drawRun(context, batch, run, place, colour) {
   context.globalAlpha = alpha;
 }
 
-/** `corners`: which of them are round, as CSS counts them. */
+/** `corners`: which corners are round, in CSS order. */
 function fillRounded(context, colour, [left, top, wide, tall], corners) {
   if (tall <= 0) return;
-  const gap = wide > 4 ? 1 : 0; // so that two that touch are two
+  const gap = wide > 4 ? 1 : 0; // separates blocks that touch
   context.fillStyle = colour;
   context.beginPath();
   context.roundRect(left, top, wide - gap, tall, corners.map((is) => is * Math.min(4, wide / 3)));
@@ -88,7 +88,7 @@ export function prefillShare({ prefill, decodes }) {
   return Math.min(Math.max(prefill / (prefill + decodes), LEAST), 1 - LEAST);
 }
 
-function drawWay(context, batch, place, colour) {
+function drawPath(context, batch, place, colour) {
   context.strokeStyle = colour.ink;
   context.lineWidth = 2;
   for (const run of batch.runs) {
@@ -105,7 +105,7 @@ function drawWay(context, batch, place, colour) {
   context.stroke();
 }
 
-/** Which micro-batch is at this place of the canvas, or nearly. */
+/** Returns the micro-batch at or near this point of the canvas. */
 export function batchAt(canvas, batches, numStages, view, x, y) {
   const stage = Math.floor((y / canvas.clientHeight) * numStages);
   const second = (view.end - view.begin) / canvas.clientWidth;

@@ -1,10 +1,10 @@
-// Numbers as people read them.
+// Numbers and sentences for people.
 
 export function count(number, one, many = `${one}s`) {
   return `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 }
 
-/** 0.0123 is "12 ms", 1.234 is "1.23 s". */
+/** Formats a duration: 0.0123 gives "12 ms", 1.234 gives "1.23 s". */
 export function seconds(value) {
   if (value >= 1) return `${value >= 10 ? value.toFixed(1) : value.toFixed(2)} s`;
   const ms = value * 1000;
@@ -17,7 +17,7 @@ export function rate(value) {
 
 export const percent = (share) => `${Math.round(share * 100)}%`;
 
-/** As in a sentence: "a stage died" is "A stage died." */
+/** Makes a sentence: "a stage died" gives "A stage died." */
 export function sentence(text) {
   const begun = text.charAt(0).toUpperCase() + text.slice(1);
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;

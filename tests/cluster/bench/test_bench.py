@@ -22,7 +22,7 @@ from tramontane.cluster.bench.workload import Workload, arrivals
 from tramontane.cluster.cli import main as cli
 from tramontane.cluster.config.expert_load import MeasuredLoad
 from tramontane.cluster.console import plotting as pictures
-from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.engine.router import Router
 from tramontane.router.openai.served_model import ServedModel
@@ -213,7 +213,15 @@ def test_the_real_door_is_asked_for_exactly_the_work() -> None:
     async def run() -> BenchResult:
         router = Router(Scheduler(plan.cache, limits, FixedInFlightPolicy(2, 32)), ScriptedChain(no_gate))
         running = asyncio.create_task(router.run())
-        door = HttpApp(ServedModel("tiny", None, 128, 16, ARGS.vocab_size), router, is_ready, expert_load, 2**16, 10**9)
+        config = HttpAppConfig(
+            model=ServedModel("tiny", None, 128, 16, ARGS.vocab_size),
+            source=router,
+            is_ready=is_ready,
+            expert_load=expert_load,
+            max_body_bytes=2**16,
+            writes_per_s=10**9,
+        )
+        door = HttpApp(config)
         client = httpx.AsyncClient(transport=httpx.ASGITransport(door.app()), base_url="http://door")
         try:
             return await bench_online(client, WORK, LoadPattern(), RoundPlan(1, 1), BenchDisplay())

@@ -22,7 +22,7 @@ def _answer(query: str, asked: list[Mapping[str, int]], key: str = "secret") -> 
         return [pipeline_data()]
 
     async def scenario() -> httpx.Response:
-        more = {"extra_routes": ActivityEndpoint(ask).routes(), "more_operations": ACTIVITY_OPERATIONS}
+        more = {"extra_routes": ActivityEndpoint(ask).routes(), "extra_operations": ACTIVITY_OPERATIONS}
         async with client_of(door_of(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
             return await client.get("/activity" + query, headers={"authorization": f"Bearer {key}"})
 

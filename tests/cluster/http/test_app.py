@@ -20,7 +20,7 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.cluster.config.expert_load import ExpertLoad, MeasuredLoad
-from tramontane.cluster.http.app import HttpApp, MoveExperts
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig, MoveExperts
 from tramontane.cluster.http.sse import Pacer, SseResponse
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.proto.errors import ConfigError, PipelineError
@@ -124,7 +124,16 @@ async def _house(
         return house.load
 
     model = ServedModel("tiny", tokenizer, CONTEXT, MAX_SEQUENCES, ARGS.vocab_size, ARGS.n_layers, experts_per_token=2)
-    door = HttpApp(model, router, is_ready, expert_load, MAX_BODY, 10**9, move_experts)
+    config = HttpAppConfig(
+        model=model,
+        source=router,
+        is_ready=is_ready,
+        expert_load=expert_load,
+        max_body_bytes=MAX_BODY,
+        writes_per_s=10**9,
+        move_experts=move_experts,
+    )
+    door = HttpApp(config)
     app = door.app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://door") as client:
         house = House(door, app, router, client)

@@ -83,7 +83,7 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 
     async def scenario() -> None:
         bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
-        app = door_of(ScriptedSource(), bodies=bodies).app()
+        app = door_of(ScriptedSource(), body_limiter=bodies).app()
         waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
         asking = asyncio.create_task(waiting.ask(app))
         await waiting.waits.wait()
@@ -105,8 +105,8 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
 def test_a_body_that_stands_still_is_given_up(path: str) -> None:
     async def scenario() -> None:
-        bodies = BodyLimiter(step_within_s=0.01)
-        sender = await Sender([ASKED[:9]], is_whole=False).ask(door_of(ScriptedSource(), bodies=bodies).app(), path)
+        bodies = BodyLimiter(progress_timeout_s=0.01)
+        sender = await Sender([ASKED[:9]], is_whole=False).ask(door_of(ScriptedSource(), body_limiter=bodies).app(), path)
         assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
         assert "within 0.01 s" in sender.error["message"]
 
@@ -117,7 +117,7 @@ def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
     place = place_in(tmp_path)
 
     async def scenario() -> None:
-        door = BatchEndpoints(place.service(), BodyLimiter(step_within_s=0.01))
+        door = BatchEndpoints(place.service(), BodyLimiter(progress_timeout_s=0.01))
         app = Starlette(routes=door.routes(), exception_handlers=ERROR_HANDLERS)
         assert (await Sender([b"--b\r\n"], is_whole=False, headers=[FORM]).ask(app, "/v1/files")).status == 408
         assert (await Sender([b"{"], is_whole=False).ask(app, "/v1/batches")).status == 408
@@ -151,7 +151,7 @@ def test_a_large_body_may_take_long_and_one_that_trickles_may_not(
                 await asyncio.sleep(0)
             return await sender.receive()
 
-        bodies = BodyLimiter(step_within_s=30.0)
+        bodies = BodyLimiter(progress_timeout_s=30.0)
         reading = bodies.read(Request({"type": "http", "headers": []}, receive), 2**20)
         if is_read:
             assert len(await reading) == sum(sizes)

@@ -157,7 +157,7 @@ class Counting(GoingOn):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
     path, token_ids, body = CASES[case]
     body = {name: body[name] for name in body if name != "stream_options"}
 
@@ -182,7 +182,7 @@ def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkey
 def test_another_model_makes_the_whole_of_an_answer_that_nobody_was_told(
     lives: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         sources = [Counting(SAYS), Counting(ENDS)]
@@ -229,7 +229,7 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def test_log_probabilities_and_experts_of_a_whole_answer_are_those_of_however_many_doors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_answers, "REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr(whole_answers, "PROGRESS_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         undisturbed = await _whole(())
@@ -685,7 +685,7 @@ def test_nodes_that_vanish_are_no_sign_against_an_answer() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize(("soon_s", "num_asked"), [(0.0, door_relay.MAX_DOORS), (1e9, 4)])
+@pytest.mark.parametrize(("soon_s", "num_asked"), [(0.0, door_relay.MAX_INGRESSES), (1e9, 4)])
 def test_doors_that_were_well_for_some_time_are_replaced_more_often(
     soon_s: float, num_asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ async def _activity(_after: Mapping[str, int]) -> list[dict[str, Any]]:
 EVERYTHING = {
     "move_experts": _move,
     "extra_routes": [*BatchEndpoints(BATCHES).routes(), *ActivityEndpoint(_activity).routes()],
-    "more_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
+    "extra_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
 }
 APP = door_of(ScriptedSource(), **EVERYTHING).app()
 
@@ -213,7 +213,7 @@ def test_another_doors_routes_describe_themselves() -> None:
         return JSONResponse({})
 
     routes = [Route("/v1/files", files), Route("/v1/other/{id}", files)]
-    page = _get("/openapi.json", extra_routes=routes, more_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
+    page = _get("/openapi.json", extra_routes=routes, extra_operations={("GET", "/v1/files"): Operation("Files", Detokenized)})
     assert page.json()["paths"]["/v1/files"]["get"]["summary"] == "Files"
     assert page.json()["paths"]["/v1/other/{id}"]["get"]["parameters"][0]["name"] == "id"
 

@@ -85,7 +85,7 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
                 assert response.headers.get_list("x-request-id") == ["mine"] * sends_id
 
     asyncio.run(scenario())
-    assert "request mine met a defect of the server" in caplog.text
+    assert "request mine failed by a defect of the server" in caplog.text
 
 
 @pytest.mark.usefixtures("_own_logging")

@@ -12,9 +12,9 @@ from scripted_token_source import TOKENIZER, ScriptedSource, client_of, door_of
 from starlette.types import Message, Receive, Scope, Send
 
 from tramontane.cluster.http.slow_clients import (
-    LIMIT,
-    MOST_UNREAD,
-    PIECE,
+    MAX_BUFFERED,
+    PIECE_BYTES,
+    TIMEOUT_HEADER,
     SlowClientMiddleware,
     SlowReaderError,
     num_buffered,
@@ -79,7 +79,7 @@ def test_a_stream_that_nobody_reads_stands_still_and_goes_on_when_somebody_does(
             if written > 5:
                 await reads.wait()
 
-        asking = asyncio.create_task(_request(door_of(source, slow_reader_s=3600.0).app(), send, asyncio.Event()))
+        asking = asyncio.create_task(_request(door_of(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()))
         assert await _settled(source) < 10
         reads.set()
         await asking
@@ -108,13 +108,13 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
             elif num_sent > 5:
                 await asyncio.Event().wait()
 
-        await _request(door_of(source, slow_reader_s=0.2).app(), send, asyncio.Event())
+        await _request(door_of(source, slow_client_timeout_s=0.2).app(), send, asyncio.Event())
         assert source.num_open == 0
         return num_sent
 
     with caplog.at_level(logging.WARNING):
         num_sent = asyncio.run(scenario())
-    assert num_sent == (MOST_UNREAD + 1 if through_ray_serve else 6)
+    assert num_sent == (MAX_BUFFERED + 1 if through_ray_serve else 6)
     (record,) = caplog.records
     assert "was dropped: its client did not read for 0.2 s" in record.getMessage()
 
@@ -126,7 +126,7 @@ def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked
 
     source = _source()
     with caplog.at_level(logging.WARNING):
-        asyncio.run(_request(door_of(source, slow_reader_s=0.05).app(), send, asyncio.Event(), **asked))
+        asyncio.run(_request(door_of(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **asked))
     assert source.num_open == 0
     (record,) = caplog.records
     assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
@@ -143,7 +143,7 @@ def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.
             got = b""
             while not got.endswith(b"[DONE]\n\n"):
                 await queue.wait_for_message()
-                assert num_buffered() <= MOST_UNREAD + 1
+                assert num_buffered() <= MAX_BUFFERED + 1
                 got += b"".join(message.get("body", b"") for message in queue.get_messages_nowait())
             return got
 
@@ -151,7 +151,7 @@ def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.
             queue.put_nowait(message)
 
         reading = asyncio.create_task(read())
-        await _request(door_of(_source(), slow_reader_s=3600.0).app(), send, asyncio.Event())
+        await _request(door_of(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
         assert (await reading).count(b"data: {") == NUM_TOKENS
 
     asyncio.run(scenario())
@@ -180,7 +180,7 @@ class Connection:
 
 async def _told(limit: bytes | None, during: Callable[[Send], Awaitable[None]], send: Send) -> None:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
-        headers = [(b"a", b"b")] + ([(LIMIT.encode(), limit)] if limit is not None else [])
+        headers = [(b"a", b"b")] + ([(TIMEOUT_HEADER.encode(), limit)] if limit is not None else [])
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await during(send)
 
@@ -219,7 +219,7 @@ class Buffering(Connection):
             self.written.append(message)
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1, 2 * PIECE, 5 * PIECE - 1])
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 5 * PIECE_BYTES - 1])
 def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(size: int) -> None:
     body = bytes(number % 251 for number in range(size))
 
@@ -235,18 +235,18 @@ def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(s
         assert not last.get("more_body", False)
         assert not reading.gone.is_set()
         await _told(b"0.05", whole, waiting.send)
-        assert waiting.gone.is_set() == (size > PIECE)
+        assert waiting.gone.is_set() == (size > PIECE_BYTES)
 
     asyncio.run(scenario())
 
 
 def test_doors_say_of_every_answer_how_long_it_may_go_unread() -> None:
     async def scenario() -> None:
-        async with client_of(door_of(_source(), slow_reader_s=30.0).app()) as client:
+        async with client_of(door_of(_source(), slow_client_timeout_s=30.0).app()) as client:
             asked = {"prompt": "ROMEO:", "max_tokens": 2}
             answers = [await client.post("/v1/completions", json=asked | {"stream": stream}) for stream in (True, False)]
             answers += [await client.get("/v1/models"), await client.get("/nowhere")]
-            assert [answer.headers.get(LIMIT) for answer in answers] == ["30"] * 4
+            assert [answer.headers.get(TIMEOUT_HEADER) for answer in answers] == ["30"] * 4
 
     asyncio.run(scenario())
 

@@ -180,12 +180,12 @@ def test_a_prompt_is_answered_as_the_tokens_come_and_can_be_stopped(place: Place
     expect(page.locator("#send")).to_be_disabled()
     place.source.was_left.clear()
     page.click("#stop")
-    expect(page.locator("#answer-told")).to_contain_text("Stopped after")
+    expect(page.locator("#answer-status")).to_contain_text("Stopped after")
     assert place.source.was_left.wait(60), "the server goes on"
     place.source.held_at = None
     page.locator("#prompt").press("Control+Enter")
     expect(page.locator("#answer")).to_have_text(SAID)
-    expect(page.locator("#answer-told")).to_contain_text("8 tokens, first after")
+    expect(page.locator("#answer-status")).to_contain_text("8 tokens, first after")
     assert place.complaints == []
 
 
@@ -200,7 +200,7 @@ def test_what_the_server_refuses_is_said_in_words(place: Place, failure: Any, fa
     place.source.failure, place.source.fails_at = failure, fails_at
     page = place.page()
     page.click("#send")
-    expect(page.locator("#answer-told")).to_have_text(said)
+    expect(page.locator("#answer-status")).to_have_text(said)
     expect(page.locator("#send")).to_be_enabled()
 
 
@@ -211,7 +211,7 @@ def test_a_key_is_asked_for_and_kept_in_this_tab_alone(place: Place) -> None:
     expect(page.locator("#watch")).to_be_hidden()
     page.keyboard.type("wrong")
     page.keyboard.press("Enter")
-    expect(page.locator("#key-told")).to_have_text("The server does not take this key.")
+    expect(page.locator("#key-status")).to_have_text("The server does not take this key.")
     assert place.activity.asked == 0
     page.fill("#key", KEY)
     page.keyboard.press("Enter")

@@ -14,9 +14,9 @@ from tiny_models import random_model, split_model, tiny_args, tiny_plan
 from tramontane.cluster.observability.exporters import PipelineMetrics, RequestMetrics
 from tramontane.cluster.observability.metrics import (
     METRICS,
-    OF_PIPELINES,
-    OF_REQUESTS,
+    PIPELINE_METRICS,
     REQUEST_KINDS,
+    REQUEST_METRICS,
     DeltaCounter,
     ExpertTokenMetrics,
     ExpertWorkMetrics,
@@ -86,7 +86,7 @@ def test_an_expert_actors_work_has_two_counters() -> None:
 
 
 class StandIns:
-    """As ``RayMetrics``; it keeps what is told of every metric, by its name."""
+    """As ``MetricFactory``; it keeps what is told of every metric, by its name."""
 
     def __init__(self) -> None:
         self.counters: dict[str, StandIn] = {}
@@ -192,7 +192,7 @@ def test_what_a_router_counts_is_told_also_of_the_one_that_follows_it(chain: Loc
     (window,) = stand_ins.gauges["kv_cache_pages"].values
     assert stand_ins.gauges["kv_cache_pages"].values == {window: PLAN.cache.classes[0].num_pages}
     assert stand_ins.gauges["kv_cache_pages_in_use"].values == {window: 0.0}
-    assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in OF_PIPELINES}
+    assert set(stand_ins.counters) | set(stand_ins.gauges) | set(stand_ins.histograms) == {m.name for m in PIPELINE_METRICS}
 
 
 def test_what_a_door_counts_is_told_once() -> None:
@@ -210,7 +210,7 @@ def test_what_a_door_counts_is_told_once() -> None:
     assert stand_ins.counted("requests_refused") == {"full": 2}
     assert stand_ins.counted("request_success") == {"stop": 3, "abort": 1}
     assert stand_ins.counted("prompt_tokens") == {"": 40}
-    assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in OF_REQUESTS}
+    assert set(stand_ins.counters) | set(stand_ins.histograms) == {metric.name for metric in REQUEST_METRICS}
 
 
 def test_the_table_of_the_documentation_is_the_codes() -> None:

@@ -65,9 +65,10 @@ def test_what_every_process_would_fail_with_is_refused_at_once(exporter: str) ->
 )
 def test_a_proxy_goes_without_spans_where_it_cannot_make_them(monkeypatch: pytest.MonkeyPatch, path: str, is_taken: bool) -> None:
     config = TracingConfig(enabled=True, exporter_import_path=path, sampling_ratio=0.5)
-    asked = SimpleNamespace(get_tracing_config=SimpleNamespace(remote=lambda: config))
-    told = {"is_initialized": lambda: True, "get_actor": lambda *_: asked, "get": lambda ref, timeout: ref}
-    monkeypatch.setattr(tracing, "ray", SimpleNamespace(**told))
+    controller = SimpleNamespace(get_tracing_config=SimpleNamespace(remote=lambda: config))
+    fake = SimpleNamespace(is_initialized=lambda: True, get=lambda ref, timeout: ref)
+    monkeypatch.setattr(tracing, "ray", fake)
+    monkeypatch.setattr(tracing, "serve_controller", lambda: controller)
     monkeypatch.setattr(tracing_utils, "RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "")
     monkeypatch.setattr(tracing_utils, "RAY_SERVE_TRACING_SAMPLING_RATIO", 0.0)
     tracing.enable_proxy_tracing()

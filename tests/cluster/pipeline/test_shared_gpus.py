@@ -138,7 +138,7 @@ def test_what_is_asked_of_the_cluster_is_what_bundles_take(
     assert spec.bundles == [{"CPU": 2, "GPU": 1}, {"CPU": 2, "GPU": 1}, {"CPU": 1, "GPU": 1}]
     assert spec.describe_workers() == "5 stages, 2 to a GPU"
     check_resources(spec, 1)
-    monkeypatch.setattr(serve_checks, "ROOM_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(serve_checks, "RESOURCES_TIMEOUT_S", 0.0)
     with pytest.raises(PlanError, match=r"2 x 5 stages of 0\.6 GPU each need 6, and the cluster has 3 free"):
         check_resources(spec, 2)
 

@@ -8,7 +8,7 @@ import pytest
 from grpc import StatusCode
 from ray.serve._private.proxy_request_response import gRPCStreamingType
 
-from tramontane.cluster.serve_patches.grpc_proxy import LISTS_APPLICATIONS, wrap_handler_factory
+from tramontane.cluster.serve_patches.grpc_proxy import LIST_APPLICATIONS, wrap_handler_factory
 
 STREAMS = (gRPCStreamingType.UNARY_STREAM, gRPCStreamingType.STREAM_STREAM)
 
@@ -76,5 +76,5 @@ def test_a_request_id_that_could_pass_for_something_else_in_a_log_is_refused(
 def test_applications_are_not_told() -> None:
     context = _Context()
     with pytest.raises(_EndedError):
-        _answers(context, gRPCStreamingType.UNARY_UNARY, LISTS_APPLICATIONS)
+        _answers(context, gRPCStreamingType.UNARY_UNARY, LIST_APPLICATIONS)
     assert context.code == StatusCode.UNIMPLEMENTED

@@ -12,7 +12,7 @@ from starlette.applications import Starlette
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
-from tramontane.cluster.serving.batch_replica import LOOK_EVERY_S, SingleNodeBatchService, batch_service, job_settings
+from tramontane.cluster.serving.batch_replica import NODE_CHECK_INTERVAL_S, SingleNodeBatchService, batch_service, job_settings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.jobs import JobOptions
 
@@ -59,7 +59,7 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
             order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
             batch = (await client.post("/v1/batches", json=order)).json()["id"]
             assert asked == [0.0], "once for both"
-            num_machines, now = 2, LOOK_EVERY_S
+            num_machines, now = 2, NODE_CHECK_INTERVAL_S
             for refused in (await client.post("/v1/batches", json=order), await client.post("/v1/files", **form)):  # type: ignore[arg-type]
                 assert refused.status_code == 503
                 assert "--jobs-database postgresql://HOST/NAME" in check_error(refused.content)["message"]
@@ -69,7 +69,7 @@ def test_with_a_second_machine_new_jobs_are_refused_and_old_ones_can_be_read(tmp
                     await over_grpc
             assert (await client.get("/v1/batches")).json()["data"][0]["id"] == batch
             assert (await client.post(f"/v1/batches/{batch}/cancel")).json()["status"] == "cancelling"
-            num_machines, now = 1, 2 * LOOK_EVERY_S
+            num_machines, now = 1, 2 * NODE_CHECK_INTERVAL_S
             assert (await client.post("/v1/batches", json=order)).status_code == 200
         service.close()
 

@@ -16,7 +16,7 @@ from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
 from tramontane.cluster.common.signals import SIGNALS, SignalCounter
-from tramontane.cluster.http.app import HttpApp
+from tramontane.cluster.http.app import HttpApp, HttpAppConfig
 from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
@@ -82,7 +82,15 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
         handle: Any = Handle([Replica("a", no_gate)])
         routers = RouterClient(handle, max_unaccepted=10)
         routers.drain()
-        door = HttpApp(MODEL, routers, routers.is_ready, routers.expert_load, 2**16, 10**9, chat=None)
+        config = HttpAppConfig(
+            model=MODEL,
+            source=routers,
+            is_ready=routers.is_ready,
+            expert_load=routers.expert_load,
+            max_body_bytes=2**16,
+            writes_per_s=10**9,
+        )
+        door = HttpApp(config)
         async with client_of(door.app()) as client:
             body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
             response = await (client.get(path) if path == "/health" else client.post(path, json=body))
@@ -117,7 +125,7 @@ def ingress(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(method)
         return next(left) if method == "drain" else []
 
-    monkeypatch.setattr(draining, "_one_by_one", each)
+    monkeypatch.setattr(draining, "_broadcast", each)
     monkeypatch.setattr(draining, "mark_drained", lambda application: asked.append(f"noted {application}"))
     return asked
 
@@ -152,9 +160,9 @@ def test_signals_are_counted(number: signal.Signals) -> None:
 def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a door that is born again when nobody drains any more."""
     kept: dict[str, bytes] = {}
-    monkeypatch.setattr(deployments, "_internal_kv_put", kept.__setitem__)
-    monkeypatch.setattr(deployments, "_internal_kv_get", kept.get)
-    monkeypatch.setattr(deployments, "_internal_kv_del", kept.pop)
+    monkeypatch.setattr(deployments, "kv_put", kept.__setitem__)
+    monkeypatch.setattr(deployments, "kv_get", kept.get)
+    monkeypatch.setattr(deployments, "kv_delete", kept.pop)
     assert not deployments.is_drained("app", 7)
     deployments.mark_drained("app")
     assert not deployments.is_drained("app", 7), "of no deployment that is known"

@@ -36,7 +36,7 @@ def test_supervisors_hear_of_the_command_also_while_nobody_can_tell_which_there_
             heard.put(name)
 
         keep = SimpleNamespace(remote=hear)
-        return SimpleNamespace(keep=SimpleNamespace(options=lambda concurrency_group: keep))
+        return SimpleNamespace(heartbeat=SimpleNamespace(options=lambda concurrency_group: keep))
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(send_heartbeats, "RENEW_INTERVAL_S", 0.001)

@@ -186,7 +186,7 @@ def _batch(*events: tuple[int, int, bool]) -> RequestOutput:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
     rng = random.Random(seed)
     requests = _requests(rng, 12)
 
@@ -207,13 +207,13 @@ def test_requests_go_on_however_often_a_router_is_lost(seed: int, monkeypatch: p
                 _check(specs, await task)
             assert routers.num_requests == 0
             assert not routers._streams_of
-            assert not routers._room.unaccepted
+            assert not routers._window.unaccepted
 
     asyncio.run(scenario())
 
 
 def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         async with _house(0, random.Random(0)) as (routing, routers):
@@ -235,7 +235,7 @@ def test_a_request_that_every_router_is_lost_with_is_given_up(monkeypatch: pytes
 
 def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither because many come at once nor because no pipeline can take it now: it had been taken."""
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
     new = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
     tokens = answer(new.prompt_ids, 5)
 
@@ -245,7 +245,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
             with pytest.raises(PipelineUnavailableError):
                 await _told(others, [new])
             routers = RouterClient(routing, max_unaccepted=1)
-            routers._room.unaccepted[-1] = WaitingRequest(1, 0.0)  # somebody else's sequence is on its way
+            routers._window.unaccepted[-1] = WaitingRequest(1, 0.0)  # somebody else's sequence is on its way
             with pytest.raises(OverloadedError):
                 await _told(routers, [new])
             told, untold = replace(new, output_ids=tuple(tokens[:2])), replace(new, already_admitted=True)
@@ -263,7 +263,7 @@ def test_what_another_door_has_begun_is_not_refused_by_the_next(monkeypatch: pyt
 
 def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each loss comes after a time with a router that is longer than all patience, and one request survives them."""
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 0.0
@@ -275,7 +275,7 @@ def test_time_with_a_router_does_not_count_as_failing(monkeypatch: pytest.Monkey
             now += patience.LOAD_TIMEOUT_S - 1
             lasting.on_error(PipelineUnavailableError("is being started"))
             now += patience.LOAD_TIMEOUT_S
-        with pytest.raises(PipelineError, match="no router could go on"):
+        with pytest.raises(PipelineError, match="no router could continue"):
             lasting.on_error(PipelineUnavailableError("is being started"))
 
     asyncio.run(scenario())
@@ -291,8 +291,8 @@ SILENT = PipelineError("no router has answered in time")
         (True, SILENT, patience.LOAD_TIMEOUT_S),
         (True, PipelineUnavailableError("is being started"), patience.LOAD_TIMEOUT_S),
         (True, PipelineSupersededError("a newer version has it"), patience.LOAD_TIMEOUT_S),
-        (True, OTHER_MODEL, patience.NEW_VERSION_S),
-        (False, PipelineSupersededError("a newer version has it"), patience.NEW_VERSION_S),
+        (True, OTHER_MODEL, patience.NEW_VERSION_TIMEOUT_S),
+        (False, PipelineSupersededError("a newer version has it"), patience.NEW_VERSION_TIMEOUT_S),
         (False, SILENT, patience.ADMISSION_TIMEOUT_S),
         (False, OTHER_MODEL, -1.0),
     ],
@@ -341,7 +341,7 @@ async def _left_without_a_router(routing: Any, routers: Any, source: TokenSource
 
 
 def test_a_request_outlives_a_router_that_is_gone_with_weights_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
@@ -362,7 +362,7 @@ def test_a_request_outlives_a_router_that_is_gone_with_weights_that_take_minutes
 
 def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it could go on trying."""
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, later_s = asyncio.get_running_loop(), 0.0
@@ -387,7 +387,7 @@ def test_a_request_without_a_router_ends_with_its_deadline_and_with_the_server(m
 
 
 def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
     specs = [SequenceRequest((n, 2), SamplingParams(max_tokens=5)) for n in range(3)]
 
     async def scenario() -> None:
@@ -410,8 +410,8 @@ def test_new_requests_wait_for_a_newer_version_as_many_as_may(monkeypatch: pytes
 
 
 def test_what_a_leaving_router_does_not_finish_in_its_time_goes_on_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_questions, "LOOK_EVERY_S", 0.0)
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(router_questions, "RETIREMENT_POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
     spec = SequenceRequest((1, 2), SamplingParams(max_tokens=5))
 
     async def scenario() -> None:

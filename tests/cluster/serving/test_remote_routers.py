@@ -414,9 +414,9 @@ def test_that_routers_are_full_is_not_believed_for_long(monkeypatch: pytest.Monk
 
 def test_a_request_that_no_router_takes_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no replica is running, Ray Serve keeps calls until there is one."""
-    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
+    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
     monkeypatch.setattr(patience, "ADMISSION_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.01)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.01)
 
     async def scenario() -> None:
         handle: Any = Handle([])
@@ -439,7 +439,7 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
     waited_s: float, told_s: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The one that waits longest, however often it was tried since; a minute at most."""
-    monkeypatch.setattr(patience, "TRY_EVERY_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         loop, now = asyncio.get_running_loop(), 1000.0
@@ -453,17 +453,17 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
             assert refused.value.retry_after_s == told_s
 
         async def number_after(last: int) -> int:
-            while max(routers._mailboxes, default=-1) <= last:
+            while max(routers._outputs, default=-1) <= last:
                 await asyncio.sleep(0)
-            return max(routers._mailboxes)
+            return max(routers._outputs)
 
         routers.check_capacity(10)
         asked = asyncio.create_task(_ask(routers))
         number = await number_after(-1)
         now += waited_s
         check()
-        routers._mailboxes[number].put(PipelineError("no router has answered in time"))
-        while not routers._room._pausing:
+        routers._outputs[number].put(PipelineError("no router has answered in time"))
+        while not routers._window._pausing:
             await asyncio.sleep(0)
         check()
         await number_after(number)
@@ -480,9 +480,9 @@ def test_whoever_finds_no_room_comes_back_after_as_long_as_others_have_waited(
 
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_routers, "SILENT_S", 0.3)
-    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.5)
-    monkeypatch.setattr(token_channel, "KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(remote_routers, "SILENCE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(token_channel, "KEEPALIVE_INTERVAL_S", 0.02)
 
 
 @pytest.mark.usefixtures("_soon_missed")
@@ -529,7 +529,7 @@ def test_a_router_that_fell_silent_is_not_the_one_with_least_to_do() -> None:
 
 
 def test_a_request_that_was_taken_may_wait_as_long_as_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_routers, "ANSWERED_WITHIN_S", 0.05)
+    monkeypatch.setattr(remote_routers, "ACCEPT_TIMEOUT_S", 0.05)
     opened = asyncio.Event()
 
     async def gate(_batch: MicroBatch) -> None:
@@ -633,6 +633,6 @@ def test_a_request_that_was_never_sent_does_not_count() -> None:
         await asyncio.sleep(0)
         ((other,),) = await routing.choose_replicas(two, pending())
         assert other.replica_id.unique_id == "b"
-        assert routing._num_given == {"a": 1, "b": 1}
+        assert routing._num_assigned == {"a": 1, "b": 1}
 
     asyncio.run(scenario())

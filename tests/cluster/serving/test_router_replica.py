@@ -77,7 +77,7 @@ class Undriven(RouterReplica):
 def _replica(router: StubRouter, driving: "asyncio.Future[None]", num_failed_starts: int = 0) -> Any:  # noqa: ANN401
     replica: Any = Undriven()
     replica._router, replica._driving, replica._num_failed_starts = router, driving, num_failed_starts
-    replica._asking, replica._name = None, "replica"
+    replica._health_check, replica._name = None, "replica"
     return replica
 
 
@@ -95,7 +95,7 @@ def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_m
 
     async def scenario() -> None:
         replica: Any = Undriven()
-        replica._driving, replica._taking = None, asyncio.create_task(without_room().__aenter__())
+        replica._driving, replica._acquiring = None, asyncio.create_task(without_room().__aenter__())
         await asyncio.sleep(0)
         await RouterReplica.__del__(replica)
         assert removed == ["the pipeline"]
@@ -105,7 +105,7 @@ def test_a_replica_that_is_stopped_while_it_waits_for_room_removes_what_it_was_m
 
 def test_a_replica_that_failed_before_it_asked_for_a_pipeline_has_nothing_to_remove() -> None:
     replica: Any = Undriven()
-    replica._driving = replica._taking = None
+    replica._driving = replica._acquiring = None
     asyncio.run(RouterReplica.__del__(replica))
 
 
@@ -146,7 +146,7 @@ def test_a_router_that_is_replaced_for_its_health_leaves_its_pipeline_to_the_nex
 def test_a_router_whose_pipeline_is_a_newer_versions_stays_and_says_so() -> None:
     async def scenario() -> None:
         replica = _replica(StubRouter(7, False, LeaseError("driven by another")), asyncio.get_running_loop().create_future())
-        replica.is_superseded, replica._channels = True, IngressStreams("replica")
+        replica.is_superseded, replica._streams = True, IngressStreams("replica")
         await replica.check_health()
         refusal, name = wire.decode_error(await replica.generate("ingress", 1, b"", ""))
         assert (type(refusal), name) == (PipelineSupersededError, "replica")
@@ -168,7 +168,7 @@ def test_a_router_that_lost_its_lease_or_its_loop_is_not_healthy() -> None:
 
 def test_a_pipeline_that_only_fails_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Router after router has it obey, and then nothing comes back."""
-    monkeypatch.setattr(router_replica, "RETRY_S", 0.0)
+    monkeypatch.setattr(router_replica, "RETRY_INTERVAL_S", 0.0)
 
     async def scenario() -> None:
         replica = _replica(StubRouter(7), asyncio.get_running_loop().create_future())
@@ -294,7 +294,7 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
     scheduler.schedule()
 
     async def scenario() -> None:
-        router: Any = SimpleNamespace(has_begun=True, scheduler=scheduler, health=SimpleNamespace(num_recoveries=3))
+        router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, health=SimpleNamespace(num_recoveries=3))
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
         told, name = await replica.activity({"app-1": 1, "other": 2})
@@ -305,7 +305,7 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
         assert shown.pages == plan.cache.classes[0].num_pages
         assert [batch.number for batch in shown.micro_batches] == [2, 3]
         assert told.keys() == pipeline_data().keys()
-        router.has_begun = False
+        router.is_attached = False
         assert await replica.activity({}) == (None, "replica"), "it drives none now"
 
     asyncio.run(scenario())

@@ -1,0 +1,210 @@
+"""The private names of Ray and Ray Serve that Tramontane uses: why each is needed, and what breaks without it.
+
+No other package imports them (``tests/test_walls.py``).
+"""
+
+from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol
+
+_ray: list[PrivateSymbol] = []
+_join: list[PrivateSymbol] = []
+_serve: list[PrivateSymbol] = []
+
+
+def _add(table: list[PrivateSymbol], module: str, *names: str, needed_for: str, breaks: str) -> tuple[PrivateSymbol, ...]:
+    """Add one symbol per name; ``put(key, value)`` is the name ``put`` with the parameters that we pass."""
+    symbols = []
+    for each in names:
+        name, _, parameters = each.rstrip(")").partition("(")
+        passed = tuple(parameters.split(", ")) if parameters else ()
+        symbols.append(PrivateSymbol(f"{module}:{name}", passed, RAY_VERSION, needed_for, breaks))
+    table += symbols
+    return tuple(symbols)
+
+
+KV_GET, KV_PUT, KV_DELETE = _add(
+    _ray,
+    "ray.experimental.internal_kv",
+    *("_internal_kv_get(key)", "_internal_kv_put(key, value, overwrite)", "_internal_kv_del(key)"),
+    needed_for="state that outlives actors: deployments, drained applications, expert plans, load attempts, speeds of GPUs",
+    breaks="rolling updates, draining, moved experts and the limit of load attempts",
+)
+(ACTORS,) = _add(
+    _ray,
+    "ray._private.state",
+    "actors(actor_id)",
+    needed_for="the process id and the node of an actor that does not answer",
+    breaks="the replacement of hung stages",
+)
+(ACTOR_ID,) = _add(
+    _ray,
+    "ray.actor",
+    "ActorHandle._actor_id",
+    needed_for="the key under which Ray's table of actors has an actor",
+    breaks="the replacement of hung stages",
+)
+(WORKER_LOGS,) = _add(
+    _ray,
+    "ray._private.worker",
+    "_worker_logs_enabled",
+    needed_for="commands whose standard output has only their own lines",
+    breaks="the output of commands, between whose lines Ray would print errors of the whole cluster",
+)
+(RAY_CLUSTERS_POSSIBLE,) = _add(
+    _ray,
+    "ray._private.ray_constants",
+    "ENABLE_RAY_CLUSTER",
+    needed_for="a local cluster that listens on 127.0.0.1 only",
+    breaks="the protection of a local cluster's ports, which would be open on all interfaces",
+)
+(SET_SIGTERM_HANDLER,) = _add(
+    _ray,
+    "ray._private.utils",
+    "set_sigterm_handler(sigterm_handler)",
+    needed_for="our own handling of SIGTERM",
+    breaks="the removal of pipelines when a command gets SIGTERM",
+)
+(SET_PROCESS_TITLE,) = _add(
+    _ray,
+    "ray._raylet",
+    "setproctitle",
+    needed_for="a process title without API keys",
+    breaks="the protection of keys on a command line, which Ray's dashboard would show",
+)
+(JSON_FORMATTER,) = _add(
+    _ray,
+    "ray._common.formatters",
+    "JSONFormatter",
+    needed_for="JSON logs of actors and commands with the fields that Ray Serve's logs have",
+    breaks="--log-format json",
+)
+(IMPORT_ATTRIBUTE,) = _add(
+    _ray,
+    "ray._common.utils",
+    "import_attr(full_path)",
+    needed_for="checking --tracing-exporter as Ray Serve will read it",
+    breaks="tracing",
+)
+
+(RESOLVE_ADDRESS,) = _add(
+    _join,
+    "ray._private.services",
+    "canonicalize_bootstrap_address(addr)",
+    needed_for="host:port of --address auto",
+    breaks="--address",
+)
+(OPEN_CHANNEL,) = _add(
+    _join,
+    "ray._private.gcs_utils",
+    "create_gcs_channel(address)",
+    needed_for="a quick check that a Ray cluster answers at --address",
+    breaks="--address",
+)
+(CHECK_ALIVE,) = _add(
+    _join, "ray.core.generated.gcs_service_pb2", "CheckAliveRequest", needed_for=OPEN_CHANNEL.needed_for, breaks="--address"
+)
+(HEAD_SERVICE,) = _add(
+    _join,
+    "ray.core.generated.gcs_service_pb2_grpc",
+    "NodeInfoGcsServiceStub(channel)",
+    needed_for=OPEN_CHANNEL.needed_for,
+    breaks="--address",
+)
+(TOKEN_LOADER,) = _add(
+    _join,
+    "ray._raylet",
+    "AuthenticationTokenLoader",
+    needed_for="the token that ray.init shows to the cluster at --address auto",
+    breaks="--address auto where the cluster asks for a token",
+)
+
+MESSAGE_QUEUE, _BUFFERED_MESSAGES, ADD_PORT = _add(
+    _serve,
+    "ray.serve._private.replica",
+    *("MessageQueue", "MessageQueue._message_queue", "add_port_to_grpc_server(server, address)"),
+    needed_for="the length of a replica's response queue, and the address of its internal port",
+    breaks="the bound on what slow clients leave unread, and the protection of the internal port",
+)
+(ADD_GRPC_ADDRESS,) = _add(
+    _serve,
+    "ray.serve._private.default_impl",
+    "add_grpc_address(grpc_server, server_address)",
+    needed_for="gRPC on the host that HTTP listens on",
+    breaks="the protection of the gRPC port, which would be open on all interfaces",
+)
+_add(
+    _serve,
+    "ray.serve._private.grpc_util",
+    "gRPCGenericServer.service_handler_factory",
+    needed_for="checks around every gRPC handler of the proxy",
+    breaks="the end of gRPC calls whose clients have left",
+)
+(GRPC_STREAMING_TYPE,) = _add(
+    _serve,
+    "ray.serve._private.proxy_request_response",
+    "gRPCStreamingType",
+    needed_for="which gRPC methods answer with a stream",
+    breaks="the end of gRPC calls whose clients have left",
+)
+CONTROLLER_NAME, CONTROLLER_NAMESPACE, SERVE_LOGGER, IS_HA_PROXY = _add(
+    _serve,
+    "ray.serve._private.constants",
+    *("SERVE_CONTROLLER_NAME", "SERVE_NAMESPACE", "SERVE_LOGGER_NAME", "RAY_SERVE_ENABLE_HA_PROXY"),
+    needed_for="Ray Serve's controller, its log, and whether HAProxy opens ports on all interfaces",
+    breaks="gRPC, logs of replicas and the check of --host",
+)
+_add(
+    _serve,
+    "ray.serve._private.controller",
+    *("ServeController.get_http_config", "ServeController.get_grpc_config", "ServeController.get_tracing_config"),
+    needed_for="the addresses and the tracing that a running Ray Serve was started with",
+    breaks="gRPC, tracing and serving on a cluster that has Ray Serve already",
+)
+TRACING_EXPORTER, TRACING_RATIO, TRACE_CONTEXT, SET_TRACE_CONTEXT, IS_TRACING, FILE_EXPORTER = _add(
+    _serve,
+    "ray.serve._private.tracing_utils",
+    *("RAY_SERVE_TRACING_EXPORTER_IMPORT_PATH", "RAY_SERVE_TRACING_SAMPLING_RATIO", "get_trace_context"),
+    *("set_trace_context(trace_context)", "is_tracing_enabled", "default_tracing_exporter"),
+    needed_for="spans of proxies, and of calls that belong to no request of Ray Serve's",
+    breaks="tracing",
+)
+CLIENT, REQUEST_CONTEXT, MAKE_CONTEXT, _INTERNAL_ID, CURRENT_CONTEXT, IN_FLIGHT = _add(
+    _serve,
+    "ray.serve.context",
+    *("_get_global_client", "_get_serve_request_context", "_RequestContext(request_id)", "_RequestContext._internal_request_id"),
+    *("_serve_request_context", "_get_in_flight_requests(parent_request_id)"),
+    needed_for="request ids in logs, and cancelling the calls of a client that has left",
+    breaks="request ids in logs, and the end of calls whose clients have left",
+)
+_add(
+    _serve,
+    "ray.serve._private.client",
+    "ServeControllerClient._controller",
+    needed_for="the gRPC options of a running Ray Serve",
+    breaks="serving on a cluster that has Ray Serve already",
+)
+_add(
+    _serve,
+    "ray.serve.handle",
+    *("DeploymentHandle._init", "DeploymentHandle.options(_by_reference)"),
+    "DeploymentBroadcastResponse._fetch_replica_results_async",
+    needed_for="calls between replicas over gRPC, and one response per replica of a broadcast",
+    breaks="draining, /health and the way of requests to routers",
+)
+_add(
+    _serve,
+    "ray.serve._private.replica_result",
+    *("ReplicaResult.get_async", "ReplicaResult.cancel"),
+    needed_for="one replica's response to a broadcast",
+    breaks="/health, /activity and /experts",
+)
+_add(
+    _serve,
+    "ray.serve._private.common",
+    *("RequestMetadata.session_id", "RequestMetadata.internal_request_id"),
+    needed_for="choosing the router of a call",
+    breaks="the distribution of requests over pipelines",
+)
+
+RAY_SYMBOLS = tuple(_ray)  # wherever Ray is
+JOIN_SYMBOLS = tuple(_join)  # where a running cluster is joined; they bring gRPC
+SERVE_SYMBOLS = tuple(_serve)
