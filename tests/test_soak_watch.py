@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from soak_watch import Process, Sample, not_back, quietest, slope_per_hour
+from soak_watch import Process, Sample, list_leaks, quietest, slope_per_hour
 
 HELD: dict[str, Any] = {
     "actors and groups": ["a-0"],
@@ -22,7 +22,7 @@ BEFORE = Sample(0.0, {7: DOOR, 9: Process("ray::IDLE", 60.0, 40, 20)}, HELD)
 
 
 def _after(held: dict[str, Any] | None = None, **door: Any) -> list[str]:  # noqa: ANN401
-    return not_back(BEFORE, BEFORE, Sample(60.0, {7: replace(DOOR, **door)}, HELD | (held or {})))
+    return list_leaks(BEFORE, BEFORE, Sample(60.0, {7: replace(DOOR, **door)}, HELD | (held or {})))
 
 
 def test_what_is_as_before_is_back_and_idle_workers_may_go() -> None:
@@ -49,14 +49,14 @@ def test_whatever_is_more_is_named() -> None:
 
 def test_a_process_that_was_replaced_is_named_twice() -> None:
     other = Sample(60.0, {8: DOOR}, HELD)
-    assert not_back(BEFORE, BEFORE, other) == [f"{DOOR.role} (7) is gone", f"{DOOR.role} (8) is new"]
+    assert list_leaks(BEFORE, BEFORE, other) == [f"{DOOR.role} (7) is gone", f"{DOOR.role} (8) is new"]
 
 
 def test_memory_is_judged_from_half_way_on_and_nothing_else_is() -> None:
     half_way, after = (
         Sample(at, {7: replace(DOOR, memory=memory, descriptors=70)}, HELD) for at, memory in ((60.0, 130.0), (120.0, 134.0))
     )
-    assert not_back(BEFORE, half_way, after) == [f"{DOOR.role} (7), descriptors: 50, then 70"]
+    assert list_leaks(BEFORE, half_way, after) == [f"{DOOR.role} (7), descriptors: 50, then 70"]
 
 
 def test_a_quiet_look_is_the_least_of_several() -> None:

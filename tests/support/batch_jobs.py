@@ -47,7 +47,7 @@ async def pieces(text: bytes, size: int = 7919) -> AsyncIterator[bytes]:
 
 
 @dataclass
-class Place:
+class BatchHarness:
     """``database`` is a URL; runners of their own claims each."""
 
     database: str
@@ -88,8 +88,8 @@ class Place:
                 await task
 
 
-def place_in(folder: Path) -> Place:
-    return Place(f"sqlite:///{folder}/deep/jobs.sqlite", f"{folder}/storage")
+def new_batch_harness(folder: Path) -> BatchHarness:
+    return BatchHarness(f"sqlite:///{folder}/deep/jobs.sqlite", f"{folder}/storage")
 
 
 async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine]:
@@ -102,6 +102,6 @@ async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_until_killed(database: str, storage: str, now: float) -> None:
-    place = Place(database, storage)
+    place = BatchHarness(database, storage)
     place.clock.now = now
     asyncio.run(place.runner(_slow_echo).run())

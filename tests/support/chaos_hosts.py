@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import psutil
 import ray
 from chaos_faults import TITLES, Faults, title_of
-from hosts import Host, network, why_impossible
+from hosts import Host, namespaces_unavailable_reason, network
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES
@@ -135,7 +135,7 @@ class HostFaults(Faults):
 @contextmanager
 def host_cluster(num_workers: int) -> Iterator[HostCluster]:
     """This process is on the head's host, and connected."""
-    if reason := why_impossible():
+    if reason := namespaces_unavailable_reason():
         sys.exit(f"--hosts cannot be had: {reason}")
     with TemporaryDirectory(prefix="tramontane-hosts-", ignore_cleanup_errors=True) as name:
         yield from _cluster_in(Path(name), num_workers)

@@ -51,7 +51,7 @@ class Load:
     pauses: dict[int, float] = field(default_factory=dict)  # the longest of each of those since the last ``watch``
     waits: list[float] = field(default_factory=list)  # of streams for their first piece, where it came since the last ``watch``
     longest_s: float = 0.0  # of a request that was answered
-    least_struck: float = math.inf  # of the unfinished ones, when a fault came
+    min_unfinished: float = math.inf  # of the unfinished ones, when a fault came
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:
@@ -120,7 +120,7 @@ def _note_piece(load: Load | None, number: int, asked_at: float) -> None:
     load.last_piece_at[number] = now
 
 
-async def undisturbed(url: str, requests: list[dict[str, Any]], num_clients: int) -> list[Tokens]:
+async def baseline_tokens(url: str, requests: list[dict[str, Any]], num_clients: int) -> list[Tokens]:
     """The oracle: the same requests without faults, so many at once."""
     places = asyncio.Semaphore(num_clients)
 
@@ -132,7 +132,7 @@ async def undisturbed(url: str, requests: list[dict[str, Any]], num_clients: int
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 
 
-class Asked(Protocol):
+class ExpectedAnswers(Protocol):
     """Requests, what they should be answered, and what was different."""
 
     requests: list[dict[str, Any]]
@@ -141,7 +141,7 @@ class Asked(Protocol):
     close_calls: list[str]
 
 
-async def note_difference(load: Asked, request: int, tokens: Tokens) -> bool:
+async def note_difference(load: ExpectedAnswers, request: int, tokens: Tokens) -> bool:
     """Of every choice where the first one is. Returns whether all are close calls."""
     expected, are_close = load.expected[request], len(tokens) == len(load.expected[request])
     if not are_close:

@@ -24,7 +24,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Survived:
+class KillOutcome:
     """``outputs``: every prompt that was run, and its continuation. ``longest_pause_s``: of any stream, between two tokens."""
 
     num_killed: int
@@ -40,7 +40,7 @@ async def kill_under_load(
     sampling: SamplingParams = GREEDY,
     on_kill: Callable[[int], None] = lambda _: None,
     least: int = 0,
-) -> Survived:
+) -> KillOutcome:
     """Streams run the prompts in turn, until each expert actor that was killed is back and all streams have ended since.
 
     ``on_kill`` hears of each that is back; so many prompts as ``least`` are run in any case. Raises PipelineError if any request
@@ -86,7 +86,7 @@ async def kill_under_load(
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-    return Survived(kills, outputs, max(pauses))
+    return KillOutcome(kills, outputs, max(pauses))
 
 
 def _kill(spec: PipelineSpec, number: int) -> None:

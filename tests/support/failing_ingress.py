@@ -16,7 +16,7 @@ from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, Requ
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 
 
-class MortalDoors:
+class FailingIngresses:
     """The door that is asked first lets ``lives[0]`` messages of its answer through and dies when it says the next.
 
     Those after the last live.
@@ -26,11 +26,11 @@ class MortalDoors:
 
     def __init__(self, door: ASGIApp, lives: Sequence[int] = ()) -> None:
         self._door, self._lives = door, lives
-        self.num_asked = 0
+        self.num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        life = self._lives[self.num_asked] if self.num_asked < len(self._lives) else None
-        self.num_asked += 1
+        life = self._lives[self.num_calls] if self.num_calls < len(self._lives) else None
+        self.num_calls += 1
         dead, num_said = asyncio.Event(), 0
 
         async def send_alive(message: Message) -> None:
@@ -55,7 +55,7 @@ class Client:
 
     body: bytes
     messages: list[Message] = field(default_factory=list)
-    leaves: asyncio.Event = field(default_factory=asyncio.Event)
+    disconnects: asyncio.Event = field(default_factory=asyncio.Event)
     _num_sent: int = 0
 
     async def receive(self) -> Message:
@@ -67,7 +67,7 @@ class Client:
                 return {"type": "http.request", "body": self.body[:half], "more_body": True}
             case 2:
                 return {"type": "http.request", "body": self.body[half:], "more_body": False}
-        await self.leaves.wait()
+        await self.disconnects.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -101,13 +101,13 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages).decode()
 
 
-async def answered(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
+async def post_json(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
     client = Client(json.dumps(body).encode())
     await client.ask(app, path, **headers)
     return client
 
 
-class GoingOn:
+class ResumableSource:
     """A source whose choice c of every prompt says ``token_ids[c:]``, each token on its own, after those already told."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:

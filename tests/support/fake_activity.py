@@ -9,7 +9,7 @@ KINDS = ((0, 12), (0, 12), (180, 8), (0, 12), (480, 0), (0, 0))  # tokens of pro
 SHOWN_S = 6.0  # of what is told to who has been told nothing yet
 
 
-class ImaginedActivity:
+class FakeActivity:
     """``pipelines``: the number of stages of each, by its name. ``recoveries`` are as many for all of them."""
 
     def __init__(self, pipelines: dict[str, int]) -> None:

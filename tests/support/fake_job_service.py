@@ -17,7 +17,7 @@ def some_lines(count: int) -> list[ResultLine]:
     return [ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}") for number in range(count)]
 
 
-class ListedJobs:
+class FakeJobService:
     """A JobService whose job is done as soon as it is there; ``breaks`` streams end with the connection after two results."""
 
     def __init__(self) -> None:
@@ -94,10 +94,10 @@ class NoTokens:
         raise AssertionError(specs)
 
 
-class JobsOnly(GrpcServicer):
+class JobsServicer(GrpcServicer):
     """A door in front of 2500 results, with a key."""
 
     def __init__(self) -> None:
-        jobs = ListedJobs()
+        jobs = FakeJobService()
         jobs.lines = some_lines(2500)
         super().__init__(ServedModel("none", None, 1, 1, 1), NoTokens(), jobs, OneKey())

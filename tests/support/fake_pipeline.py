@@ -29,7 +29,7 @@ def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len:
 
 
 @dataclass
-class ImaginedPipeline:
+class FakePipeline:
     """Answers micro-batches in order, and checks what stages rely on."""
 
     scheduler: Scheduler
@@ -100,6 +100,6 @@ class ImaginedPipeline:
 
 def new_pipeline(
     cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
-) -> ImaginedPipeline:
+) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
-    return ImaginedPipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))
+    return FakePipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))

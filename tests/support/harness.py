@@ -92,7 +92,7 @@ async def run_answers(
 
 
 @contextmanager
-def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
+def running_chain(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
     """``running_pipeline`` for code that is not asynchronous; a thread renews the lease meanwhile."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)

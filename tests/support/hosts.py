@@ -29,7 +29,7 @@ CLONE_NEWNET = 0x40000000
 FIRST_PROCESS = "echo up; read -r _"
 
 
-def why_impossible() -> str:
+def namespaces_unavailable_reason() -> str:
     """Why this machine does not permit it; nothing if it does."""
     if os.geteuid() != 0:
         return "network namespaces need root"

@@ -24,7 +24,7 @@ SETTINGS = {f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()} |
 PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # whoever misses the head node waits for it so long
 
 
-class MortalHead:
+class KillableHead:
     """There is no room for a stage on the head node, and for one on each of the others."""
 
     def __init__(self, folder: Path, redis: str) -> None:
@@ -55,7 +55,7 @@ class MortalHead:
         process.communicate()
 
     @contextmanager
-    def joined(self, name: str) -> Iterator[None]:
+    def connected(self, name: str) -> Iterator[None]:
         """While the block runs this process is connected to a node. Ray would end it when the head node is away for a minute."""
         ray.init(self.address, _temp_dir=self.folder(name), log_to_driver=False)
         yield
@@ -69,7 +69,7 @@ class MortalHead:
 
 
 @contextmanager
-def mortal_head(*others: str) -> Iterator[MortalHead]:
+def killable_head(*others: str) -> Iterator[KillableHead]:
     """Of these nodes beside the head."""
     server = shutil.which("redis-server")
     if server is None:
@@ -81,7 +81,7 @@ def mortal_head(*others: str) -> Iterator[MortalHead]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as redis:
         assert redis.stdout is not None
         next(line for line in redis.stdout if "Ready to accept connections" in line)
-        cluster = MortalHead(folder, f"127.0.0.1:{port}")
+        cluster = KillableHead(folder, f"127.0.0.1:{port}")
         try:
             cluster.start("head")
             cluster.start(*others)

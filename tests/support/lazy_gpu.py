@@ -56,7 +56,7 @@ class LazyEvent:
 
     def synchronize(self) -> None:
         while not self.gpu.is_done(self):
-            self.gpu.work_a_little()
+            self.gpu.run_one_operation()
 
     def wait(self) -> None:
         raise AssertionError("the other end waits")
@@ -103,9 +103,9 @@ class LazyGpu:
         self._events: list[LazyEvent] = []
         self._streams: list[Stream] = []
 
-    def process(self) -> "LazySharing":
+    def process(self) -> "LazyIpc":
         self._streams.append(Stream())
-        return LazySharing(self, self._streams[-1], self._memories, self._events)
+        return LazyIpc(self, self._streams[-1], self._memories, self._events)
 
     @property
     def is_idle(self) -> bool:
@@ -121,7 +121,7 @@ class LazyGpu:
         with self._turn:
             return event.num_done >= event.num_asked
 
-    def work_a_little(self) -> None:
+    def run_one_operation(self) -> None:
         """One operation of one process, if it is not one that waits."""
         with self._turn:  # ends that take leave come from threads of their own
             busy = [stream for stream in self._streams if stream.begun]
@@ -131,7 +131,7 @@ class LazyGpu:
 
 
 @dataclass(frozen=True)
-class LazySharing:
+class LazyIpc:
     """One process's ``IpcBackend``."""
 
     gpu: LazyGpu

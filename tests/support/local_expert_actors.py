@@ -36,7 +36,7 @@ def expert_plan(
     return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
 
 
-class WatchedEdges(TcpChannelFactory):
+class TrackedChannelFactory(TcpChannelFactory):
     """Remembers every end that it made, so that all can be cut at once, as when a process dies."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ExpertActors:
     def __init__(self, plan: ExpertPlan, weights: WeightSource, edges: ChannelFactory | None = None) -> None:
         self.plan, self._fixed_edges = plan, edges  # of another kind; such actors cannot be killed
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
-        self._edges = [WatchedEdges() for _ in plan.actors]
+        self._edges = [TrackedChannelFactory() for _ in plan.actors]
         self._servers = [self._make_server(actor.actor_id) for actor in plan.actors]
         self._dead: set[int] = set()
         self.failure = ""  # why dead actors will never be revived
@@ -80,7 +80,7 @@ class ExpertActors:
         self._dead.add(actor_id)
         for end in self._edges[actor_id].ends:
             end.close()
-        self._edges[actor_id] = WatchedEdges()
+        self._edges[actor_id] = TrackedChannelFactory()
         self._servers[actor_id] = self._make_server(actor_id)
 
     def revive(self, actor_id: int) -> None:
@@ -97,7 +97,7 @@ class ExpertActors:
         return ExpertServer(worker, self.plan, HOST, self._fixed_edges or self._edges[actor_id], num_threads=1)
 
 
-class OpenChain:
+class PingPongChain:
     """A ``StageChain`` of stages that play ping-pong."""
 
     def __init__(self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()) -> None:
@@ -128,13 +128,15 @@ class OpenChain:
 
 
 @contextmanager
-def open_chain(plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, max_open: int = 2) -> Iterator[OpenChain]:
+def ping_pong_chain(
+    plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, max_open: int = 2
+) -> Iterator[PingPongChain]:
     """The plan's stages, without their experts."""
     experts = [RemoteExperts(actors.plan, actors.connect) for _ in plan.stages]
     workers = [StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages]
     stages = [PingPongExecutor(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
     try:
-        yield OpenChain(stages, experts)
+        yield PingPongChain(stages, experts)
     finally:
         for stage, own in zip(stages, experts, strict=True):
             stage.close()

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """End this process; returns, for the ordinary end, only if what was written cannot be flushed.
 
     After several Rays in one process the thread with which Ray's library sends metrics outlives the last ray.shutdown.

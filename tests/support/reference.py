@@ -18,7 +18,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _turn(x: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate pairs (i, i + d/2) as complex numbers."""
     tokens, _, d = x.shape
     angles = torch.arange(tokens)[:, None] * theta ** (-torch.arange(0, d, 2).float() / d)[None, :]
@@ -51,7 +51,7 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
         x = _norm(h, w[f"{p}.attention_norm.weight"], args.norm_eps)
         heads = (x @ w[f"{p}.attention.wqkv.weight"].T).view(tokens, -1, args.head_dim)
         q, k, v = heads.split((args.n_heads, args.n_kv_heads, args.n_kv_heads), dim=1)
-        q, k = _turn(q, args.rope_theta), _turn(k, args.rope_theta)
+        q, k = _rotate(q, args.rope_theta), _rotate(k, args.rope_theta)
         k, v = (t.repeat_interleave(args.n_heads // args.n_kv_heads, dim=1) for t in (k, v))
         window = args.windows[layer] or tokens
         hidden_keys = (distance < 0) | (distance >= window)

@@ -26,7 +26,7 @@ class ScriptedChain:
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.epochs: list[int] = []
         self._in_flight = 0
 
@@ -39,7 +39,7 @@ class ScriptedChain:
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        self.max_in_flight = max(self.max_in_flight, self._in_flight)
         return self._run(batch)
 
     async def _run(self, batch: MicroBatch) -> StepResult:
@@ -52,7 +52,7 @@ async def no_gate(_batch: MicroBatch) -> None:
     await asyncio.sleep(0)
 
 
-def following(known: list[int]) -> int:
+def next_token_id(known: list[int]) -> int:
     """The token after these, which depends on each of them."""
     return sum(place * token for place, token in enumerate(known, 1)) % 997
 
@@ -60,11 +60,11 @@ def following(known: list[int]) -> int:
 def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     known = list(prompt)
     for _ in range(num_tokens):
-        known.append(following(known))
+        known.append(next_token_id(known))
     return known[len(prompt) :]
 
 
-class RememberingChain(ScriptedChain):
+class StatefulChain(ScriptedChain):
     """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
 
     def __init__(self, gate: Gate) -> None:
@@ -86,7 +86,7 @@ class RememberingChain(ScriptedChain):
             assert (chunk.sampling is not None) == (chunk.start == 0)
             known += chunk.token_ids
             if chunk.needs_sample:
-                sampled.append(following(known))
+                sampled.append(next_token_id(known))
         return self._through(batch, tuple(sampled))
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
@@ -98,7 +98,7 @@ class RememberingChain(ScriptedChain):
         return StepResult(batch.epoch, batch.step_id, sampled, ())
 
 
-class TellingChain(RememberingChain):
+class ReportingChain(StatefulChain):
     """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:

@@ -75,12 +75,12 @@ async def _load() -> MeasuredLoad:
     return MeasuredLoad(((1, 2), (3, 0)), 2)
 
 
-def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
+def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
     """``settings`` are those that ``HttpApp`` takes by name."""
     make: Callable[..., HttpApp] = HttpApp
     return make(model, source, _ready, _load, MAX_BODY, 10**9, **{"chat": CHAT} | settings)
 
 
-def client_of(app: Starlette) -> httpx.AsyncClient:
+def client_for(app: Starlette) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://door")

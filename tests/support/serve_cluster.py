@@ -43,7 +43,7 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @contextmanager
-def served(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
+def running_application(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
     """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
     start_serve(port, grpc_port)
     with TemporaryDirectory() as folder:
@@ -81,7 +81,7 @@ def deploy(settings: dict[str, Any], num_routers: int = 1, **of_routers: Any) ->
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_routers else []}))
 
 
-def is_rolled_in(former: list[dict[str, Any]], num_left: int = 4) -> bool:
+def is_rollout_complete(former: list[dict[str, Any]], num_left: int = 4) -> bool:
     """Whether nothing is left of the version whose routers these were; of one pipeline 4 actors and groups stay."""
     application = serve.status().applications[APPLICATION]
     states = {state for each in application.deployments.values() for state in each.replica_states}
@@ -109,7 +109,7 @@ def router_stats(stages: bool = True) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def standing_still(routers: list[dict[str, Any]]) -> Iterator[None]:
+def stopped_stages(routers: list[dict[str, Any]]) -> Iterator[None]:
     """Stop the processes of these routers' stages, and let them go on at the end."""
     stages = [psutil.Process(stage["pid"]) for router in routers for stage in router["stages"]]
     for stage in stages:
@@ -127,7 +127,7 @@ def ingress_stats() -> dict[str, Any]:
     return answer
 
 
-def calls_of_proxy() -> int:
+def num_proxy_calls() -> int:
     """To replicas, of which Ray Serve's HTTP and gRPC proxy has not heard the end."""
 
     def num_calls(_proxy: object) -> int:  # in here, so that it travels whole: a proxy cannot import this file
@@ -162,12 +162,12 @@ def complete(**body: Any) -> dict[str, Any]:  # noqa: ANN401
     return answer
 
 
-def post_of(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
+def post_request(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
     """A request as it travels, with no other headers than these and a host."""
     return b"\r\n".join([line, b"Host: door", *headers, b"", body])
 
 
-def length_of(body: bytes) -> bytes:
+def content_length(body: bytes) -> bytes:
     return b"Content-Length: %d" % len(body)
 
 

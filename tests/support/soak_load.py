@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import httpx
 from chaos_load import Tokens, bodies, note_difference, tokens_of
+from faulty_clients import FaultyClient, UnexpectedResponseError
 from grpc_fuzz import METHODS, REFUSALS, end_of, hostile_messages
-from rude_clients import Rude, Unexpected
 
 from tramontane.proto.errors import DeadlineExceededError, TramontaneError
 from tramontane.router.client.client import AsyncClient
@@ -62,7 +62,7 @@ def requests(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Crowd:
+class SoakLoad:
     """``outcomes`` counts what became of each kind of thing that was done; what must not happen is in the lists."""
 
     port: int
@@ -84,9 +84,9 @@ class Crowd:
             AsyncClient(f"127.0.0.1:{self.grpc_port}") as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel,
         ):
-            await asyncio.gather(*(self._one_after_the_other(_Member(self, http, client, channel, rng)) for rng in rngs))
+            await asyncio.gather(*(self._one_after_the_other(_SoakClient(self, http, client, channel, rng)) for rng in rngs))
 
-    async def _one_after_the_other(self, member: "_Member") -> None:
+    async def _one_after_the_other(self, member: "_SoakClient") -> None:
         acts = member.acts()
         while not self.is_over:
             kind = member.rng.choices(list(acts), [weight for weight, _ in acts.values()])[0]
@@ -100,10 +100,10 @@ Act = Callable[[], Awaitable[str]]
 
 
 @dataclass
-class _Member:
+class _SoakClient:
     """One client. Every act returns how it ended, and raises where that may not be."""
 
-    crowd: Crowd
+    crowd: SoakLoad
     http: httpx.AsyncClient
     client: AsyncClient
     channel: grpc.aio.Channel
@@ -111,7 +111,7 @@ class _Member:
 
     def acts(self) -> dict[str, tuple[float, Act]]:
         """With how often they are done."""
-        rude = Rude(self.crowd.port, self.rng)
+        rude = FaultyClient(self.crowd.port, self.rng)
         return {
             "known request": (30, self.known),
             "stream left": (14, lambda: rude.leave(self._body() | {"stream": True, "max_tokens": 400})),
@@ -157,7 +157,7 @@ class _Member:
         body = CONVERSATION | {"max_tokens": self.rng.randint(1, 120), "seed": 1, "stream": self.rng.random() < 0.5}
         answer = await self.http.post(CHAT, json=body | ({"response_format": FORMAT} if self.rng.random() < 0.3 else {}))
         if body["stream"] and not answer.text.endswith("data: [DONE]\n\n"):
-            raise Unexpected(answer.text[-200:])
+            raise UnexpectedResponseError(answer.text[-200:])
         return _is(answer, 200)
 
     async def several(self) -> str:
@@ -166,7 +166,7 @@ class _Member:
         status = _is(answer, 200)
         choices = answer.json()["choices"]
         if len(choices) != 2 * body["n"] or {choice["finish_reason"] for choice in choices} - ENDED:
-            raise Unexpected(answer.text[:200])
+            raise UnexpectedResponseError(answer.text[:200])
         return status
 
     async def look(self) -> str:
@@ -180,7 +180,7 @@ class _Member:
     async def grpc_whole(self) -> str:
         pieces = [piece async for piece in self.client.generate("ROMEO:", max_tokens=60, n=2, seed=3, ignore_eos=True)]
         if sum(len(piece.token_ids) for piece in pieces) != 120:
-            raise Unexpected(f"{pieces[-2:]}")
+            raise UnexpectedResponseError(f"{pieces[-2:]}")
         return "whole"
 
     async def grpc_left(self) -> str:
@@ -204,7 +204,7 @@ class _Member:
     async def grpc_hostile(self) -> str:
         code, said = await end_of(self.channel, self.rng.choice(METHODS), self.rng.choice(HOSTILE), 60)
         if code not in {*REFUSALS, grpc.StatusCode.OK}:
-            raise Unexpected(f"{code}: {said}")
+            raise UnexpectedResponseError(f"{code}: {said}")
         return code.name
 
 
@@ -214,5 +214,5 @@ HOSTILE = tuple(hostile_messages())
 def _is(answer: httpx.Response, status: int) -> str:
     if answer.status_code != status:
         asked = f"{answer.request.method} {answer.request.url.path}"
-        raise Unexpected(f"{asked}: {answer.status_code}, not {status}: {answer.text[:300]}")
+        raise UnexpectedResponseError(f"{asked}: {answer.status_code}, not {status}: {answer.text[:300]}")
     return str(status)

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private.internal_api import node_stats
-from serve_cluster import calls_of_proxy, ingress_stats, leftovers, router_stats
+from serve_cluster import ingress_stats, leftovers, num_proxy_calls, router_stats
 
 MIB = 2**20
 PASSING = ("ray::IDLE",)  # processes that Ray keeps ready, and ends when they are not needed
@@ -42,7 +42,7 @@ class Sample:
         return sum(getattr(process, what) for process in self.processes.values())
 
 
-def take() -> Sample:
+def take_sample() -> Sample:
     """Of the cluster that this process has started, whatever else runs on the machine."""
     return Sample(time.monotonic(), dict(_processes()), _held())
 
@@ -85,7 +85,7 @@ def _held() -> dict[str, Any]:
         "sequences": sum(router["sequences"] + router["waiting"] for router in routers),
         "router's requests": sum(router["requests"] for router in routers),
         "door's requests": door["requests"],
-        "proxy's calls": calls_of_proxy(),
+        "proxy's calls": num_proxy_calls(),
         "tasks of routers": sum(router["tasks"] for router in routers),
         "tasks of the door": door["tasks"],
         "epochs": [router["epoch"] for router in routers],  # another one: something failed, and the stages were fenced anew
@@ -94,11 +94,11 @@ def _held() -> dict[str, Any]:
     }
 
 
-def is_quiet(held: dict[str, Any]) -> bool:
+def is_idle(held: dict[str, Any]) -> bool:
     return not any(held[name] for name in ("pages", "sequences", "router's requests", "door's requests", "proxy's calls"))
 
 
-def not_back(before: Sample, half_way: Sample, after: Sample) -> list[str]:
+def list_leaks(before: Sample, half_way: Sample, after: Sample) -> list[str]:
     """What of three quiet looks is not as it was at first; of memory, as it was half way."""
     equal = ("actors and groups", "epochs", "pages", "sequences", "router's requests", "door's requests", "proxy's calls")
     equal += ("objects in the store",)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts import Host, Network, network, why_impossible
+from hosts import Host, Network, namespaces_unavailable_reason, network
 
 HOME = "/run/home"  # of root on these hosts: the machine's own home may have the interpreter in it
 PASSWD = f"root:x:0:0:root:{HOME}:/bin/bash\nsshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n"
@@ -67,13 +67,13 @@ class SshHost:
         return sorted(line for line in self.host.run("ps", "-e", "-o", "comm=").split() if line not in ("bash", "sshd", "ps"))
 
 
-def why_no_ssh() -> str:
+def ssh_unavailable_reason() -> str:
     """Why this machine does not permit it; nothing if it does."""
     if missing := [tool for tool in ("sshd", "ssh", "ssh-keygen", "rsync") if shutil.which(tool, path=_path()) is None]:
         return f"missing: {', '.join(missing)} (openssh-server, rsync)"
     if any(Path(prefix).is_relative_to(folder) for prefix in (sys.prefix, sys.base_prefix) for folder in ("/tmp", "/run")):
         return "the interpreter is in /tmp or /run, of which hosts have their own"
-    return why_impossible()
+    return namespaces_unavailable_reason()
 
 
 @contextmanager

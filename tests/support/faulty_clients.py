@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from serve_cluster import length_of, post_of
+from serve_cluster import content_length, post_request
 
 SMALL = 4096  # what such a client's system takes for it
 PAUSE_S = 0.5  # between a slow reader's reads, of a few bytes
@@ -19,11 +19,11 @@ MUCH = {"messages": [{"role": "user", "content": "O"}], "n": 6, "max_tokens": 80
 MUCH |= {"logprobs": True, "ignore_eos": True, "stream": True}
 
 
-class Unexpected(ValueError):
+class UnexpectedResponseError(ValueError):
     """What the server said or did."""
 
 
-class Rude:
+class FaultyClient:
     """Each act returns how it ended."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
@@ -81,4 +81,4 @@ class Rude:
 
 def _request(body: dict[str, Any], line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
     data = json.dumps(body).encode()
-    return post_of(data, length_of(data), line=line)
+    return post_request(data, content_length(data), line=line)
