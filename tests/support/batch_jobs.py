@@ -1,4 +1,4 @@
-"""A place for batch jobs in tests: a store, an engine that echoes, and everybody's view of both."""
+"""Batch jobs in tests: a store, an engine that echoes, and services, claims and runners on both."""
 
 import asyncio
 import json
@@ -48,12 +48,12 @@ async def pieces(text: bytes, size: int = 7919) -> AsyncIterator[bytes]:
 
 @dataclass
 class BatchHarness:
-    """``database`` is a URL; runners of their own claims each."""
+    """A job store at the URL ``database``. Every runner has claims of its own unless it is given some."""
 
     database: str
     storage: str
     clock: Clock = field(default_factory=Clock)
-    opened: list[Callable[[], None]] = field(default_factory=list)  # what closes it
+    opened: list[Callable[[], None]] = field(default_factory=list)  # functions that close what was opened
 
     def service(self, queue: str = "tiny", keep_s: float | None = None, **more: Any) -> BatchService:  # noqa: ANN401
         settings = JobSettings(self.database, self.storage, queue, limits=replace(LIMITS, keep_s=keep_s), **more)

@@ -1,4 +1,4 @@
-"""A JobService that does nothing but remember, and keys of which one is right."""
+"""A JobService that only stores jobs, and API keys of which one is valid."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -18,7 +18,7 @@ def some_lines(count: int) -> list[ResultLine]:
 
 
 class FakeJobService:
-    """A JobService whose job is done as soon as it is there; ``breaks`` streams end with the connection after two results."""
+    """A JobService whose jobs are complete at once. With ``breaking`` set, streams of results hang after two results."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
@@ -85,7 +85,7 @@ class OneKey:
 
 
 class NoTokens:
-    """A TokenSource that is never asked."""
+    """A TokenSource that must not be called."""
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         pass
@@ -95,7 +95,7 @@ class NoTokens:
 
 
 class JobsServicer(GrpcServicer):
-    """A door in front of 2500 results, with a key."""
+    """A servicer with 2500 results of jobs, behind an API key."""
 
     def __init__(self) -> None:
         jobs = FakeJobService()

@@ -1,4 +1,4 @@
-"""A pipeline without a model: what it does between a micro-batch and its result is up to the test."""
+"""Stage chains without a model: the test decides what happens between a micro-batch and its result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
-    """With the decodes as chunks of one token each; those that gain no page have () for their pages."""
+    """Return the batch's chunks and its decodes as chunks of one token; decodes without new pages have ``()`` as pages."""
     pages = dict(batch.decodes.new_pages)
     columns = enumerate(zip(*batch.decodes[:3], strict=True))
     decodes = (Chunk(seq_id, start, (token_id,), pages.get(i, ()), None, True) for i, (seq_id, start, token_id) in columns)
@@ -20,7 +20,7 @@ def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
 
 
 class ScriptedChain:
-    """Samples token 7; every micro-batch passes through ``gate`` first."""
+    """A chain that samples token 7; every micro-batch awaits ``gate`` first."""
 
     num_stages = 2
 
@@ -53,8 +53,8 @@ async def no_gate(_batch: MicroBatch) -> None:
 
 
 def next_token_id(known: list[int]) -> int:
-    """The token after these, which depends on each of them."""
-    return sum(place * token for place, token in enumerate(known, 1)) % 997
+    """Return the token after these; it depends on each of them."""
+    return sum(position * token for position, token in enumerate(known, 1)) % 997
 
 
 def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
@@ -65,7 +65,7 @@ def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
 
 
 class StatefulChain(ScriptedChain):
-    """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
+    """A chain that keeps the tokens of every sequence since the last fence, as stages do, and samples by them."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
@@ -99,14 +99,14 @@ class StatefulChain(ScriptedChain):
 
 
 class ReportingChain(StatefulChain):
-    """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
+    """A chain that reports log-probabilities (minus the position) and expert choices of layer 3 (the position)."""
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
         chunks = all_chunks(batch)
         experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
-        told = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
+        logprobs = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
         result = await super()._through(batch, sampled)
-        return replace(result, expert_choices=tuple(experts), logprobs=tuple(told))
+        return replace(result, expert_choices=tuple(experts), logprobs=tuple(logprobs))
 
 
 def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:

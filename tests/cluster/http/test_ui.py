@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from browser import PATIENCE_MS, LocalServer, browser
+from browser import TIMEOUT_MS, LocalServer, browser
 from fake_activity import FakeActivity
 from playwright.sync_api import Browser, Page, Request, expect
 from pydantic import SecretStr
@@ -80,7 +80,7 @@ class Place:
 
     def page(self, **settings: Any) -> Page:  # noqa: ANN401 - playwright's own
         page = self.chromium.new_page(**{"viewport": WIDE} | settings)
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("console", lambda message: self.complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(request))
