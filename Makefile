@@ -47,6 +47,8 @@ check: $(STAMP) types
 types: $(STAMP)  # mypy needs the rooms under the name they are imported by
 	mkdir -p .typing/tramontane
 	for room in $(ROOMS); do ln -sfn ../../$$room .typing/tramontane/$$room; done
+	ln -sfn ../../router/client .typing/tramontane/client
+	ln -sfn ../../cluster/llm .typing/tramontane/llm
 	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
 
 proto: $(STAMP)  ## the stubs of proto/inference.proto, made anew

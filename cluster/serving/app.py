@@ -9,7 +9,7 @@ from ray.serve.config import RequestRouterConfig, gRPCOptions
 
 from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.common.node_labels import avoid_head_node
-from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
 from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.pipeline.engine import model_fingerprint
 from tramontane.cluster.serving.autoscaling import router_scaling_options
@@ -22,10 +22,6 @@ from tramontane.proto.errors import ConfigError
 APPLICATION = "tramontane"
 GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("add_inference", "add_batch_jobs"))
 VISIBLE_SECRET = "api_key"  # a Serve config is on Ray's dashboard, and told by serve status
-CLI_ONLY_KEYS = {  # keys that say nothing to an application
-    *("host", "port", "grpc_port", "address", "local", "seed", "json"),
-    *("tracing_exporter", "tracing_sampling_ratio"),
-}
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and answer in OpenAI's words
 CHECK_EVERY_S = 1.0  # Ray Serve finds with it that a replica is dead, and begins another

@@ -156,7 +156,9 @@ def _prefill(kernel: PrefillKernel, window: int | None, device: str) -> float:
         for lens, heads in ((prefill.query_lens, HEADS), (prefill.key_lens, KV_HEADS), (prefill.key_lens, KV_HEADS))
     )
     blocks = zip(q.split(prefill.query_lens), k.split(prefill.key_lens), v.split(prefill.key_lens), strict=True)
-    return relative(kernel.attend(q, k, v, kernel.bias(prefill)), torch.cat([reference_attention(*b, window) for b in blocks]))
+    return relative(
+        kernel.attend(q, k, v, kernel.build_mask(prefill)), torch.cat([reference_attention(*b, window) for b in blocks])
+    )
 
 
 def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: str) -> float:
@@ -172,7 +174,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
         positions = torch.arange(index.ring.first_visible(position), position + 1, device=device)
         rows = index.ring.rows(torch.full_like(positions, slot), positions)
         expected.append(reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], window))
-    return relative(kernel.attend(q, cached, kernel.bias(index)), torch.cat(expected))
+    return relative(kernel.attend(q, cached, kernel.build_mask(index)), torch.cat(expected))
 
 
 def _indexes(

@@ -37,7 +37,7 @@ from serve_cluster import running_application
 from soak_load import MAX_BODY, SoakLoad, requests
 from soak_watch import Sample, is_idle, list_leaks, quietest, slope_per_hour, take_sample
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 EVERY_S = 30.0
 SHARES = (0.1, 0.45, 0.45)  # of the time, before each quiet look

@@ -117,7 +117,7 @@ def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> PipelinePlan:  # noqa: ANN401
     request = PlanRequest(
-        rooms=(StageBudget(4 * GIB),) * num_stages,
+        budgets=(StageBudget(4 * GIB),) * num_stages,
         dtype="float32",
         max_model_len=args.max_seq_len,
         max_num_seqs=max_num_seqs,

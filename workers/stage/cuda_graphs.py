@@ -21,7 +21,7 @@ from torch import Tensor
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import MicroBatch
 from tramontane.workers.attention.backend import AttentionKernels, CachedAttention
-from tramontane.workers.attention.metadata import AttentionMetadata, decode_index
+from tramontane.workers.attention.metadata import AttentionMetadata, build_decode_metadata
 from tramontane.workers.attention.page_table import next_power_of_two, padded_width
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.device.pinned_memory import tensor_on
@@ -167,7 +167,8 @@ class CudaGraphRunner:
         num_rows, widths = size
         token_ids_B, slots_B, positions_B = self._inputs_3B[:, :num_rows]
         decode = tuple(
-            decode_index(ring, slots_B, positions_B, width, []) for ring, width in zip(self._table.rings, widths, strict=True)
+            build_decode_metadata(ring, slots_B, positions_B, width, [])
+            for ring, width in zip(self._table.rings, widths, strict=True)
         )
         metadata = AttentionMetadata(token_ids_B, positions_B, 0, torch.arange(0), (None,) * len(decode), decode)
         hidden_BD = self._model.embed(token_ids_B) if self._plan.is_first else self._incoming_BD[:num_rows]

@@ -7,7 +7,7 @@ import torch
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.device.events import CudaDeviceEvent, MakeMark
+from tramontane.workers.device.events import CudaDeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
@@ -22,7 +22,7 @@ class DeviceBackend:
     kernels: AttentionKernels
     fused_ops: FusedOps = EAGER
     graph_capture: GraphCapture | None = None
-    make_event: MakeMark | None = None
+    make_event: RecordEvent | None = None
 
     @property
     def pads_decodes(self) -> bool:

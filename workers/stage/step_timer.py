@@ -5,7 +5,7 @@ from collections import Counter
 from typing import TypeVar
 
 from tramontane.proto.step import ExpertTiming, StageTiming
-from tramontane.workers.device.events import DeviceEvent, MakeMark
+from tramontane.workers.device.events import DeviceEvent, RecordEvent
 from tramontane.workers.experts.remote_experts import PendingExpertCall
 from tramontane.workers.experts.remote_forward import StepCoroutine
 
@@ -19,13 +19,13 @@ class StepTimer:
     host's.
     """
 
-    def __init__(self, make_event: MakeMark | None = None) -> None:
+    def __init__(self, make_event: RecordEvent | None = None) -> None:
         self._make_event = make_event
         self._first: DeviceEvent | None = None
         self._last: DeviceEvent | None = None
         self._started_at = time.time()
         self._began = self._resumed = time.perf_counter()
-        self._busy_s = self._asked_s = self._experts_busy_s = 0.0
+        self._busy_s = self._expert_wait_s = self._experts_busy_s = 0.0
         self._actors_busy_s: Counter[int] = Counter()
         self._actors_rows: Counter[int] = Counter()
 
@@ -48,7 +48,7 @@ class StepTimer:
     def record_usage(self, call: PendingExpertCall) -> None:
         """Add what the expert actors did for one layer."""
         usage = call.usage
-        self._asked_s += usage.asked_s
+        self._expert_wait_s += usage.wait_s
         self._experts_busy_s += max((each.busy_s for each in usage.actors), default=0.0)
         for actor_id, busy_s, num_rows in usage.actors:
             self._actors_busy_s[actor_id] += busy_s  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class StepTimer:
             self._busy_s,
             num_tokens,
             open_s,
-            self._asked_s,
+            self._expert_wait_s,
             self._experts_busy_s,
             tuple(ExpertTiming(actor, busy_s, self._actors_rows[actor]) for actor, busy_s in self._actors_busy_s.items()),
         )

@@ -596,7 +596,7 @@ def test_every_door_is_told_the_same_request_id() -> None:
 
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
 
 
@@ -625,7 +625,7 @@ class VanishingDoors(FailingIngresses):
 def test_an_answer_survives_doors_whose_nodes_vanish(
     lives: tuple[int, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}

@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,21 @@ def test_compiled_functions_agree_with_plain_ones() -> None:
         pytest.skip(f"torch.compile needs a C++ compiler: {done.stderr.splitlines()[-1]}")
     assert len(differences) == 8
     assert max(differences) < 1e-5
+
+
+def test_every_operation_is_tried_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def compile_nothing(function: Callable[..., object]) -> Callable[..., object]:
+        def counted(*inputs: object) -> object:
+            calls[function.__name__] += 1
+            return function(*inputs)
+
+        return counted
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    assert compile_ops(tiny_args(), CPU, torch.float32) is not EAGER
+    assert calls == {"apply_rotary": 3, "silu_and_mul": 3, "fused_add_rms_norm": 3}
 
 
 def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,18 +14,19 @@ from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, StackedE
 
 INTERPRETED = """
 import torch
-from tramontane.workers.kernels.triton_moe import gated, product
-from tramontane.workers.model.grouped_gemm import Stack
+from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv
+from tramontane.workers.model.grouped_gemm import StackedExperts
 torch.manual_seed(0)
 for num_experts, width, hidden in ((8, 32, 48), (3, 24, 520), (2, 520, 20), (1, 40, 8)):
-    stack = Stack(torch.randn(num_experts, 2 * hidden, width) / width**0.5, torch.randn(num_experts, width, hidden) / hidden**0.5)
+    w13_E2FD, w2_EDF = torch.randn(num_experts, 2 * hidden, width), torch.randn(num_experts, width, hidden)
+    stack = StackedExperts(w13_E2FD / width**0.5, w2_EDF / hidden**0.5)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         num_rows = int(torch.randint(1, 9, (1,), generator=generator))
         ends_E = torch.randint(num_rows + 1, (num_experts,), generator=generator, dtype=torch.int32).sort().values
         rows_CD, own = torch.randn(num_rows, width, generator=generator), slice(int(ends_E[-1]))
         expected_CD = stack.run(rows_CD, ends_E)
-        done_CD = product(gated(rows_CD, stack.w13_E2FD, ends_E), stack.w2_EDF, ends_E)
+        done_CD = down_gemv(gate_up_gemv(rows_CD, stack.w13_E2FD, ends_E), stack.w2_EDF, ends_E)
         assert done_CD.shape == rows_CD.shape
         torch.testing.assert_close(done_CD[own], expected_CD[own], rtol=1e-4, atol=1e-5)
 """

@@ -19,7 +19,7 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan, WindowClass
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.attention.metadata import decode_index
+from tramontane.workers.attention.metadata import build_decode_metadata
 from tramontane.workers.attention.rolling_cache import PageRings
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
@@ -119,7 +119,7 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
     numbers_2B = torch.tensor([[ring.scratch_slot] * 4, [0] * 4])
 
     def tensors() -> Tensor:
-        mask = kernels.PagedDecode(None).bias(decode_index(ring, numbers_2B[0], numbers_2B[1], 7, []))
+        mask = kernels.PagedDecode(None).build_mask(build_decode_metadata(ring, numbers_2B[0], numbers_2B[1], 7, []))
         keys = torch.stack([mask.k_seqinfo.seqstart[:-1], mask.k_seqinfo.seqlen], dim=1)
         return torch.cat([mask.block_tables, keys, mask.q_seqinfo.seqstart[:-1, None]], dim=1)
 

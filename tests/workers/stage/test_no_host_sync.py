@@ -58,7 +58,7 @@ class OnePlace(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class OtherMemory(pinned.CudaPinning):
+class OtherMemory(pinned.CudaPinnedTransfer):
     """Of a driver that is not there."""
 
     def empty_pinned(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class OtherMemory(pinned.CudaPinning):
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.shape == source.shape
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
+    def record(self, device: torch.device) -> Callable[[], None]:
         return lambda: None
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
@@ -85,10 +85,10 @@ class Once:
 class InPlace(PagedDecode):
     """Also makes the mask that xformers would be given."""
 
-    def bias(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
+    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         xformers_kernels = pytest.importorskip("tramontane.workers.attention.xformers_backend")
-        xformers_kernels.PagedDecode(None).bias(index)
-        return super().bias(index)
+        xformers_kernels.PagedDecode(None).build_mask(index)
+        return super().build_mask(index)
 
 
 def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
@@ -122,7 +122,7 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
 def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
     sampling: SamplingParams, num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "CudaPinning", OtherMemory)
+    monkeypatch.setattr(pinned, "CudaPinnedTransfer", OtherMemory)
     args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
     for stage in tiny_plan(args, num_stages, dtype="bfloat16").stages:
         worker = _worker(stage, args)
