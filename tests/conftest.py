@@ -11,7 +11,7 @@ import ray
 import reference
 import torch
 from hypothesis import HealthCheck, settings
-from process_exit import leave
+from process_exit import exit_process
 
 torch.set_num_threads(1)
 settings.register_profile("without a clock", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -52,7 +52,7 @@ def pytest_cmdline_main() -> Generator[None, int, int]:
     errors pass by as exceptions. Whoever called pytest.main in a test would end the whole run; nobody does.
     """
     status = yield
-    leave(int(status))
+    exit_process(int(status))
     return status
 
 

@@ -16,12 +16,12 @@ from typing import Any
 import httpx
 import pytest
 from chaos_faults import TITLES, title_of
-from ssh_hosts import HOME, SshHost, ssh_hosts, why_no_ssh
+from ssh_hosts import HOME, SshHost, ssh_hosts, ssh_unavailable_reason
 
 from tramontane.cluster.cli.main import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
-if reason := why_no_ssh():
+if reason := ssh_unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]

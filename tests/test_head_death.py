@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 import ray
-from killable_head import MortalHead, mortal_head
+from killable_head import KillableHead, killable_head
 from ray import serve
 from ray.serve.config import HTTPOptions
 from serve_cluster import free_port, leftovers
@@ -33,8 +33,8 @@ PROMPTS = ["ROMEO:", "KING: what news?"]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[MortalHead]:
-    with mortal_head("one", "two") as cluster:
+def cluster() -> Iterator[KillableHead]:
+    with killable_head("one", "two") as cluster:
         yield cluster
 
 
@@ -92,7 +92,7 @@ def _health() -> int:
     return httpx.get(f"{URL}/health", timeout=60).status_code
 
 
-async def _without_head(cluster: MortalHead, stage: psutil.Process) -> None:
+async def _without_head(cluster: KillableHead, stage: psutil.Process) -> None:
     on_head = [each.pid for each in cluster.members(cluster.processes["head"])]
     expected = await _Streams(on_head).ends()
     assert [len(tokens) for tokens in expected] == [BODY["max_tokens"]] * 2
@@ -113,14 +113,14 @@ async def _without_head(cluster: MortalHead, stage: psutil.Process) -> None:
 
 
 def test_streams_go_on_without_the_head_node_and_what_dies_meanwhile_comes_back_with_it(
-    cluster: MortalHead, tmp_path: Path
+    cluster: KillableHead, tmp_path: Path
 ) -> None:
-    with cluster.joined("one"):
+    with cluster.connected("one"):
         serve.start(http_options=HTTPOptions(host="127.0.0.1", port=PORT), logging_config={"log_level": "WARNING"})
         jobs = {"jobs_database": f"sqlite:///{tmp_path}/jobs.sqlite", "jobs_storage": str(tmp_path)}
         serve.run(application(EngineConfig.build(None, SETTINGS | jobs)), name=APPLICATION, route_prefix="/")
         before, stage = sorted(leftovers()), _stage(1)
     asyncio.run(_without_head(cluster, stage))
-    with cluster.joined("one"):
+    with cluster.connected("one"):
         assert (sorted(leftovers()), _health()) == (before, 200)
         assert _stage(1).pid != stage.pid

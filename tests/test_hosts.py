@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hosts import NAMESPACES, Host, network, why_impossible
+from hosts import NAMESPACES, Host, namespaces_unavailable_reason, network
 
-if reason := why_impossible():
+if reason := namespaces_unavailable_reason():
     pytest.skip(reason, allow_module_level=True)
 
 PORT = 8377  # which nobody else on this machine listens at, and the kernel gives to no connection

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import PROMPTS, random_ids, run_answers, scheduler_for
-from local_expert_actors import ExpertActors, expert_plan, open_chain
+from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain
 from reference import assert_best_experts
 from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -105,6 +105,6 @@ def test_experts_elsewhere_are_chosen_here(tmp_path: Path, num_stages: int, max_
     """Several micro-batches open in a stage at once keep what they were asked for apart."""
     plan = tiny_plan(ARGS, num_stages)
     folder = write_checkpoint(tmp_path, ARGS, random_model(ARGS))
-    with open_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
+    with ping_pong_chain(plan, folder, ExpertActors(expert_plan(ARGS, 2), folder), max_open) as chain:
         answers = _answers(chain, scheduler_for(plan, 16, FixedInFlightPolicy(4, 16)), CHOSEN, ASKING)
     _check(ARGS, CHOSEN, answers, ASKING.return_experts)

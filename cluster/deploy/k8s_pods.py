@@ -10,7 +10,7 @@ Document = dict[str, Any]
 
 IMAGE = "tramontane"  # replaced by the image in kustomization.yaml
 APP_LABEL, ROLE_LABEL = "app", "tramontane-role"
-HEAD, INGRESS, STAGE, EXPERT = "head", "door", "stage", "expert"
+HEAD, INGRESS, STAGE, EXPERT = "head", "ingress", "stage", "expert"
 NUM_INGRESSES = 2  # one may fail
 HTTP_PORT, GRPC_PORT = 8000, 9000
 AGENT_PORT = 52365  # of Ray's agent in every pod, which reports the health of the pod's raylet
@@ -61,7 +61,7 @@ def ingress_group(model: str | None) -> Document:
     spec["affinity"] = {"podAntiAffinity": preferred}
     offered = json.dumps({INGRESS_RESOURCE: 1, ROUTER_RESOURCE: ROUTERS_PER_INGRESS})
     start = _ray_start_params(0) | {"resources": json.dumps(offered)}  # quoted twice: the operator puts it into a shell command
-    return _group("doors", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))
+    return _group("ingress", NUM_INGRESSES, NUM_INGRESSES, start, _template(INGRESS, spec))
 
 
 def worker_group(role: str, name: str, min_pods: int, max_pods: int, pod: WorkerPodSpec, model: str | None) -> Document:

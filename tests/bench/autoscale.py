@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from chaos_load import Load, bodies, undisturbed
+from chaos_load import Load, baseline_tokens, bodies
 from ray import serve
 from ray.exceptions import RayError
 from rich.console import Console
@@ -54,7 +54,7 @@ class History:
     requests: dict[str, int] = field(default_factory=dict)
     left_with: list[int] = field(default_factory=list)
 
-    def look(self) -> None:
+    def sample(self) -> None:
         try:
             stats = router_stats(stages=False)
         except RayError:  # one of them is just going
@@ -77,23 +77,23 @@ def replicas(state: str) -> int:
     return number
 
 
-async def until(condition: Callable[[], bool], what: str, ask: "Asking") -> float:
+async def until(condition: Callable[[], bool], what: str, ask: "ScalingLoad") -> float:
     """Seconds that it took; what happens meanwhile is shown."""
     began = time.monotonic()
     with console.status(what) as status:
         while not await asyncio.to_thread(condition):
-            await asyncio.to_thread(ask.history.look)
-            status.update(f"{what}: {len(ask.history.requests)} now; {ask.told()}")
+            await asyncio.to_thread(ask.history.sample)
+            status.update(f"{what}: {len(ask.history.requests)} now; {ask.describe()}")
             if time.monotonic() - began > PATIENCE_S:
                 raise TimeoutError(what)
             await asyncio.sleep(POLL_S)
     seconds = round(time.monotonic() - began, 1)
-    console.print(f"{what}: {seconds} s; {ask.told()}", soft_wrap=True)
+    console.print(f"{what}: {seconds} s; {ask.describe()}", soft_wrap=True)
     return seconds
 
 
 @dataclass
-class Asking:
+class ScalingLoad:
     """``light`` asks all the time, ``heavy`` now and then."""
 
     light: Load
@@ -102,7 +102,7 @@ class Asking:
     most: int
     history: History = field(default_factory=History)
 
-    def told(self) -> str:
+    def describe(self) -> str:
         loads = self.light, self.heavy
         done, bad = sum(load.num_done for load in loads), sum(len(load.failed) + len(load.different) for load in loads)
         return f"{done} requests done, {bad} failed or different"
@@ -120,12 +120,12 @@ class Asking:
         self.heavy.is_over = True
         self.light.watch()
         over_s = await until(running.done, "they ask for nothing more; what they have asked for has ended", self)
-        down_s = await until(_is_one_left, "one pipeline", self)
+        down_s = await until(_has_one_pipeline, "one pipeline", self)
         pause_s = round(max(self.light.pauses.values(), default=0.0), 2)
         return {"up_s": up_s, "over_s": over_s, "down_s": down_s, "worst_pause_s": pause_s}
 
 
-def _is_one_left() -> bool:
+def _has_one_pipeline() -> bool:
     return replicas("RUNNING") == 1 and len(leftovers()) == OF_A_PIPELINE
 
 
@@ -133,10 +133,10 @@ async def scaling(url: str, args: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(args.seed)
     requests, streams = bodies(REQUESTS, rng), long_streams(rng)
     console.print(f"{REQUESTS} requests and {LONG_STREAMS} long streams undisturbed ...")
-    heavy = Load(url, requests, await undisturbed(url, requests, args.light))
-    light = Load(url, streams, await undisturbed(url, streams, args.light))
-    ask, rounds = Asking(light, heavy, args.heavy, MOST - args.scarce), []
-    await until(_is_one_left, "one pipeline", ask)
+    heavy = Load(url, requests, await baseline_tokens(url, requests, args.light))
+    light = Load(url, streams, await baseline_tokens(url, streams, args.light))
+    ask, rounds = ScalingLoad(light, heavy, args.heavy, MOST - args.scarce), []
+    await until(_has_one_pipeline, "one pipeline", ask)
     running = asyncio.create_task(light.run(args.light))
     try:
         for _ in range(args.rounds):

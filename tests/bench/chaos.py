@@ -31,14 +31,14 @@ import httpx
 import ray
 from chaos_faults import Faults
 from chaos_hosts import HostCluster, host_cluster
-from chaos_load import Load, bodies, undisturbed
+from chaos_load import Load, baseline_tokens, bodies
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from serve_cluster import URL, ingress_stats, leftovers, router_stats, served
+from serve_cluster import URL, ingress_stats, leftovers, router_stats, running_application
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES, local_ray_cluster
@@ -55,14 +55,14 @@ console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def _house(args: argparse.Namespace) -> Iterator[Cluster | HostCluster | None]:
+def _running_cluster(args: argparse.Namespace) -> Iterator[Cluster | HostCluster | None]:
     experts: dict[str, Any] = ({"expert_actors": 2} if args.experts else {}) | {"link": args.link}
     if args.hosts:
-        with host_cluster(num_workers=4 if args.experts else 3) as hosts, served(**SETTINGS, **experts):
+        with host_cluster(num_workers=4 if args.experts else 3) as hosts, running_application(**SETTINGS, **experts):
             yield hosts
         return
     if not args.nodes:
-        with local_ray_cluster(num_cpus=8), served(**SETTINGS, **experts):
+        with local_ray_cluster(num_cpus=8), running_application(**SETTINGS, **experts):
             yield None
         return
     os.environ.update(SERVE_SETTINGS)
@@ -72,7 +72,7 @@ def _house(args: argparse.Namespace) -> Iterator[Cluster | HostCluster | None]:
         cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
     ray.init(address=cluster.address, log_to_driver=False)
     try:
-        with served(**SETTINGS, **experts):
+        with running_application(**SETTINGS, **experts):
             yield cluster
     finally:
         ray.shutdown()
@@ -88,15 +88,15 @@ async def _until(condition: Any, what: str) -> None:  # noqa: ANN401 - a functio
 
 
 @dataclass
-class Told:
+class FaultFigures:
     """Of one kind of fault."""
 
     pauses: list[float] = field(default_factory=list)  # the longest of each stream that was on its way
     seen_after: list[float] = field(default_factory=list)  # until the router knew, where it had to; or from a deadline on
 
 
-async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, Told]:
-    told: defaultdict[str, Told] = defaultdict(Told)
+async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argparse.Namespace) -> dict[str, FaultFigures]:
+    told: defaultdict[str, FaultFigures] = defaultdict(FaultFigures)
     turns, rng = _turns(args, kinds), random.Random(args.seed + 1)
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("faults", total=len(turns))
@@ -106,7 +106,7 @@ async def _inflicted(load: Load, faults: Faults, kinds: list[str], args: argpars
             load.watch()
             limit_s = await asyncio.to_thread(_step_limit_s) if kind == "stop a stage" else 0.0
             struck_at = time.monotonic()
-            load.least_struck = min(load.least_struck, load.unfinished)
+            load.min_unfinished = min(load.min_unfinished, load.unfinished)
             await asyncio.to_thread({**faults.rare, **faults.kinds}[kind])
             if rng.random() < AT_ONCE:
                 continue
@@ -162,7 +162,7 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
     rng = random.Random(args.seed)
     requests = bodies(REQUESTS, rng)
     console.print(f"{REQUESTS} requests without faults ...")
-    expected = await undisturbed(URL, requests, args.clients)
+    expected = await baseline_tokens(URL, requests, args.clients)
     before = await asyncio.to_thread(_state)
     load = Load(URL, requests, expected)
     faults = cluster.faults(rng) if isinstance(cluster, HostCluster) else Faults(rng, OBJECT_STORE_BYTES, cluster)
@@ -182,7 +182,7 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
         "failed": load.failed,
         "different": load.different,
         "close_calls": load.close_calls,
-        "least_streams": load.least_struck,
+        "least_streams": load.min_unfinished,
         "longest_request_s": round(load.longest_s, 1),
         "stores_filled": getattr(faults, "num_filled", 0),
         "left": {} if (after := await asyncio.to_thread(_state)) == before else {"before": before, "after": after},
@@ -190,7 +190,7 @@ async def _chaos(cluster: Cluster | HostCluster | None, args: argparse.Namespace
     }
 
 
-def _figures(told: Told) -> dict[str, Any]:
+def _figures(told: FaultFigures) -> dict[str, Any]:
     """Empty texts where nothing had to be seen."""
     return {
         "streams": len(told.pauses),
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--link", choices=("object-store", "direct"), default="object-store")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with _house(args) as cluster:
+    with _running_cluster(args) as cluster:
         ledger = asyncio.run(_chaos(cluster, args))
         if isinstance(cluster, HostCluster):
             ledger["hosts"] = cluster.ledger()

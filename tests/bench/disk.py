@@ -21,7 +21,7 @@ def read_from_disk() -> int:
     return next(int(value) for name, value in lines if name == "read_bytes")
 
 
-def forget(folder: Path) -> None:
+def evict_page_cache(folder: Path) -> None:
     """Out of the system's cache, if the system does as it is told."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
@@ -29,7 +29,7 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def remember(folder: Path) -> None:
+def warm_page_cache(folder: Path) -> None:
     """Into the system's cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:

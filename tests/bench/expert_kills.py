@@ -18,7 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from expert_kills import kill_under_load
-from harness import placed
+from harness import running_chain
 from local_expert_actors import expert_plan, without_experts
 from reference import CLOSE_CALL
 from rich.console import Console
@@ -57,7 +57,7 @@ def measure(link: Link, replicas: int, kills: int) -> Figures:
     spec = PipelineSpec("kills", plan, DEMO_MODEL, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, args.vocab_size) for _ in range(rng.randint(4, 60))] for _ in range(PROMPTS)]
-    with placed(spec) as chain, Progress(console=console, transient=True) as progress:
+    with running_chain(spec) as chain, Progress(console=console, transient=True) as progress:
         task = progress.add_task(f"{link}, replicas {replicas}", total=kills)
         calm = asyncio.run(kill_under_load(spec, chain, prompts, 0, SAMPLING, least=3 * PROMPTS))
         expected = dict(calm.outputs)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from harness import random_ids, run_prompts, scheduler_for
-from local_expert_actors import CPU, HOST, OpenChain, expert_plan
+from local_expert_actors import CPU, HOST, PingPongChain, expert_plan
 from rich.console import Console
 from rich.table import Table
 
@@ -171,7 +171,7 @@ def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts
     stages = make_plan(ARGS, request)
     experts = RemoteExperts(plan, connect)
     stage = PingPongExecutor(StageWorker.load(stages.stages[0], RandomWeights()), experts, max_open, num_threads=1)
-    chain = OpenChain([stage])
+    chain = PingPongChain([stage])
     scheduler = scheduler_for(stages, BUDGET, BalancedPolicy(1, BUDGET, open_per_stage=max_open))
     sampling = SamplingParams(max_tokens=OUTPUT_LEN, temperature=0.0, ignore_eos=True)
     ids = [random_ids(INPUT_LEN, seed, ARGS.vocab_size) for seed in range(prompts)]

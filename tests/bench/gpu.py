@@ -24,7 +24,7 @@ from gpu_checks import Check, logits_check, mask_checks, replay_check, sanitizer
 from gpu_peers import against_mistral_inference, against_transformers
 from gpu_pipeline import stages_on_one_gpu
 from gpu_speed import Figure, Size, Walls, mistral_decode, mixtral_decode, page_sizes, quantized, rolling, walls
-from gpu_stage import NotHereError
+from gpu_stage import UnavailableError
 from rich.console import Console
 from rich.table import Table
 
@@ -107,7 +107,7 @@ def _tried(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
     began = time.perf_counter()
     try:
         yield from rows()
-    except NotHereError as error:
+    except UnavailableError as error:
         yield Row(name, "not measured", "", None, str(error))
     except Exception as error:
         wanted = "< its limit" if name in CHECKS else ""

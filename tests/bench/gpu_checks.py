@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_stage import GREEDY, MISTRAL_7B, NotHereError, Runner, running, shrunk
+from gpu_stage import GREEDY, MISTRAL_7B, Runner, UnavailableError, running, shrunk
 from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
@@ -227,7 +227,7 @@ def _forced(runner: Runner, batch: int) -> list[Tensor]:
 def sanitizer_check() -> Iterator[Check]:
     """Errors that compute-sanitizer finds in a shrunk model, its masks and its recorded steps."""
     if shutil.which("compute-sanitizer") is None:
-        raise NotHereError("compute-sanitizer is not installed here")
+        raise UnavailableError("compute-sanitizer is not installed here")
     program = [sys.executable, str(Path(__file__).with_name("gpu.py")), "--small", "--only", "masks,replay"]
     done = subprocess.run(["compute-sanitizer", *program], capture_output=True, text=True, check=False, timeout=400)
     if (said := re.search(r"ERROR SUMMARY: (\d+) error", done.stdout + done.stderr)) is None:

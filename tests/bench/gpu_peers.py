@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from gpu_speed import PREFILL_BUDGET, Figure, Size, Walls
-from gpu_stage import MISTRAL_7B, NotHereError, give_back, running
+from gpu_stage import MISTRAL_7B, UnavailableError, release_memory, running
 
 TARGETS = {1: 1.5, 32: 3.0}
 
@@ -16,14 +16,14 @@ TARGETS = {1: 1.5, 32: 3.0}
 def against_transformers(size: Size, _wall: Walls) -> Iterator[Figure]:
     """Its ``generate``, greedy, one batch of equal lengths: the time from prompts to the last token."""
     if find_spec("transformers") is None:
-        raise NotHereError("transformers is not installed here")
+        raise UnavailableError("transformers is not installed here")
     yield from _against("transformers", size, _transformers_seconds(size))
 
 
 def against_mistral_inference(size: Size, _wall: Walls) -> Iterator[Figure]:
     """Mistral's own program: its Transformer and ``generate``."""
     if find_spec("mistral_inference") is None:
-        raise NotHereError("mistral_inference is not installed here")
+        raise UnavailableError("mistral_inference is not installed here")
     yield from _against("mistral-inference", size, _mistral_inference_seconds(size))
 
 
@@ -101,5 +101,5 @@ def _seconds_of(generate: Callable[[int], None], device: str) -> dict[int, float
             generate(batch)
             seconds.append(time.perf_counter() - began)
         medians[batch] = statistics.median(seconds[1:])
-    give_back(device)
+    release_memory(device)
     return medians

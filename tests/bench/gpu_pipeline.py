@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from gpu_speed import Figure, Size, Walls
-from gpu_stage import MISTRAL_7B, NotHereError, give_back
+from gpu_stage import MISTRAL_7B, UnavailableError, release_memory
 
 from tramontane.proto.hf_config import to_hf_config
 
@@ -20,10 +20,10 @@ BENCH = "from tramontane.cluster.cli.__main__ import main; main()"
 def stages_on_one_gpu(size: Size, _wall: Walls) -> Iterator[Figure]:
     """Tokens a second of four stages on the one GPU over those of one stage, 64 requests at once."""
     if find_spec("ray") is None:
-        raise NotHereError("Ray is not installed here")
+        raise UnavailableError("Ray is not installed here")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(to_hf_config(size.model(MISTRAL_7B))))
-        give_back(size.device)
+        release_memory(size.device)
         alone = _tokens_per_s(size, folder, ["--stages", "1"])
         yield Figure(f"1 stage over Ray, batch {BATCH}", 1.0, "1", None, f"{alone:.0f} tokens/s")
         for link in ("object-store", "direct"):

@@ -31,7 +31,7 @@ def shrunk(args: ModelArgs) -> ModelArgs:
     return replace(args, dim=64, n_layers=4, hidden_dim=96, vocab_size=256, windows=windows, **heads)
 
 
-class NotHereError(Exception):
+class UnavailableError(Exception):
     """What a row needs is not on this machine."""
 
 
@@ -166,10 +166,10 @@ def running(
         yield runner
     finally:
         del runner.worker  # whoever was given the runner may hold it
-        give_back(device)
+        release_memory(device)
 
 
-def give_back(device: str) -> None:
+def release_memory(device: str) -> None:
     """Memory that nobody holds, to the device."""
     gc.collect()
     if device != "cpu":

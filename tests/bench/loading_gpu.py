@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from disk import forget, read_from_disk, remember, write_model
+from disk import evict_page_cache, read_from_disk, warm_page_cache, write_model
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
@@ -110,7 +110,7 @@ def measure(folder: Path, layout: Layout, target: str, device: str, cached: bool
     best: dict[str, Figures] = {}
     for number in range(rounds + 1):
         for name, way in WAYS.items():
-            (remember if cached else forget)(folder)
+            (warm_page_cache if cached else evict_page_cache)(folder)
             found = _load(folder, layout, target, name, way, device, cached)
             if number and (name not in best or found.seconds < best[name].seconds):
                 best[name] = found

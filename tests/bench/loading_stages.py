@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
-from disk import forget, read_from_disk, write_model
+from disk import evict_page_cache, read_from_disk, write_model
 from rich.console import Console
 from rich.table import Table
 
@@ -107,7 +107,7 @@ def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantizatio
 
 def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
     if isinstance(weights, Path):
-        forget(weights)
+        evict_page_cache(weights)
     settings = WorkerSettings(weights, "cpu", threads=1)
     stages = [remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, settings) for stage in plan.stages]
     wait_until_ready(stages)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from harness import placed, run_prompts, scheduler_for
+from harness import run_prompts, running_chain, scheduler_for
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -85,7 +85,7 @@ def run(stages: int, sequences: int, rounds: int) -> dict[tuple[str, str], Figur
     policies["measured"] = BalancedPolicy(stages, BUDGET)  # learns on
     ways = [(traffic, m) for traffic in TRAFFIC for m in policies]
     seen: dict[tuple[str, str], list[Figures]] = defaultdict(list)
-    with local_ray_cluster(num_cpus=stages), placed(spec, console.print) as chain, Progress(console=console) as progress:
+    with local_ray_cluster(num_cpus=stages), running_chain(spec, console.print) as chain, Progress(console=console) as progress:
         task = progress.add_task("measuring", total=(rounds + 1) * len(ways))
         for turn in range((rounds + 1) * len(ways)):
             traffic, m = ways[turn % len(ways)]

@@ -86,7 +86,7 @@ async def ask(port: int) -> Answer:
     return Answer(status, time.perf_counter() - began, itl, retry_after)
 
 
-async def again_and_again(port: int, clients: int, seconds: float) -> list[Answer]:
+async def closed_loop(port: int, clients: int, seconds: float) -> list[Answer]:
     until = time.perf_counter() + seconds
     answers: list[Answer] = []
 
@@ -98,7 +98,7 @@ async def again_and_again(port: int, clients: int, seconds: float) -> list[Answe
     return answers
 
 
-async def at_rate(port: int, per_s: float, seconds: float) -> list[Answer]:
+async def open_loop(port: int, per_s: float, seconds: float) -> list[Answer]:
     """A request every so often, whatever became of those before."""
     began = time.perf_counter()
     asking: list[asyncio.Task[Answer]] = []
@@ -117,7 +117,7 @@ def rss(server: psutil.Process) -> dict[str, float]:
     return found
 
 
-async def watched(server: psutil.Process, samples: list[dict[str, float]]) -> None:
+async def sample_memory(server: psutil.Process, samples: list[dict[str, float]]) -> None:
     while True:
         samples.append(await asyncio.to_thread(rss, server))
         await asyncio.sleep(1)
@@ -128,15 +128,15 @@ def itl_of(answers: Sequence[Answer]) -> float:
 
 
 async def measure(port: int, server: psutil.Process, seconds: float, times: float, places: int) -> Figures:
-    await again_and_again(port, places, 5)  # so that its policy knows its pipeline
-    alone = await again_and_again(port, 1, seconds / 4)
+    await closed_loop(port, places, 5)  # so that its policy knows its pipeline
+    alone = await closed_loop(port, 1, seconds / 4)
     console.print("as many clients as places ...", style="dim")
-    full = await again_and_again(port, places, seconds / 4)
+    full = await closed_loop(port, places, seconds / 4)
     capacity = len(full) / (seconds / 4)
     console.print(f"{times:g} times {capacity:.1f} requests a second, for {seconds:g} s ...", style="dim")
     samples: list[dict[str, float]] = []
-    watching = asyncio.create_task(watched(server, samples))
-    answers = await at_rate(port, times * capacity, seconds)
+    watching = asyncio.create_task(sample_memory(server, samples))
+    answers = await open_loop(port, times * capacity, seconds)
     watching.cancel()
     refused = [a for a in answers if a.status == 429]
     waits = sorted(a.seconds * 1000 for a in refused)

@@ -21,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from chaos_load import Load, bodies, undisturbed
+from chaos_load import Load, baseline_tokens, bodies
 from ray import serve
 from rich.console import Console
 from rich.table import Table
-from serve_cluster import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
+from serve_cluster import deploy, is_rollout_complete, jobs_in, router_stats, start_serve, wait_until_ready
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
@@ -57,7 +57,7 @@ async def _rolled_in(load: Load, settings: dict[str, Any], change: str) -> dict[
     load.watch()
     began = time.monotonic()
     await asyncio.to_thread(deploy, settings)
-    await _until(lambda: is_rolled_in(before), f"the version with other {change} is not there")
+    await _until(lambda: is_rollout_complete(before), f"the version with other {change} is not there")
     there = time.monotonic()
     watched = set(load.pauses)
     await _until(lambda: all(load.last_piece_at.get(c, math.inf) > there for c in watched), "streams do not go on")
@@ -76,7 +76,7 @@ async def _rolled_in(load: Load, settings: dict[str, Any], change: str) -> dict[
 async def _rolling(url: str, settings: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     requests = bodies(REQUESTS, random.Random(args.seed))
     console.print(f"{REQUESTS} requests undisturbed ...")
-    load = Load(url, requests, await undisturbed(url, requests, args.clients))
+    load = Load(url, requests, await baseline_tokens(url, requests, args.clients))
     running = asyncio.create_task(load.run(args.clients))
     deployments = []
     try:

@@ -29,13 +29,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import ray
-from chaos_load import undisturbed
+from chaos_load import baseline_tokens
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from serve_cluster import served
-from soak_load import MAX_BODY, Crowd, requests
-from soak_watch import Sample, is_quiet, not_back, quietest, slope_per_hour, take
+from serve_cluster import running_application
+from soak_load import MAX_BODY, SoakLoad, requests
+from soak_watch import Sample, is_idle, list_leaks, quietest, slope_per_hour, take_sample
 
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
@@ -52,15 +52,15 @@ console = Console(stderr=True, highlight=False)
 async def _quiet() -> Sample:
     """Once nothing is on its way. Raises TimeoutError where that does not come about."""
     give_up_at = time.monotonic() + QUIET_WITHIN_S
-    while not is_quiet(held := (await asyncio.to_thread(take)).held):
+    while not is_idle(held := (await asyncio.to_thread(take_sample)).held):
         if time.monotonic() > give_up_at:
             raise TimeoutError(f"without clients it is not quiet after {QUIET_WITHIN_S:.0f} s: {held}")
         await asyncio.sleep(1)
     await asyncio.sleep(SETTLE_S)
-    return quietest([await asyncio.to_thread(take) for _ in range(QUIET_LOOKS)])
+    return quietest([await asyncio.to_thread(take_sample) for _ in range(QUIET_LOOKS)])
 
 
-async def _soaked(crowd: Crowd, rngs: list[random.Random], seconds: float, progress: Progress) -> list[Sample]:
+async def _soaked(crowd: SoakLoad, rngs: list[random.Random], seconds: float, progress: Progress) -> list[Sample]:
     """Samples while the clients are at it."""
     samples: list[Sample] = []
     crowd.is_over = False
@@ -71,7 +71,7 @@ async def _soaked(crowd: Crowd, rngs: list[random.Random], seconds: float, progr
         await asyncio.wait([running], timeout=min(EVERY_S, left))
         if running.done():
             break
-        samples.append(await asyncio.to_thread(take))
+        samples.append(await asyncio.to_thread(take_sample))
         line = _line(samples[-1], crowd)
         progress.update(bar, advance=EVERY_S, description=line)
         if not console.is_terminal:
@@ -81,7 +81,7 @@ async def _soaked(crowd: Crowd, rngs: list[random.Random], seconds: float, progr
     return samples
 
 
-def _line(sample: Sample, crowd: Crowd) -> str:
+def _line(sample: Sample, crowd: SoakLoad) -> str:
     held = sample.held
     return (
         f"{crowd.outcomes.total()} acts, {len(crowd.failed)} failed, {len(crowd.different)} different; "
@@ -94,9 +94,9 @@ async def _soak(args: argparse.Namespace) -> dict[str, Any]:
     known = requests(random.Random(args.seed))
     url = f"http://127.0.0.1:{args.port}"
     console.print(f"{len(known)} requests undisturbed ...")
-    expected = await undisturbed(url, known, args.clients)
+    expected = await baseline_tokens(url, known, args.clients)
     metrics = f"http://127.0.0.1:{ray.nodes()[0]['MetricsExportPort']}/metrics"
-    crowd = Crowd(args.port, args.port + 1, metrics, known, expected)
+    crowd = SoakLoad(args.port, args.port + 1, metrics, known, expected)
     rngs = [random.Random(f"{args.seed}, client {number}") for number in range(args.clients)]
     began, seconds = time.monotonic(), 60 * args.minutes
     quiet: list[Sample] = []
@@ -110,7 +110,7 @@ async def _soak(args: argparse.Namespace) -> dict[str, Any]:
     return _ledger(crowd, quiet, busy, time.monotonic() - began)
 
 
-def _ledger(crowd: Crowd, quiet: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
+def _ledger(crowd: SoakLoad, quiet: list[Sample], busy: list[list[Sample]], seconds: float) -> dict[str, Any]:
     return {
         "seconds": round(seconds),
         "acts": crowd.outcomes.total() + len(crowd.failed),
@@ -120,7 +120,7 @@ def _ledger(crowd: Crowd, quiet: list[Sample], busy: list[list[Sample]], seconds
         "close_calls": crowd.close_calls,
         "held": [sample.held for sample in quiet],
         "processes": [_process(pid, quiet, busy) for pid in quiet[-1].processes],
-        "not_back": not_back(*quiet),
+        "not_back": list_leaks(*quiet),
     }
 
 
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8790)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    with local_ray_cluster(num_cpus=8), served(port=args.port, grpc_port=args.port + 1, **SETTINGS):
+    with local_ray_cluster(num_cpus=8), running_application(port=args.port, grpc_port=args.port + 1, **SETTINGS):
         ledger = asyncio.run(_soak(args))
     _show(ledger)
     if args.json:

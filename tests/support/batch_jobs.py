@@ -1,4 +1,4 @@
-"""A place for batch jobs in tests: a store, an engine that echoes, and everybody's view of both."""
+"""Batch jobs in tests: a store, an engine that echoes, and services, claims and runners on both."""
 
 import asyncio
 import json
@@ -47,13 +47,13 @@ async def pieces(text: bytes, size: int = 7919) -> AsyncIterator[bytes]:
 
 
 @dataclass
-class Place:
-    """``database`` is a URL; runners of their own claims each."""
+class BatchHarness:
+    """A job store at the URL ``database``. Every runner has claims of its own unless it is given some."""
 
     database: str
     storage: str
     clock: Clock = field(default_factory=Clock)
-    opened: list[Callable[[], None]] = field(default_factory=list)  # what closes it
+    opened: list[Callable[[], None]] = field(default_factory=list)  # functions that close what was opened
 
     def service(self, queue: str = "tiny", keep_s: float | None = None, **more: Any) -> BatchService:  # noqa: ANN401
         settings = JobSettings(self.database, self.storage, queue, limits=replace(LIMITS, keep_s=keep_s), **more)
@@ -88,8 +88,8 @@ class Place:
                 await task
 
 
-def place_in(folder: Path) -> Place:
-    return Place(f"sqlite:///{folder}/deep/jobs.sqlite", f"{folder}/storage")
+def new_batch_harness(folder: Path) -> BatchHarness:
+    return BatchHarness(f"sqlite:///{folder}/deep/jobs.sqlite", f"{folder}/storage")
 
 
 async def all_results(service: BatchService, job_id: str) -> Sequence[ResultLine]:
@@ -102,6 +102,6 @@ async def _slow_echo(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_until_killed(database: str, storage: str, now: float) -> None:
-    place = Place(database, storage)
+    place = BatchHarness(database, storage)
     place.clock.now = now
     asyncio.run(place.runner(_slow_echo).run())

@@ -1,4 +1,4 @@
-"""``tramontane serve`` as a process that is killed and started again, with its batch jobs in a folder."""
+"""``tramontane serve`` as a process that can be killed and restarted, with its batch jobs in a folder."""
 
 import json
 import random
@@ -20,7 +20,7 @@ POLL_S = 0.05
 
 
 def _free_port() -> int:
-    """Where neither Ray nor the kernel will put anything."""
+    """Return a free port outside of the ranges from which Ray and the kernel choose."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as probe, suppress(OSError):
@@ -29,7 +29,7 @@ def _free_port() -> int:
 
 
 class Server:
-    """The demo model in float32 on two stages. ``url`` stays the same; whoever asks is patient."""
+    """The demo model in float32 on two stages. ``url`` never changes, and requests are repeated until they succeed."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._port = _free_port()
@@ -37,40 +37,38 @@ class Server:
         jobs = ("--jobs-database", f"sqlite:///{folder}/jobs.sqlite", "--jobs-storage", f"{folder}/jobs")
         more = ("--dtype", "float32", "--stages", "2", "--threads-per-stage", "1", "--max-num-seqs", "16")
         self._command = [sys.executable, "-c", ENTRY, "serve", "--port", str(self._port), "--grpc-port", "0", *jobs, *more]
-        self._process = self._started()
+        self._process = self._start()
         stack.callback(self._stop)
 
     def submit(self, lines: bytes) -> str:
-        """The ID of a job."""
+        """Submit a job and return its ID."""
         files = {"file": ("in.jsonl", lines)}
-        file_id = self._asked(lambda: httpx.post(f"{self.url}/v1/files", data={"purpose": "batch"}, files=files, timeout=60))[
-            "id"
-        ]
-        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-        return str(self._asked(lambda: httpx.post(f"{self.url}/v1/batches", json=body, timeout=60))["id"])
+        upload = self._request(lambda: httpx.post(f"{self.url}/v1/files", data={"purpose": "batch"}, files=files, timeout=60))
+        body = {"input_file_id": upload["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        return str(self._request(lambda: httpx.post(f"{self.url}/v1/batches", json=body, timeout=60))["id"])
 
     def num_done(self, job_id: str) -> int:
-        counts = self._asked(lambda: httpx.get(f"{self.url}/v1/batches/{job_id}", timeout=10))["request_counts"]
+        counts = self._request(lambda: httpx.get(f"{self.url}/v1/batches/{job_id}", timeout=10))["request_counts"]
         return int(counts["completed"]) + int(counts["failed"])
 
     def wait_for(self, job_id: str, num_lines: int) -> None:
-        """Until so many have ended."""
+        """Wait until ``num_lines`` lines of the job have ended."""
         while self.num_done(job_id) < num_lines:
             time.sleep(POLL_S)
 
     def kill(self, victim: str) -> None:
-        """kill -9. The server is started again, all else starts again by itself. Returns once it was done."""
+        """Kill the victim with SIGKILL. The server is restarted here; Ray restarts all other processes."""
         if victim == "the server":
             self._process.kill()
             self._process.wait()
-            self._process = self._started()
+            self._process = self._start()
             return
-        while not self._killed_one(TITLES[victim]):  # it may be starting again just now
-            assert self._process.poll() is None, "the server has ended by itself"
+        while not self._kill_one(TITLES[victim]):  # it may be restarting
+            assert self._process.poll() is None, "the server ended although it was not killed"
             time.sleep(POLL_S)
 
-    def _killed_one(self, title: str) -> bool:
-        """Of those whose title begins so: an actor at work shows its method, too (``ray::StageActor.step``)."""
+    def _kill_one(self, title: str) -> bool:
+        """Kill one process whose title begins so. A busy actor's title ends with its method (``ray::StageActor.step``)."""
         children = psutil.Process(self._process.pid).children(recursive=True)
         found = [each for each in children if _title(each).startswith(title)]
         with suppress(psutil.NoSuchProcess, IndexError):
@@ -78,22 +76,22 @@ class Server:
             return True
         return False
 
-    def _started(self) -> "subprocess.Popen[bytes]":
+    def _start(self) -> "subprocess.Popen[bytes]":
         while True:
             process = subprocess.Popen(self._command, stdout=subprocess.PIPE, start_new_session=True)
             assert process.stdout is not None
             if process.stdout.readline():
                 return process
-            process.wait()  # the port of the one that was killed may not be free yet
+            process.wait()  # the port of the killed server may not be free yet
 
     def _stop(self) -> None:
         self._process.terminate()
         self._process.wait()
 
-    def _asked(self, ask: Callable[[], httpx.Response]) -> dict[str, Any]:
+    def _request(self, send: Callable[[], httpx.Response]) -> dict[str, Any]:
         while True:
             with suppress(httpx.HTTPError, json.JSONDecodeError):
-                answer = ask()
+                answer = send()
                 if answer.status_code == httpx.codes.OK:
                     parsed: dict[str, Any] = answer.json()
                     return parsed

@@ -1,4 +1,4 @@
-"""The browser that is installed, without a window, and a server of ours for it to look at."""
+"""The installed browser without a window, and a local server for it."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ import uvicorn
 from playwright.sync_api import Browser, expect, sync_playwright
 from starlette.types import ASGIApp
 
-PATIENCE_MS = 60_000  # on a machine that has other things to do
+TIMEOUT_MS = 60_000  # long, because the machine may be busy
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -22,7 +22,7 @@ def browser() -> Iterator[Browser]:
     if program is None:
         pytest.skip(f"no browser is installed: none of {', '.join(PROGRAMS)}")
     as_root = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium refuses to start otherwise
-    expect.set_options(timeout=PATIENCE_MS)
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=program, args=[*as_root, "--disable-gpu"])
         yield running
@@ -30,16 +30,16 @@ def browser() -> Iterator[Browser]:
 
 
 class LocalServer:
-    """An application on a port of this machine, in a thread; may be stopped, and started again on the same port."""
+    """An application on a local port, in a thread. It can be stopped, and started again on the same port."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._socket = self._listening(0)
+        self._socket = self._listen(0)
         self.port = self._socket.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
     @staticmethod
-    def _listening(port: int) -> socket.socket:
+    def _listen(port: int) -> socket.socket:
         opened = socket.socket()
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(("127.0.0.1", port))
@@ -58,5 +58,5 @@ class LocalServer:
         self._socket.close()
 
     def start_again(self) -> None:
-        self._socket = self._listening(self.port)
+        self._socket = self._listen(self.port)
         self.start()

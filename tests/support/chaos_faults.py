@@ -1,4 +1,4 @@
-"""What can go wrong, done on purpose."""
+"""Injection of faults: processes that are killed or stopped, full object stores, lost nodes."""
 
 import os
 import random
@@ -15,35 +15,35 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 POLL_S = 0.05
-PATIENCE_S = 180.0  # until a victim has been started again
+VICTIM_TIMEOUT_S = 180.0  # until a victim has been restarted
 FILLED_S = 3.0
-OF_STORE = 1.5  # so many times its size: what does not fit is spilled
+FILL_FACTOR = 1.5  # times the size of the object store; the excess is spilled
 TITLES = {
     "stage": "ray::StageActor",
     "expert": "ray::ExpertActor",
     "router": "ray::ServeReplica:tramontane:Router",
     "supervisor": "ray::Supervisor",
-    "door": "ray::ServeReplica:tramontane:Ingress",
+    "ingress": "ray::ServeReplica:tramontane:Ingress",
 }
 
 
 @ray.remote(num_cpus=0, max_retries=0)
-def _fill_here(num_blocks: int) -> None:
+def _fill_store(num_blocks: int) -> None:
     refs = [ray.put(np.zeros(2**24, np.uint8)) for _ in range(num_blocks)]
     time.sleep(FILLED_S)
     del refs
 
 
 class Faults:
-    """On one machine, where a cluster may have several nodes. Each method returns once it was done."""
+    """Faults by kind, on a cluster of one machine with one or more nodes. Each function returns when the fault is injected."""
 
     def __init__(self, rng: random.Random, store_bytes: int, cluster: Cluster | None = None) -> None:
         self._rng, self._store_bytes, self._cluster = rng, store_bytes, cluster
-        self.num_filled = 0  # object stores, in all
-        self.rare: dict[str, Callable[[], None]] = {  # found by Ray Serve's checks, which takes it half a minute
+        self.num_filled = 0  # object stores in all
+        self.rare: dict[str, Callable[[], None]] = {  # not in the default set: Ray Serve's health checks need half a minute
             "stop an expert": lambda: self._signal("expert", signal.SIGSTOP),
             "stop the router": lambda: self._signal("router", signal.SIGSTOP),
-            "stop the door": lambda: self._signal("door", signal.SIGSTOP),
+            "stop the ingress": lambda: self._signal("ingress", signal.SIGSTOP),
         }
         self.kinds: dict[str, Callable[[], None]] = {
             "kill a stage": lambda: self._signal("stage", signal.SIGKILL),
@@ -53,42 +53,42 @@ class Faults:
             "kill the supervisor": lambda: self._signal("supervisor", signal.SIGKILL),
             "stop the supervisor": lambda: self._signal("supervisor", signal.SIGSTOP),
             "kill the router and the supervisor": self._kill_both,
-            "kill the door": lambda: self._signal("door", signal.SIGKILL),
+            "kill the ingress": lambda: self._signal("ingress", signal.SIGKILL),
             "fill the object store": self._fill,
             "kill a raylet": self._kill_raylet,
         }
 
     def prepare(self) -> None:
-        """For the next one, while nobody counts."""
+        """Prepare the next fault. Called while nothing is measured."""
 
     def _kill_both(self) -> None:
         self._signal("router", signal.SIGKILL)
         self._signal("supervisor", signal.SIGKILL)
 
     def _signal(self, victim: str, number: signal.Signals) -> None:
-        give_up_at = time.monotonic() + PATIENCE_S
-        while time.monotonic() < give_up_at:  # it may be starting again just now
+        give_up_at = time.monotonic() + VICTIM_TIMEOUT_S
+        while time.monotonic() < give_up_at:  # it may be restarting
             ours = psutil.Process().children(recursive=True)  # a machine may have other clusters
             found = [each for each in ours if title_of(each).startswith(TITLES[victim])]
             with suppress(psutil.NoSuchProcess, IndexError):
                 os.kill(self._rng.choice(found).pid, number)
                 return
             time.sleep(POLL_S)
-        raise TimeoutError(f"there is no {victim}")
+        raise TimeoutError(f"no {victim} process was found within {VICTIM_TIMEOUT_S:.0f} s")
 
     def _fill(self) -> None:
-        """Of every node, those of the stages among them."""
-        num_blocks = int(OF_STORE * self._store_bytes) >> 24
+        """Fill the object stores of all nodes, including those of the stages."""
+        num_blocks = int(FILL_FACTOR * self._store_bytes) >> 24
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        there = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-        filling = [_fill_here.options(scheduling_strategy=place).remote(num_blocks) for place in there]
-        for filled in filling:
-            with suppress(RayError):  # one may be dying
+        strategies = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+        tasks = [_fill_store.options(scheduling_strategy=strategy).remote(num_blocks) for strategy in strategies]
+        for filled in tasks:
+            with suppress(RayError):  # a node may be dying
                 ray.get(filled)
                 self.num_filled += 1
 
     def _kill_raylet(self) -> None:
-        """With all that runs on it; another node comes in its place at once."""
+        """Kill a raylet with all its workers. A new node replaces it at once."""
         assert self._cluster is not None
         node = self._rng.choice([each for each in self._cluster.list_all_nodes() if each is not self._cluster.head_node])
         node.kill_raylet()
@@ -97,7 +97,7 @@ class Faults:
 
 
 def title_of(process: psutil.Process) -> str:
-    """An actor at work shows its method, too (``ray::StageActor.step``)."""
+    """Return the process's title. A busy actor's title ends with its method (``ray::StageActor.step``)."""
     with suppress(psutil.Error):
         return " ".join(process.cmdline()).strip()
     return ""

@@ -1,4 +1,4 @@
-"""A cluster whose nodes are hosts of their own, and what can go wrong between them."""
+"""A cluster whose nodes are separate hosts (network namespaces), and faults between them."""
 
 import json
 import os
@@ -18,27 +18,29 @@ from tempfile import TemporaryDirectory
 import psutil
 import ray
 from chaos_faults import TITLES, Faults, title_of
-from hosts import Host, network, why_impossible
+from hosts import Host, namespaces_unavailable_reason, network
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES
 
 HEAD_PORT = 6379
 POLL_S = 0.05
-A_MOMENT_S = (1.0, 2.0)  # shorter than the health checks take
-NOTED = re.compile(r"^\w+ (\S+ \S+) .*(the pipeline failed|given to another router|another one continues it)", re.MULTILINE)
+SHORT_DROP_S = (1.0, 2.0)  # shorter than the health checks take
+# The log lines of a router, an ingress and a proxy when they notice a failure.
+FAILURES = "the pipeline failed|given to another router|another one continues it"
+FAILURE_LOGGED = re.compile(rf"^\w+ (\S+ \S+) .*({FAILURES})", re.MULTILINE)
 
 
 @dataclass
 class HostCluster:
-    """Ray's head, without cores, on the first host; a raylet with one core on each of the others. Made by ``host_cluster``."""
+    """Ray's head node without cores on the first host, and a raylet with one core on each other host. See ``host_cluster``."""
 
     folder: Path
     head: Host
     workers: list[Host]
     raylets: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)  # by the host's address
-    struck_at: list[tuple[str, float]] = field(default_factory=list)  # which kind, and when by the clock of the logs
-    seen_s: list[tuple[str, float]] = field(default_factory=list)  # how long Ray took to declare a node dead
+    injected_at: list[tuple[str, float]] = field(default_factory=list)  # kind, and wall-clock time as in the logs
+    declared_s: list[tuple[str, float]] = field(default_factory=list)  # kind, and seconds until Ray declared the node dead
 
     @property
     def address(self) -> str:
@@ -48,22 +50,22 @@ class HostCluster:
         return HostFaults(rng, self)
 
     def ledger(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds, by kind: until Ray declared the node dead, and until one of us wrote that something was missing."""
-        columns = {"ray_saw_s": self.seen_s, "we_noted_s": self._noted_s()}
+        """Seconds by kind: until Ray declared the node dead, and until a log of the application first mentions the loss."""
+        columns = {"ray_saw_s": self.declared_s, "we_noted_s": self._logged_s()}
         return {
             kind: {name: [round(s, 2) for of, s in column if of == kind] for name, column in columns.items()}
-            for kind in {kind for kind, _ in self.struck_at}
+            for kind in {kind for kind, _ in self.injected_at}
         }
 
-    def _noted_s(self) -> list[tuple[str, float]]:
-        """After how long a router, door or proxy first wrote that it had missed something, by kind of fault."""
+    def _logged_s(self) -> list[tuple[str, float]]:
+        """Return seconds until a router, ingress or proxy first logged a failure, by kind of fault."""
         logs = [log.read_text(errors="replace") for log in self.folder.glob("*/session_2*/logs/serve/*.log")]
-        times = [when for log in logs for when, _ in NOTED.findall(log)]
-        noted = sorted(datetime.fromisoformat(when.replace(",", ".")).timestamp() for when in times)
-        ends = [when for _, when in self.struck_at[1:]] + [time.time()]
+        times = [when for log in logs for when, _ in FAILURE_LOGGED.findall(log)]
+        logged = sorted(datetime.fromisoformat(when.replace(",", ".")).timestamp() for when in times)
+        ends = [when for _, when in self.injected_at[1:]] + [time.time()]
         found = []
-        for (kind, struck_at), end in zip(self.struck_at, ends, strict=True):
-            found += [(kind, when - struck_at) for when in noted if struck_at <= when < end][:1]
+        for (kind, begin), end in zip(self.injected_at, ends, strict=True):
+            found += [(kind, when - begin) for when in logged if begin <= when < end][:1]
         return found
 
     def start_head(self) -> None:
@@ -74,7 +76,10 @@ class HostCluster:
         self._start(host, f"--address={self.address}", "--num-cpus=1")
 
     def wait_until_alive(self) -> None:
-        """All hosts are nodes. A raylet that was declared dead ends itself once it hears so; one may also fail to start."""
+        """Wait until all hosts are nodes.
+
+        Raylets that have ended are restarted: a raylet that Ray declared dead exits, and one may also fail to start.
+        """
         while lost := [host for host in self.workers if host.address not in alive()]:
             for host in lost:
                 if self.raylets[host.address].poll() is not None:
@@ -92,7 +97,7 @@ class HostCluster:
 
 
 class HostFaults(Faults):
-    """Those of one machine and those between hosts. A lost host stays lost until the next fault is prepared."""
+    """Faults of one machine and faults between hosts. A lost host stays lost until the next fault is prepared."""
 
     def __init__(self, rng: random.Random, cluster: HostCluster) -> None:
         super().__init__(rng, OBJECT_STORE_BYTES)
@@ -100,7 +105,7 @@ class HostFaults(Faults):
         self.kinds |= {
             "kill a raylet": lambda: self._lose_host("kill a raylet", _kill_raylet),
             "drop a link": lambda: self._lose_host("drop a link", Host.drop_link),
-            "drop a link for a moment": self._drop_for_a_moment,
+            "drop a link for a moment": self._drop_briefly,
         }
 
     def prepare(self) -> None:
@@ -109,34 +114,34 @@ class HostFaults(Faults):
         self._hosts.wait_until_alive()
 
     def _lose_host(self, kind: str, lose: Callable[[Host], None]) -> None:
-        """Returns once Ray knows of it."""
-        host = self._at_work(kind)
+        """Lose a host; returns when Ray has declared it dead."""
+        host = self._choose_busy_host(kind)
         began = time.monotonic()
         lose(host)
         while host.address in alive():
             time.sleep(POLL_S)
-        self._hosts.seen_s.append((kind, time.monotonic() - began))
+        self._hosts.declared_s.append((kind, time.monotonic() - began))
 
-    def _drop_for_a_moment(self) -> None:
-        host = self._at_work("drop a link for a moment")
+    def _drop_briefly(self) -> None:
+        host = self._choose_busy_host("drop a link for a moment")
         host.drop_link()
-        time.sleep(self._rng.uniform(*A_MOMENT_S))
+        time.sleep(self._rng.uniform(*SHORT_DROP_S))
         host.restore_link()
 
-    def _at_work(self, kind: str) -> Host:
-        """One with a stage, a router or a door."""
-        while True:  # they may be starting again just now
-            if having := [host for host in self._hosts.workers if any(map(_is_ours, host.processes()))]:
-                self._hosts.struck_at.append((kind, time.time()))
-                return self._rng.choice(having)
+    def _choose_busy_host(self, kind: str) -> Host:
+        """Choose a host with a stage, a router or an ingress, and note the fault's time."""
+        while True:  # they may be restarting
+            if busy := [host for host in self._hosts.workers if any(map(_is_ours, host.processes()))]:
+                self._hosts.injected_at.append((kind, time.time()))
+                return self._rng.choice(busy)
             time.sleep(POLL_S)
 
 
 @contextmanager
 def host_cluster(num_workers: int) -> Iterator[HostCluster]:
-    """This process is on the head's host, and connected."""
-    if reason := why_impossible():
-        sys.exit(f"--hosts cannot be had: {reason}")
+    """Start the cluster. In the block this process is on the head's host and connected to Ray."""
+    if reason := namespaces_unavailable_reason():
+        sys.exit(f"--hosts is not available: {reason}")
     with TemporaryDirectory(prefix="tramontane-hosts-", ignore_cleanup_errors=True) as name:
         yield from _cluster_in(Path(name), num_workers)
 
@@ -172,7 +177,7 @@ def _join(cluster: HostCluster) -> None:
 
 
 def _is_ours(process: psutil.Process) -> bool:
-    return title_of(process).startswith((TITLES["stage"], TITLES["router"], TITLES["door"]))
+    return title_of(process).startswith((TITLES["stage"], TITLES["router"], TITLES["ingress"]))
 
 
 def alive() -> set[str]:

@@ -1,4 +1,4 @@
-"""Steady mixed load: streams and plain requests, each of which must get exactly what it got without faults."""
+"""Steady mixed load: streams and plain requests, each of which must return the same tokens as without faults."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ WORDS = "ROMEO speak my lord what news from Rome and the tribunes good morrow ne
 
 
 def bodies(num_requests: int, rng: random.Random) -> list[dict[str, Any]]:
-    """Different ones: short and long, greedy and seeded, one choice or two, streamed (four of five) or not."""
+    """Return mixed requests: short and long, greedy and seeded, one choice or two, streamed (four of five) or not."""
     return [
         {
             "prompt": f"{number}. " + " ".join(rng.choices(WORDS, k=rng.choice((3, 30, 120)))),
@@ -31,13 +31,13 @@ def bodies(num_requests: int, rng: random.Random) -> list[dict[str, Any]]:
     ]
 
 
-CLIENT_TIMEOUT_S = 1800.0  # where faults follow each other at once, many fall upon one answer
+CLIENT_TIMEOUT_S = 1800.0  # one answer can meet many faults if they follow each other at once
 Tokens = list[list[int]]  # of each choice
 
 
 @dataclass
 class Load:
-    """``clients`` ask one request after the other, in turn, until they are told to stop."""
+    """Clients that send one request after the other until ``is_over`` is set."""
 
     url: str
     requests: list[dict[str, Any]]
@@ -45,13 +45,13 @@ class Load:
     num_done: int = 0
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    close_calls: list[str] = field(default_factory=list)  # differences that are rounding's
-    unfinished: int = 0  # streams that have told tokens, and will tell more
-    last_piece_at: dict[int, float] = field(default_factory=dict)  # of streams that are on their way, by client
-    pauses: dict[int, float] = field(default_factory=dict)  # the longest of each of those since the last ``watch``
-    waits: list[float] = field(default_factory=list)  # of streams for their first piece, where it came since the last ``watch``
-    longest_s: float = 0.0  # of a request that was answered
-    least_struck: float = math.inf  # of the unfinished ones, when a fault came
+    close_calls: list[str] = field(default_factory=list)  # differences due to rounding
+    unfinished: int = 0  # streams that have returned some tokens but not all
+    last_piece_at: dict[int, float] = field(default_factory=dict)  # of running streams, by client
+    pauses: dict[int, float] = field(default_factory=dict)  # the longest of each running stream since the last ``watch``
+    waits: list[float] = field(default_factory=list)  # time to the first piece, of those that came since the last ``watch``
+    longest_s: float = 0.0  # of an answered request
+    min_unfinished: float = math.inf  # the fewest unfinished streams at any fault
     is_over: bool = False
 
     async def run(self, num_clients: int) -> None:
@@ -60,80 +60,83 @@ class Load:
             await asyncio.gather(*(self._ask_in_turn(client, number, num_clients) for number in range(num_clients)))
 
     def watch(self) -> None:
-        """Measure from now on how long the streams that are on their way pause."""
+        """Start to measure the pauses of the running streams."""
         self.pauses = dict.fromkeys(self.last_piece_at, 0.0)
         self.waits = []
 
     async def _ask_in_turn(self, client: httpx.AsyncClient, number: int, step: int) -> None:
         while not self.is_over:
             request = number % len(self.requests)
-            number += step + 1  # another partner each time
-            asked_at = time.monotonic()
+            number += step + 1  # each request runs next to different ones each time
+            sent_at = time.monotonic()
             try:
                 tokens = await tokens_of(client, self.requests[request], self, number)
             except (httpx.HTTPError, ValueError, KeyError) as error:
                 self.failed.append(f"request {request}: {error!r}")
             else:
                 self.num_done += 1
-                self.longest_s = max(self.longest_s, time.monotonic() - asked_at)
+                self.longest_s = max(self.longest_s, time.monotonic() - sent_at)
                 if tokens != self.expected[request]:
                     await note_difference(self, request, tokens)
 
 
 async def tokens_of(client: httpx.AsyncClient, body: dict[str, Any], load: Load | None = None, number: int = 0) -> Tokens:
-    """Raises httpx.HTTPError, and ValueError for a stream that ends without its end or with an error."""
+    """Send a request and return its tokens.
+
+    Raises httpx.HTTPError, and ValueError for an error or for a stream without its final event.
+    """
     if not body["stream"]:
         answer = await client.post("/v1/completions", json=body)
         if answer.status_code != httpx.codes.OK:
             raise ValueError(answer.text)
         return [choice["token_ids"] for choice in answer.json()["choices"]]
     tokens: Tokens = [[] for _ in range(body["n"])]
-    is_whole, asked_at = False, time.monotonic()
+    is_complete, sent_at = False, time.monotonic()
     try:
         async with client.stream("POST", "/v1/completions", json=body) as response:
             async for line in response.aiter_lines():
                 if not line.startswith("data: "):
                     continue
                 if line == "data: [DONE]":
-                    is_whole = True
+                    is_complete = True
                     continue
                 for choice in json.loads(line.removeprefix("data: "))["choices"]:
                     tokens[choice["index"]] += choice["token_ids"]
-                _note_piece(load, number, asked_at)
+                _note_piece(load, number, sent_at)
     finally:
         if load is not None and load.last_piece_at.pop(number, None) is not None:
             load.unfinished -= 1
-    if not is_whole:
-        raise ValueError("the stream ended without its end")
+    if not is_complete:
+        raise ValueError("the stream ended without its final event")
     return tokens
 
 
-def _note_piece(load: Load | None, number: int, asked_at: float) -> None:
+def _note_piece(load: Load | None, number: int, sent_at: float) -> None:
     if load is None:
         return
     now = time.monotonic()
     if (last := load.last_piece_at.get(number)) is None:
         load.unfinished += 1
-        load.waits.append(now - asked_at)
+        load.waits.append(now - sent_at)
     elif number in load.pauses:
         load.pauses[number] = max(load.pauses[number], now - last)
     load.last_piece_at[number] = now
 
 
-async def undisturbed(url: str, requests: list[dict[str, Any]], num_clients: int) -> list[Tokens]:
-    """The oracle: the same requests without faults, so many at once."""
-    places = asyncio.Semaphore(num_clients)
+async def baseline_tokens(url: str, requests: list[dict[str, Any]], num_clients: int) -> list[Tokens]:
+    """Return the expected tokens: those of the same requests without faults, ``num_clients`` at a time."""
+    slots = asyncio.Semaphore(num_clients)
 
     async def one(client: httpx.AsyncClient, body: dict[str, Any]) -> Tokens:
-        async with places:
+        async with slots:
             return await tokens_of(client, body)
 
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
         return list(await asyncio.gather(*(one(client, body) for body in requests)))
 
 
-class Asked(Protocol):
-    """Requests, what they should be answered, and what was different."""
+class ExpectedAnswers(Protocol):
+    """Requests, their expected tokens, and the differences that were found."""
 
     requests: list[dict[str, Any]]
     expected: list[Tokens]
@@ -141,17 +144,17 @@ class Asked(Protocol):
     close_calls: list[str]
 
 
-async def note_difference(load: Asked, request: int, tokens: Tokens) -> bool:
-    """Of every choice where the first one is. Returns whether all are close calls."""
+async def note_difference(load: ExpectedAnswers, request: int, tokens: Tokens) -> bool:
+    """Record the first difference of every choice; returns True if all of them are close calls."""
     expected, are_close = load.expected[request], len(tokens) == len(load.expected[request])
     if not are_close:
         load.different.append(f"request {request}: {len(tokens)} choices of {len(expected)}")
     for choice, (got, wanted) in enumerate(zip(tokens, expected, strict=False)):
         if got == wanted:
             continue
-        place = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
-        told = f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different from {place} on"
-        call = await asyncio.to_thread(close_call, load.requests[request], choice, place, got, wanted)
-        (load.close_calls if call else load.different).append(f"{told}; {call}" if call else told)
+        first = next((n for n, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), min(len(got), len(wanted)))
+        text = f"request {request}, choice {choice}: {len(got)} tokens of {len(wanted)}, different from {first} on"
+        call = await asyncio.to_thread(close_call, load.requests[request], choice, first, got, wanted)
+        (load.close_calls if call else load.different).append(f"{text}; {call}" if call else text)
         are_close &= bool(call)
     return are_close

@@ -1,4 +1,4 @@
-"""The queries of our Grafana dashboard and our alerts, as Prometheus can be asked them."""
+"""The queries of the Grafana dashboard and of the alert rules, in a form that Prometheus can evaluate."""
 
 import json
 import re
@@ -11,11 +11,11 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "cluster" / "monitoring"
 DASHBOARD, ALERTS = FOLDER / "dashboard.json", FOLDER / "alerts.yaml"
 COMPARISON = re.compile(r" [<>] [0-9.]+")
-VARIABLES = {"$__rate_interval": "30s", "$pipeline": ".*"}  # as Grafana would fill them in
+VARIABLES = {"$__rate_interval": "30s", "$pipeline": ".*"}  # values that Grafana would insert
 
 
 def panels() -> list[dict[str, Any]]:
-    """Those with a picture."""
+    """Return the panels with a chart."""
     return [panel for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"] if panel["type"] != "row"]
 
 
@@ -24,12 +24,12 @@ def alerts() -> list[dict[str, Any]]:
 
 
 def queries() -> dict[str, str]:
-    """By where they are from: of every panel, and of every alert what it compares with its bound."""
+    """Return all queries by their origin: those of every panel, and of every alert the side that is compared with its bound."""
     return dict(_of_panels()) | {alert["alert"]: compared(alert["expr"]) for alert in alerts()}
 
 
 def compared(expression: str) -> str:
-    """``a > 5 and b > 0`` without the numbers."""
+    """Remove comparisons with numbers: ``a > 5 and b > 0`` becomes ``a and b``."""
     return COMPARISON.sub("", expression)
 
 
@@ -43,5 +43,5 @@ def _of_panels() -> Iterator[tuple[str, str]]:
 
 
 def metric_names(expression: str) -> set[str]:
-    """Ours, as the table has them: without what Prometheus puts behind a histogram."""
+    """Return the application's metric names as declared, without the suffix of a histogram's buckets."""
     return {re.sub("_bucket$", "", name) for name in re.findall(r"\bray_tramontane_\w+", expression)}

@@ -1,4 +1,4 @@
-"""Expert actors killed one after the other while requests run, and what the requests saw of it."""
+"""Expert actors that are killed one after the other while requests run, and the effect on the requests."""
 
 import asyncio
 import itertools
@@ -24,8 +24,8 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Survived:
-    """``outputs``: every prompt that was run, and its continuation. ``longest_pause_s``: of any stream, between two tokens."""
+class KillOutcome:
+    """``outputs`` are all prompts with their continuations; ``longest_pause_s`` is the longest between two tokens of a stream."""
 
     num_killed: int
     outputs: list[tuple[tuple[int, ...], list[int]]]
@@ -39,12 +39,12 @@ async def kill_under_load(
     kills: int,
     sampling: SamplingParams = GREEDY,
     on_kill: Callable[[int], None] = lambda _: None,
-    least: int = 0,
-) -> Survived:
-    """Streams run the prompts in turn, until each expert actor that was killed is back and all streams have ended since.
+    min_outputs: int = 0,
+) -> KillOutcome:
+    """Run the prompts in turn on several streams until every killed expert actor serves again and all streams have ended since.
 
-    ``on_kill`` hears of each that is back; so many prompts as ``least`` are run in any case. Raises PipelineError if any request
-    fails.
+    ``on_kill`` is called with the number of each kill when its actor serves again. At least ``min_outputs`` prompts are run.
+    Raises PipelineError if any request fails.
     """
     scheduler = scheduler_for(spec.plan, 64)
     router = Router(scheduler, chain)
@@ -72,7 +72,7 @@ async def kill_under_load(
             await asyncio.to_thread(on_kill, number)
             while len(outputs) < done_before + 2 * STREAMS:  # all have ended at least once since
                 await asyncio.sleep(POLL_S)
-        while len(outputs) < least:
+        while len(outputs) < min_outputs:
             await asyncio.sleep(POLL_S)
         is_over.set()
 
@@ -86,11 +86,11 @@ async def kill_under_load(
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-    return Survived(kills, outputs, max(pauses))
+    return KillOutcome(kills, outputs, max(pauses))
 
 
 def _kill(spec: PipelineSpec, number: int) -> None:
-    """One of the expert actors, in turn; returns when its next life has served. Raises ValueError if it gets none."""
+    """Kill one of the expert actors, in turn; returns when its new process has served. Raises ValueError if it gets none."""
     assert spec.plan.experts is not None
     name = spec.expert_name(number % len(spec.plan.experts.actors))
     actor = ray.get_actor(name, NAMESPACE)

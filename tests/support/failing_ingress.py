@@ -1,4 +1,4 @@
-"""Doors that die, as Ray Serve's proxy shows it: a response that does not end, or does not even begin. Without Ray."""
+"""Ingress replicas that die, as Ray Serve's proxy sees it: a response that never ends or never begins. Without Ray."""
 
 import asyncio
 import json
@@ -16,50 +16,48 @@ from tramontane.proto.request import FinishReason, Logprobs, RequestOutput, Requ
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 
 
-class MortalDoors:
-    """The door that is asked first lets ``lives[0]`` messages of its answer through and dies when it says the next.
+class FailingIngresses:
+    """Ingress replicas of which the n-th sends ``lives[n]`` messages of its answer and dies at the next one.
 
-    Those after the last live.
-
-    What proxy and door tell each other is pickled on its way.
+    Replicas after the last of ``lives`` do not die. Messages between proxy and ingress are pickled, as with Ray.
     """
 
-    def __init__(self, door: ASGIApp, lives: Sequence[int] = ()) -> None:
-        self._door, self._lives = door, lives
-        self.num_asked = 0
+    def __init__(self, ingress: ASGIApp, lives: Sequence[int] = ()) -> None:
+        self._ingress, self._lives = ingress, lives
+        self.num_calls = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        life = self._lives[self.num_asked] if self.num_asked < len(self._lives) else None
-        self.num_asked += 1
-        dead, num_said = asyncio.Event(), 0
+        life = self._lives[self.num_calls] if self.num_calls < len(self._lives) else None
+        self.num_calls += 1
+        dead, num_sent = asyncio.Event(), 0
 
         async def send_alive(message: Message) -> None:
-            nonlocal num_said
-            if num_said == life and message["type"] != MESSAGE_NODE:
+            nonlocal num_sent
+            if num_sent == life and message["type"] != MESSAGE_NODE:
                 dead.set()
                 await asyncio.Event().wait()
-            num_said += message["type"] != MESSAGE_NODE
+            num_sent += message["type"] != MESSAGE_NODE
             await send(pickle.loads(pickle.dumps(message)))
 
         scope = {**scope, SCOPE_RESUME: pickle.loads(pickle.dumps(scope[SCOPE_RESUME]))} if SCOPE_RESUME in scope else scope
-        ways = [asyncio.ensure_future(self._door(scope, receive, send_alive)), asyncio.ensure_future(dead.wait())]
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in ways:
-            way.cancel()
-        await asyncio.wait(ways)
+        tasks = [asyncio.ensure_future(self._ingress(scope, receive, send_alive)), asyncio.ensure_future(dead.wait())]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 @dataclass
 class Client:
-    """Of one request, as an ASGI server shows it. It stays until it is told to leave."""
+    """The client of one request as an ASGI server presents it. It stays connected until ``disconnects`` is set."""
 
     body: bytes
     messages: list[Message] = field(default_factory=list)
-    leaves: asyncio.Event = field(default_factory=asyncio.Event)
+    disconnects: asyncio.Event = field(default_factory=asyncio.Event)
     _num_sent: int = 0
 
     async def receive(self) -> Message:
-        """The body comes in two parts."""
+        """Return the next message; the body comes in two parts."""
         self._num_sent += 1
         half = len(self.body) // 2
         match self._num_sent:
@@ -67,7 +65,7 @@ class Client:
                 return {"type": "http.request", "body": self.body[:half], "more_body": True}
             case 2:
                 return {"type": "http.request", "body": self.body[half:], "more_body": False}
-        await self.leaves.wait()
+        await self.disconnects.wait()
         return {"type": "http.disconnect"}
 
     async def send(self, message: Message) -> None:
@@ -80,15 +78,15 @@ class Client:
 
     @property
     def is_answered(self) -> bool:
-        """Begun once, ended once, and nothing in between that a server would not understand."""
+        """Whether the answer began once and ended once, with nothing in between that a server would not understand."""
         is_last = [not message.get("more_body", False) for message in self.messages[1:]]
         return self.is_answered_so_far and is_last.index(True) == len(is_last) - 1
 
     @property
     def is_answered_so_far(self) -> bool:
         first, *rest = (message["type"] for message in self.messages)
-        told = {key for message in self.messages for key in message}
-        assert told <= {"type", "status", "headers", "trailers", "body", "more_body"}
+        keys = {key for message in self.messages for key in message}
+        assert keys <= {"type", "status", "headers", "trailers", "body", "more_body"}
         return first == "http.response.start" and set(rest) == {"http.response.body"}
 
     @property
@@ -101,41 +99,41 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages).decode()
 
 
-async def answered(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
+async def post_json(app: ASGIApp, path: str, body: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> Client:
     client = Client(json.dumps(body).encode())
     await client.ask(app, path, **headers)
     return client
 
 
-class GoingOn:
-    """A source whose choice c of every prompt says ``token_ids[c:]``, each token on its own, after those already told."""
+class ResumableSource:
+    """A source whose choice c of every prompt yields ``token_ids[c:]``, one token at a time, after those already returned."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = tuple(token_ids)
         self.seeds: list[int] = []
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """There always is."""
+        """Accept every request."""
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         self.seeds += [spec.sampling.seed for spec in specs]
-        said = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
-        for spec, all_ids in zip(specs, said, strict=True):
+        outputs = [self._token_ids[spec.sampling.choice :][: spec.sampling.max_tokens] for spec in specs]
+        for spec, all_ids in zip(specs, outputs, strict=True):
             assert len(spec.output_ids) < len(all_ids)
             assert spec.output_ids == all_ids[: len(spec.output_ids)]
-        for step in range(max(map(len, said))):
+        for step in range(max(map(len, outputs))):
             await asyncio.sleep(0)
-            going = [i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(said[i])]
-            if going:
-                events = tuple(self._event(i, specs[i], said[i], step) for i in going)
-                yield RequestOutput(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in going))
+            running = [i for i, spec in enumerate(specs) if len(spec.output_ids) <= step < len(outputs[i])]
+            if running:
+                events = tuple(self._event(i, specs[i], outputs[i], step) for i in running)
+                yield RequestOutput(events, TIMES, logprobs=tuple(self._logprobs(i, specs[i], step) for i in running))
 
-    def _event(self, index: int, spec: SequenceRequest, said: tuple[int, ...], step: int) -> TokenEvent:
-        finish = FinishReason.LENGTH if len(said) == spec.sampling.max_tokens else FinishReason.STOP
-        return TokenEvent(index, said[step], finish if step == len(said) - 1 else None)
+    def _event(self, index: int, spec: SequenceRequest, output: tuple[int, ...], step: int) -> TokenEvent:
+        finish = FinishReason.LENGTH if len(output) == spec.sampling.max_tokens else FinishReason.STOP
+        return TokenEvent(index, output[step], finish if step == len(output) - 1 else None)
 
     def _logprobs(self, index: int, spec: SequenceRequest, step: int) -> Logprobs:
-        """Of each token another; and of the prompt, where that is new."""
+        """Return a different log-probability for each token, and those of the prompt if it is new."""
         start = len(spec.prompt_ids) + step if spec.output_ids or step else 1
         positions = range(start, len(spec.prompt_ids) + step + 1)
-        return Logprobs(index, start, tuple(-float(place) for place in positions), (((300, -0.25),),) * len(positions))
+        return Logprobs(index, start, tuple(-float(position) for position in positions), (((300, -0.25),),) * len(positions))

@@ -1,4 +1,4 @@
-"""What ``GET /activity`` would say of pipelines that are imagined: any micro-batch follows from its number."""
+"""Answers of ``GET /activity`` for pipelines that do not exist; each micro-batch is a function of its number."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -6,11 +6,11 @@ from typing import Any
 
 PERIOD_S = 0.2  # from one micro-batch to the next, in every stage
 KINDS = ((0, 12), (0, 12), (180, 8), (0, 12), (480, 0), (0, 0))  # tokens of prompts, decodes; neither: a bubble
-SHOWN_S = 6.0  # of what is told to who has been told nothing yet
+SHOWN_S = 6.0  # of activity that a client gets with its first request
 
 
-class ImaginedActivity:
-    """``pipelines``: the number of stages of each, by its name. ``recoveries`` are as many for all of them."""
+class FakeActivity:
+    """``pipelines`` has the number of stages by name; ``recoveries`` is the number of recoveries of each."""
 
     def __init__(self, pipelines: dict[str, int]) -> None:
         self.pipelines = pipelines
@@ -19,12 +19,12 @@ class ImaginedActivity:
         self.begins_at = time.time() - SHOWN_S
 
     async def ask(self, after: Mapping[str, int]) -> list[dict[str, Any]]:
-        """As ``ActivityEndpoint`` wants it."""
+        """Return what ``ActivityEndpoint`` expects from routers."""
         self.asked += 1
         now = time.time()
-        return [self._told(name, after.get(name, -1), now) for name in self.pipelines]
+        return [self._pipeline(name, after.get(name, -1), now) for name in self.pipelines]
 
-    def _told(self, name: str, after: int, now: float) -> dict[str, Any]:
+    def _pipeline(self, name: str, after: int, now: float) -> dict[str, Any]:
         num_stages = self.pipelines[name]
         bounds = [round(8 * stage / num_stages) for stage in range(num_stages + 1)]
         labels = [f"Stage {i + 1}/{num_stages} layers {bounds[i]}-{bounds[i + 1] - 1}" for i in range(num_stages)]
@@ -50,8 +50,8 @@ class ImaginedActivity:
         prefill, decodes = _kind(number)
         begun, busy = self.begins_at + number * PERIOD_S, PERIOD_S * (0.55 if prefill == 0 else 0.9)
         stages = [(stage, begun + stage * PERIOD_S, busy, busy) for stage in range(num_stages)]
-        told = {"number": number, "step": number, "epoch": 1 + self.recoveries}
-        return told | {"prefill_tokens": prefill, "decodes": decodes, "stages": stages}
+        numbers = {"number": number, "step": number, "epoch": 1 + self.recoveries}
+        return numbers | {"prefill_tokens": prefill, "decodes": decodes, "stages": stages}
 
 
 def _kind(number: int) -> Sequence[int]:

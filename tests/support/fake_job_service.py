@@ -1,4 +1,4 @@
-"""A JobService that does nothing but remember, and keys of which one is right."""
+"""A JobService that only stores jobs, and API keys of which one is valid."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -17,8 +17,8 @@ def some_lines(count: int) -> list[ResultLine]:
     return [ResultLine(number, count - number, f"id {number}", number % 2 == 1, "{}") for number in range(count)]
 
 
-class ListedJobs:
-    """A JobService whose job is done as soon as it is there; ``breaks`` streams end with the connection after two results."""
+class FakeJobService:
+    """A JobService whose jobs are complete at once. With ``breaking`` set, streams of results hang after two results."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
@@ -85,7 +85,7 @@ class OneKey:
 
 
 class NoTokens:
-    """A TokenSource that is never asked."""
+    """A TokenSource that must not be called."""
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         pass
@@ -94,10 +94,10 @@ class NoTokens:
         raise AssertionError(specs)
 
 
-class JobsOnly(GrpcServicer):
-    """A door in front of 2500 results, with a key."""
+class JobsServicer(GrpcServicer):
+    """A servicer with 2500 results of jobs, behind an API key."""
 
     def __init__(self) -> None:
-        jobs = ListedJobs()
+        jobs = FakeJobService()
         jobs.lines = some_lines(2500)
         super().__init__(ServedModel("none", None, 1, 1, 1), NoTokens(), jobs, OneKey())

@@ -1,4 +1,4 @@
-"""A pipeline that only the scheduler's side of is real; it checks what stages rely on."""
+"""A pipeline with a real scheduler and no stages; it checks the invariants on which stages rely."""
 
 from collections import Counter, deque
 from collections.abc import Callable
@@ -29,8 +29,8 @@ def new_sequence(seq_id: int, prompt: int, new: int, priority: int = 0, max_len:
 
 
 @dataclass
-class ImaginedPipeline:
-    """Answers micro-batches in order, and checks what stages rely on."""
+class FakePipeline:
+    """Completes micro-batches in order, and checks the invariants on which stages rely."""
 
     scheduler: Scheduler
     in_flight: deque[MicroBatch] = field(default_factory=deque)
@@ -38,7 +38,7 @@ class ImaginedPipeline:
     positions: Counter[int] = field(default_factory=Counter)
     events: list[TokenEvent] = field(default_factory=list)
     token_at: Callable[[int, int], int] = lambda _seq_id, _position: 50
-    num_stages: int = 0  # whose timings come back
+    num_stages: int = 0  # with timings in the results
     now: float = 0.0
 
     def submit(self) -> MicroBatch | None:
@@ -57,7 +57,7 @@ class ImaginedPipeline:
         self.scheduler.check_integrity()
 
     def _timings(self, batch: MicroBatch) -> tuple[StageTiming, ...]:
-        """Each stage works right after the one before it."""
+        """Return timings as if each stage computed right after the one before it."""
         timings = []
         for stage in range(self.num_stages):
             timings.append(StageTiming(stage, self.now, 1e-3 + 1e-5 * batch.num_tokens, batch.num_tokens))
@@ -100,6 +100,6 @@ class ImaginedPipeline:
 
 def new_pipeline(
     cache: CachePlan, *, seqs: int = 8, budget: int = 64, in_flight: int = 3, policy: Policy | None = None
-) -> ImaginedPipeline:
+) -> FakePipeline:
     policy = policy or FixedInFlightPolicy(in_flight, budget)
-    return ImaginedPipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))
+    return FakePipeline(Scheduler(cache, SchedulerLimits(seqs, budget, 256, 1000, (EOS,)), policy))

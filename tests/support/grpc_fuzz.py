@@ -1,4 +1,4 @@
-"""Messages that no honest client sends, for every method; and what may come back."""
+"""Malformed and hostile messages for every gRPC method, and the status codes that may come back."""
 
 import asyncio
 import random
@@ -23,8 +23,8 @@ def hostile_messages() -> Iterator[bytes]:
     yield from (rng.randbytes(rng.randrange(1, 200)) for _ in range(20))
     yield b"\x12\x04\xff\xfe\xfd\xfc"  # field 2, a text, that is not UTF-8
     yield b"\x0a\x04\xff\xfe\xfd\xfc"  # field 1
-    yield b"\x12\xff\xff\xff\xff\x0f"  # a length of 4 GiB, and nothing
-    yield b"\x0b" * 5000  # groups in groups
+    yield b"\x12\xff\xff\xff\xff\x0f"  # a length of 4 GiB without content
+    yield b"\x0b" * 5000  # nested groups
     yield b"\x18" + b"\xff" * 9 + b"\x01"  # field 3: -1
     yield pb.GenerateRequest(text="x" * 10**6).SerializeToString()
     yield pb.GenerateRequest(text="a", max_tokens=-(2**63)).SerializeToString()
@@ -51,7 +51,7 @@ async def code_of(channel: grpc.aio.Channel, method: tuple[str, bool, bool], mes
 async def end_of(
     channel: grpc.aio.Channel, method: tuple[str, bool, bool], message: bytes, timeout_s: float = 60
 ) -> tuple[StatusCode, str]:
-    """How a call with just this message ends, and what is said of it; what it yields before is read."""
+    """Return the status code and details of a call with only this message; its responses are read and dropped."""
     path, sends_stream, gets_stream = method
     kind = ("stream" if sends_stream else "unary") + "_" + ("stream" if gets_stream else "unary")
     call: Any = getattr(channel, kind)(path)
@@ -70,7 +70,7 @@ async def end_of(
 
 
 async def every_code(channel: grpc.aio.Channel) -> dict[StatusCode, int]:
-    """How often the calls of all these messages to all methods ended in which way."""
+    """Return how often each status code ended a call, over all messages and methods."""
     codes: dict[StatusCode, int] = {}
     for method in METHODS:
         for code in await asyncio.gather(*(code_of(channel, method, message) for message in hostile_messages())):

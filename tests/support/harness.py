@@ -1,4 +1,4 @@
-"""Run prompts through a router and a chain of stages, all at once or one by one."""
+"""Prompts through a router and a chain of stages, all at once or one by one."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ def random_ids(num_tokens: int, seed: int, vocab_size: int = 96) -> list[int]:
 
 
 def _prompts() -> list[list[int]]:
-    """32 prompts: the lengths around every border of window 24 and pages of 16 and 64, and random ones up to 600."""
+    """Return 32 prompts: lengths around every boundary of window 24 and pages of 16 and 64, and random ones up to 600."""
     rng = random.Random(7)
     lengths = [1, 2, 3, 6, 7, 8, 15, 16, 17, 23, 24, 25, 47, 48, 49, 63, 64, 65, 127, 128, 600, 599]
     lengths += [rng.randint(1, 600) for _ in range(32 - len(lengths))]
@@ -57,7 +57,7 @@ async def run_prompts(
     observe: Callable[[StepResult], None] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[list[int]]:
-    """Token ids of every prompt's continuation; afterwards every page must be free."""
+    """Return the token ids of every prompt's continuation. Afterwards every page must be free."""
     answers = await run_answers(
         chain, scheduler, prompts, sampling, together=together, observe=observe, step_timeout_s=step_timeout_s
     )
@@ -74,7 +74,7 @@ async def run_answers(
     observe: Callable[[StepResult], None] | None = None,
     step_timeout_s: float = STEP_TIMEOUT_S,
 ) -> list[RequestOutput]:
-    """As ``run_prompts``, with all that was told of every prompt in one piece."""
+    """Run prompts like ``run_prompts``, and return the complete output of each."""
     router = Router(scheduler, chain, observe, step_timeout_s=step_timeout_s)
     running = asyncio.create_task(router.run())
 
@@ -92,8 +92,8 @@ async def run_answers(
 
 
 @contextmanager
-def placed(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
-    """``running_pipeline`` for code that is not asynchronous; a thread renews the lease meanwhile."""
+def running_chain(spec: PipelineSpec, report: Callable[[str], None] = lambda _: None) -> Iterator[ObjectStoreStageChain]:
+    """``running_pipeline`` for synchronous code: an event loop in a thread renews the lease in the background."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="pipeline", daemon=True)
     thread.start()

@@ -14,7 +14,7 @@ from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
 
 
 class HostMemory:
-    """A file without a name: nothing of it remains when both processes have ended, however they ended."""
+    """An anonymous file: it disappears when both processes have ended, in whatever way."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
         self._descriptor: int | None = descriptor
@@ -29,7 +29,7 @@ class HostMemory:
 
 
 class HostEvent:
-    """An event that is always reached: on the host a copy is done when it returns, and the control socket keeps the order."""
+    """An event that is always complete: copies on the host are synchronous, and the control socket keeps the order."""
 
     handle = b""
 
@@ -43,7 +43,7 @@ class HostEvent:
 
 
 class HostIpc:
-    """``IpcBackend`` on the host. It needs Linux, and processes that can open each other's ``/proc/PID/fd``."""
+    """``IpcBackend`` of the host. It needs Linux and processes that can open each other's ``/proc/PID/fd``."""
 
     def memory(self, num_bytes: int) -> SharedMemory:
         descriptor = os.memfd_create("channel")
@@ -61,5 +61,5 @@ class HostIpc:
         return HostEvent()
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
-        with torch.inference_mode():  # slots that were made in it may be written nowhere else
+        with torch.inference_mode():  # inference tensors can only be written in this mode
             target_N.copy_(source_N)

@@ -1,12 +1,12 @@
-"""Hosts on one machine: network namespaces with addresses of their own on a switch of their own, whose links can be dropped.
+"""Hosts on one machine: network namespaces with addresses of their own on a virtual switch, whose links can be dropped.
 
     with network() as switch:
         one, other = switch.add_host(), switch.add_host(apart=True, own_folders={"/tmp/ray": folder})
         other.start("python", "-m", "http.server")
         other.drop_link()
 
-Nothing of it is seen from the machine's own network, nor reaches it. All of it goes at the end, with every process in it; when
-whoever made it is killed, the processes of hosts apart go with it, and the rest when the next network is made.
+The network is isolated from the machine's own. At the end all of it is removed, with every process in it. If the process that
+made it is killed, the processes of hosts with ``apart`` end with it; the rest is removed when the next network is made.
 """
 
 import ctypes
@@ -25,12 +25,12 @@ SUBNET = "10.77.0"
 NAMESPACES = Path("/run/netns")
 PREFIX = "hosts"
 CLONE_NEWNET = 0x40000000
-# The first process of a host apart, which takes in orphans; it ends, and all others with it, when our end of its input closes.
+# The first process of a host with apart=True, which adopts orphans. It ends, and with it all others, when its input closes.
 FIRST_PROCESS = "echo up; read -r _"
 
 
-def why_impossible() -> str:
-    """Why this machine does not permit it; nothing if it does."""
+def namespaces_unavailable_reason() -> str:
+    """Return why network namespaces are not available on this machine; empty if they are."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if missing := [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]:
@@ -43,7 +43,7 @@ def why_impossible() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """``first_pid`` is that of its first process, where processes are apart, as seen from outside."""
+    """``first_pid`` is the PID, in the machine's namespace, of the first process of a host with ``apart``."""
 
     name: str
     address: str
@@ -53,26 +53,26 @@ class Host:
     started: "list[subprocess.Popen[bytes]]" = field(default_factory=list)
 
     def command(self, *arguments: str) -> list[str]:
-        """As it has to be called from outside to run in the host."""
+        """Return the command line that runs this command in the host."""
         if self.first_pid is None:
             return ["nsenter", f"--net={NAMESPACES / self.name}", *arguments]
         return ["nsenter", "-t", str(self.first_pid), "--net", "--mount", "--uts", "--pid", *arguments]
 
     def run(self, *arguments: str, timeout_s: float = 60) -> str:
-        """What it writes. Raises subprocess.CalledProcessError if it fails."""
+        """Run a command and return its output. Raises subprocess.CalledProcessError if it fails."""
         return subprocess.run(
             self.command(*arguments), capture_output=True, text=True, check=True, timeout=timeout_s, stdin=subprocess.DEVNULL
         ).stdout
 
     def start(self, *arguments: str, **options: object) -> "subprocess.Popen[bytes]":
-        """It is waited for once the network has ended, and it with that. A Ctrl-C that is meant for us does not reach it."""
+        """Start a process; it ends with the network. A Ctrl-C in the terminal does not reach it."""
         command = self.command(*arguments)
         started = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, **options)  # type: ignore[call-overload]
         self.started.append(started)
         return started  # type: ignore[no-any-return]
 
     def drop_link(self) -> None:
-        """Nothing comes or goes any more; whoever is at either end is not told. Harmless twice."""
+        """Drop all packets in both directions, without notice to either end. Idempotent."""
         _ip("-n", self.switch, "link", "set", self.port, "down")
 
     def restore_link(self) -> None:
@@ -87,7 +87,7 @@ class Host:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """This thread, and the threads and processes that it starts meanwhile, are on the host's network."""
+        """Move this thread, and threads and processes that it starts in the block, to the host's network."""
         with open("/proc/thread-self/ns/net") as before, (NAMESPACES / self.name).open() as there:
             _set_network(there.fileno())
             try:
@@ -97,7 +97,7 @@ class Host:
 
 
 class Network:
-    """A switch, and the hosts at it. Made by ``network``."""
+    """A switch and its hosts. Made by ``network``."""
 
     def __init__(self, name: str, stack: ExitStack) -> None:
         self._name, self._stack = name, stack
@@ -109,9 +109,10 @@ class Network:
         _ip("-n", self._switch, "link", "set", "switch", "up")
 
     def add_host(self, *, apart: bool = False, own_folders: Mapping[str, Path] | None = None) -> Host:
-        """``apart``: with processes and mounts of its own, not only a network: it sees nobody else's processes.
+        """Add a host.
 
-        ``own_folders`` (of a host apart): what it has at these paths is in those folders of ours.
+        With ``apart`` it has process and mount namespaces as well as a network, and sees only its own processes.
+        ``own_folders`` maps paths in such a host to folders of this machine that are mounted there.
         """
         number = len(self.hosts) + 1
         name, address, port = f"{self._name}-{number}", f"{SUBNET}.{number}", f"port{number}"
@@ -164,14 +165,14 @@ def _ip(*arguments: str) -> str:
 def _end(parent: "subprocess.Popen[bytes]") -> None:
     assert parent.stdin is not None
     assert parent.stdout is not None
-    parent.kill()  # and with it, by --kill-child, the first process of the host, and with that all others
+    parent.kill()  # --kill-child ends the first process of the host, and that ends all others
     parent.wait()
     parent.stdin.close()
     parent.stdout.close()
 
 
 def _remove(namespace: str) -> None:
-    """With what still runs in it; then its links go by themselves."""
+    """Remove a namespace with the processes that still run in it; the kernel removes its links."""
     for pid in _ip("netns", "pids", namespace).split():
         if int(pid) != os.getpid():
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What may come in over HTTP, and the shape of every refusal."""
+"""Arbitrary HTTP request bodies, and the shape that every error response must have."""
 
 import json
 from typing import Any
@@ -107,7 +107,7 @@ MANY_MISTAKES: dict[str, tuple[type[BaseModel], bytes]] = {
 
 
 def check_error(body: bytes, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape and nothing else."""
+    """Check that the body is an error of OpenAI's shape, and return the error."""
     parsed = json.loads(body)
     assert parsed.keys() == {"error"}
     error: dict[str, Any] = parsed["error"]

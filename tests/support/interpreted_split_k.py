@@ -1,8 +1,7 @@
-"""xformers' split-K kernel as it is, run by Triton's interpreter on the CPU: a program of its own, for the interpreter is chosen
-before Triton is imported.
+"""xformers' unmodified split-K kernel, run by Triton's interpreter on the CPU.
 
-What it is given, the masks of ``PagedDecode`` over a pool of pages, is what a GPU is given. Prints the largest difference
-from the plain reference for every case.
+A separate program, because the interpreter has to be chosen before Triton is imported. The kernel's inputs, the masks of
+``PagedDecode`` over a pool of pages, are those of a GPU. Prints the largest difference from the reference for every case.
 """
 
 import torch

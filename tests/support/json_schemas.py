@@ -1,4 +1,4 @@
-"""JSON schemas by chance, of what ``response_format`` supports; an answer to any of them can be short."""
+"""Random JSON schemas within what ``response_format`` supports. Each has a short valid answer."""
 
 import random
 from collections.abc import Callable
@@ -11,10 +11,10 @@ FORMATS = ("date", "time", "uuid", "ipv4")
 
 
 def random_schema(seed: int) -> Schema:
-    """An object, as OpenAI's clients ask for, or sometimes anything else."""
+    """Return a schema: mostly of an object, as OpenAI's clients request, and sometimes of any other type."""
     rng = random.Random(seed)
     root = _object(rng, 3) if rng.random() < 0.8 else _any(rng, 3)
-    if rng.random() < 0.2:  # one that is used by name, twice
+    if rng.random() < 0.2:  # with a definition that is referenced twice
         pair = {
             "properties": {"first": {"$ref": "#/$defs/part"}, "last": {"$ref": "#/$defs/part"}},
             "required": ["first", "last"],

@@ -1,4 +1,4 @@
-"""Documents of k8s/ as kubectl renders them, and what their schemas say."""
+"""Documents of k8s/ as kubectl renders them, and their validation against schemas."""
 
 import shutil
 import subprocess
@@ -45,7 +45,7 @@ def serve_config(service: Document) -> dict[str, Any]:
 
 
 def check_schema(document: Document) -> None:
-    """Raises a validation error. Fields that no schema names are wrong too: Kubernetes would drop them without a word."""
+    """Validate a document; raises a validation error. Unknown fields are errors too: Kubernetes would drop them silently."""
     if document["apiVersion"] == "ray.io/v1":
         if error := best_match(_crd(document["kind"]).iter_errors(document)):
             raise error
@@ -66,7 +66,7 @@ def _crd(kind: str) -> Draft202012Validator:
 
 
 def _closed(schema: Document) -> Document:
-    """Nothing but the properties that are named."""
+    """Forbid properties that the schema does not name."""
     for part in [*schema.get("properties", {}).values(), schema.get("items"), schema.get("additionalProperties")]:
         if isinstance(part, dict):
             _closed(part)

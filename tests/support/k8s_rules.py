@@ -1,4 +1,4 @@
-"""What the KubeRay operator refuses beyond its CRDs, and what Kubernetes cannot know of us; each rule returns what is wrong."""
+"""Rules of the KubeRay operator beyond its CRDs, and rules of this project. Each rule yields the problems that it finds."""
 
 import json
 import re
@@ -19,7 +19,7 @@ OLDEST_WITH_TOKENS = (2, 52)
 
 
 def operators_complaints(service: Document) -> list[str]:
-    """About a RayService that its CRD accepts."""
+    """Return the problems of a RayService that its CRD accepts."""
     spec, cluster = service["spec"], service["spec"]["rayClusterConfig"]
     return [
         *_about_the_service(service),
@@ -32,7 +32,7 @@ def operators_complaints(service: Document) -> list[str]:
 
 
 def groups_of(service: Document) -> list[Document]:
-    """The head's is called head."""
+    """Return all node groups; that of the head is called ``head``."""
     cluster = service["spec"]["rayClusterConfig"]
     return [{"groupName": "head", **cluster["headGroupSpec"]}, *cluster.get("workerGroupSpecs", [])]
 
@@ -43,7 +43,7 @@ def ray_container(group: Document) -> Document:
 
 
 def offered_resources(group: Document) -> dict[str, float]:
-    """Ray's own, of one pod. The text is JSON, quoted for a shell."""
+    """Return the Ray resources of one pod of a group. Their text is JSON, quoted for a shell."""
     text = group["rayStartParams"].get("resources", '"{}"')
     offered: dict[str, float] = json.loads(json.loads(text))
     return offered

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine whose head node may die and come back, as what it knows is in Redis; run: one of its nodes."""
+"""A local Ray cluster whose head node can die and return, because its state is in Redis. Run as a program it is one node."""
 
 import os
 import shutil
@@ -21,11 +21,11 @@ from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
 
 STORE_BYTES = 80 * 2**20
 SETTINGS = {f"RAY_{name}": str(value) for name, value in RAY_SETTINGS.items()} | SERVE_SETTINGS
-PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # whoever misses the head node waits for it so long
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}  # how long processes wait for a lost head node
 
 
-class MortalHead:
-    """There is no room for a stage on the head node, and for one on each of the others."""
+class KillableHead:
+    """A cluster with room for no stage on its head node, and for one on each other node."""
 
     def __init__(self, folder: Path, redis: str) -> None:
         self._folder, self._redis, self._port = folder, redis, free_port()
@@ -33,7 +33,7 @@ class MortalHead:
         self.processes: dict[str, subprocess.Popen[str]] = {}
 
     def start(self, *names: str) -> None:
-        """``head``, or others. Returns once they are up."""
+        """Start nodes: ``head`` or others. Returns when they are up."""
         for name in names:
             head = {"RAY_REDIS_ADDRESS": self._redis, "RAY_NODE_TYPE_NAME": HEAD_GROUP} if name == "head" else {}
             command = [sys.executable, __file__, self.folder(name), self.address, name]
@@ -45,18 +45,18 @@ class MortalHead:
             assert stdout.readline() == "up\n"
 
     def kill(self, name: str) -> None:
-        """With all that runs on it, as when its power fails."""
+        """Kill a node with all its processes, as a power failure would."""
         process = self.processes.pop(name)
-        doomed = [psutil.Process(process.pid), *self.members(process)]
+        victims = [psutil.Process(process.pid), *self.members(process)]
         for act in (psutil.Process.suspend, psutil.Process.kill):
-            for each in doomed:
+            for each in victims:
                 with suppress(psutil.NoSuchProcess):
                     act(each)
         process.communicate()
 
     @contextmanager
-    def joined(self, name: str) -> Iterator[None]:
-        """While the block runs this process is connected to a node. Ray would end it when the head node is away for a minute."""
+    def connected(self, name: str) -> Iterator[None]:
+        """Connect this process to a node for the block. Ray would end the process if the head node were away for a minute."""
         ray.init(self.address, _temp_dir=self.folder(name), log_to_driver=False)
         yield
         ray.shutdown()
@@ -69,8 +69,8 @@ class MortalHead:
 
 
 @contextmanager
-def mortal_head(*others: str) -> Iterator[MortalHead]:
-    """Of these nodes beside the head."""
+def killable_head(*others: str) -> Iterator[KillableHead]:
+    """Start a cluster of the head node and these other nodes."""
     server = shutil.which("redis-server")
     if server is None:
         pytest.skip("redis-server is not installed")
@@ -81,7 +81,7 @@ def mortal_head(*others: str) -> Iterator[MortalHead]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as redis:
         assert redis.stdout is not None
         next(line for line in redis.stdout if "Ready to accept connections" in line)
-        cluster = MortalHead(folder, f"127.0.0.1:{port}")
+        cluster = KillableHead(folder, f"127.0.0.1:{port}")
         try:
             cluster.start("head")
             cluster.start(*others)
@@ -95,7 +95,7 @@ def mortal_head(*others: str) -> Iterator[MortalHead]:
 
 
 def _node(folder: str, address: str, name: str) -> None:
-    """As ``ray start``, which refuses to start a head node where another node of its cluster runs on the same machine."""
+    """Run a node. ``ray start`` refuses to start a head node next to another node of its cluster on the same machine."""
     is_head = name == "head"
     params = RayParams(
         temp_dir=folder,
@@ -114,7 +114,7 @@ def _node(folder: str, address: str, name: str) -> None:
         params.gcs_address = params.redis_address = address
     Node(params, head=is_head, shutdown_at_exit=True, spawn_reaper=False)
     print("up", flush=True)
-    sys.stdin.read()  # until the test ends, however it does
+    sys.stdin.read()  # until the test process ends
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A GPU that takes its time: nothing is done when it is begun, and two processes' work is done in any order that events allow.
+"""A simulated GPU whose operations complete late, and in any order between processes that events allow.
 
-As CUDA has it, a wait is for what had been recorded when the wait was asked for, and memory that is freed while another process
-has it open, or pending work uses it, is an error.
+As in CUDA, a wait covers what had been recorded when the wait was issued, and it is an error to free memory that another
+process has open or that pending work uses.
 """
 
 import random
@@ -56,10 +56,10 @@ class LazyEvent:
 
     def synchronize(self) -> None:
         while not self.gpu.is_done(self):
-            self.gpu.work_a_little()
+            self.gpu.run_one_operation()
 
     def wait(self) -> None:
-        raise AssertionError("the other end waits")
+        raise AssertionError("only the peer waits for this event")
 
     def close(self) -> None:
         self.is_closed = True
@@ -72,10 +72,10 @@ class OpenedEvent:
     handle: bytes = b""
 
     def record(self) -> None:
-        raise AssertionError("the other end records")
+        raise AssertionError("only the peer records this event")
 
     def synchronize(self) -> None:
-        raise AssertionError("the other end knows")
+        raise AssertionError("only the peer synchronizes with this event")
 
     def wait(self) -> None:
         assert not self.event.is_closed
@@ -87,7 +87,7 @@ class OpenedEvent:
 
 @dataclass(eq=False)
 class Stream:
-    """Of one process. What is begun says whether it could be done, or is still to wait."""
+    """A process's queue of operations. An operation returns False if it still has to wait."""
 
     begun: deque[tuple[Callable[[], bool], tuple[Tensor, ...]]] = field(default_factory=deque)
 
@@ -103,9 +103,9 @@ class LazyGpu:
         self._events: list[LazyEvent] = []
         self._streams: list[Stream] = []
 
-    def process(self) -> "LazySharing":
+    def process(self) -> "LazyIpc":
         self._streams.append(Stream())
-        return LazySharing(self, self._streams[-1], self._memories, self._events)
+        return LazyIpc(self, self._streams[-1], self._memories, self._events)
 
     @property
     def is_idle(self) -> bool:
@@ -113,17 +113,17 @@ class LazyGpu:
 
     @property
     def num_kept(self) -> int:
-        """Pieces of memory that have not been closed."""
+        """Number of allocations that have not been closed."""
         return sum(not memory.is_closed for memory in self._memories)
 
     def is_done(self, event: LazyEvent) -> bool:
-        """Whether the event was reached; waits while another thread takes a finished operation off its stream."""
+        """Return True if the event was reached; waits while another thread removes a finished operation from its stream."""
         with self._turn:
             return event.num_done >= event.num_asked
 
-    def work_a_little(self) -> None:
-        """One operation of one process, if it is not one that waits."""
-        with self._turn:  # ends that take leave come from threads of their own
+    def run_one_operation(self) -> None:
+        """Run one operation of a random process, unless it still has to wait."""
+        with self._turn:  # channels are closed in threads of their own
             busy = [stream for stream in self._streams if stream.begun]
             stream = self._random.choice(busy) if busy else None
             if stream is not None and stream.begun[0][0]():
@@ -131,7 +131,7 @@ class LazyGpu:
 
 
 @dataclass(frozen=True)
-class LazySharing:
+class LazyIpc:
     """One process's ``IpcBackend``."""
 
     gpu: LazyGpu

@@ -1,7 +1,7 @@
-"""Stages with expert actors in this process: every actor has a real server, whose links can be cut."""
+"""Stages with expert actors in this process: every actor has a real server, whose channels can be cut."""
 
 import asyncio
-import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -36,8 +36,8 @@ def expert_plan(
     return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
 
 
-class WatchedEdges(TcpChannelFactory):
-    """Remembers every end that it made, so that all can be cut at once, as when a process dies."""
+class TrackedChannelFactory(TcpChannelFactory):
+    """A factory that keeps every channel and listener it made, so that all can be cut at once, as when a process dies."""
 
     def __init__(self) -> None:
         self.ends: list[Channel | Listener] = []
@@ -48,18 +48,21 @@ class WatchedEdges(TcpChannelFactory):
         return listener
 
     def connect(self, address: Address, host: str, /) -> Channel:  # type: ignore[override]
-        edge = super().connect(address, host)
-        self.ends.append(edge)
-        return edge
+        channel = super().connect(address, host)
+        self.ends.append(channel)
+        return channel
 
 
 class ExpertActors:
-    """One worker and one server per actor. ``kill`` cuts all of an actor's links; it cannot be reached until ``revive``."""
+    """One worker and one server per actor. ``kill`` cuts all of an actor's channels; it is unreachable until ``revive``.
 
-    def __init__(self, plan: ExpertPlan, weights: WeightSource, edges: ChannelFactory | None = None) -> None:
-        self.plan, self._fixed_edges = plan, edges  # of another kind; such actors cannot be killed
+    With another channel factory than the default one actors cannot be killed.
+    """
+
+    def __init__(self, plan: ExpertPlan, weights: WeightSource, channels: ChannelFactory | None = None) -> None:
+        self.plan, self._fixed_channels = plan, channels
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
-        self._edges = [WatchedEdges() for _ in plan.actors]
+        self._channels = [TrackedChannelFactory() for _ in plan.actors]
         self._servers = [self._make_server(actor.actor_id) for actor in plan.actors]
         self._dead: set[int] = set()
         self.failure = ""  # why dead actors will never be revived
@@ -73,14 +76,15 @@ class ExpertActors:
                 raise PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
             return self._servers[actor_id].open(calls)
 
-        edges = self._fixed_edges or TcpChannelFactory()
-        return DirectExpertClient(introduce, notify, ExpertMessageLayout.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
+        channels = self._fixed_channels or TcpChannelFactory()
+        layout = ExpertMessageLayout.of(self.plan, CPU)
+        return DirectExpertClient(introduce, notify, layout, HOST, channels, f"experts {actor_id}")
 
     def kill(self, actor_id: int) -> None:
         self._dead.add(actor_id)
-        for end in self._edges[actor_id].ends:
+        for end in self._channels[actor_id].ends:
             end.close()
-        self._edges[actor_id] = WatchedEdges()
+        self._channels[actor_id] = TrackedChannelFactory()
         self._servers[actor_id] = self._make_server(actor_id)
 
     def revive(self, actor_id: int) -> None:
@@ -94,11 +98,11 @@ class ExpertActors:
             return run(worker, call, rows_CD)
 
         worker.run = watched  # type: ignore[method-assign]
-        return ExpertServer(worker, self.plan, HOST, self._fixed_edges or self._edges[actor_id], num_threads=1)
+        return ExpertServer(worker, self.plan, HOST, self._fixed_channels or self._channels[actor_id], num_threads=1)
 
 
-class OpenChain:
-    """A ``StageChain`` of stages that play ping-pong."""
+class PingPongChain:
+    """A ``StageChain`` of stages with ping-pong executors."""
 
     def __init__(self, stages: Sequence[PingPongExecutor], experts: Sequence[RemoteExperts] = ()) -> None:
         self.stages, self.experts = stages, experts
@@ -117,6 +121,9 @@ class OpenChain:
             stage.fence(epoch)
         return epoch
 
+    async def replace_hung_workers(self, limit_s: float) -> str:
+        return ""
+
     def _run(self, batch: MicroBatch) -> StepResult:
         carried: Activation | StepResult | None = None
         for stage in self.stages:
@@ -128,13 +135,15 @@ class OpenChain:
 
 
 @contextmanager
-def open_chain(plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, max_open: int = 2) -> Iterator[OpenChain]:
-    """The plan's stages, without their experts."""
+def ping_pong_chain(
+    plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, max_open: int = 2
+) -> Iterator[PingPongChain]:
+    """Load the plan's stages without their experts, and connect them to the actors."""
     experts = [RemoteExperts(actors.plan, actors.connect) for _ in plan.stages]
     workers = [StageWorker.load(replace(stage, experts_inside=False), weights) for stage in plan.stages]
     stages = [PingPongExecutor(worker, own, max_open, num_threads=1) for worker, own in zip(workers, experts, strict=True)]
     try:
-        yield OpenChain(stages, experts)
+        yield PingPongChain(stages, experts)
     finally:
         for stage, own in zip(stages, experts, strict=True):
             stage.close()
@@ -142,13 +151,12 @@ def open_chain(plan: PipelinePlan, weights: WeightSource, actors: ExpertActors, 
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    bell = threading.Event()
     while not condition():
-        bell.wait(0.005)
+        time.sleep(0.005)
 
 
 def without_experts(plan: PipelinePlan, experts: ExpertPlan) -> PipelinePlan:
-    """The same stages, whose experts are elsewhere."""
+    """Return the plan with its experts on actors instead of in its stages."""
     args, first = plan.args, plan.stages[0]
     own = [range(stage.first_layer, stage.last_layer) for stage in plan.stages]
     sizes = [

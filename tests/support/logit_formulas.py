@@ -1,4 +1,4 @@
-"""Biases and penalties as their formulas say, one number after the other: what the vectorised ones are tested against."""
+"""Logit biases and penalties by their formulas, one number at a time: the reference of the vectorized implementation."""
 
 import math
 from collections import Counter
@@ -10,7 +10,10 @@ from tramontane.proto.request import SamplingParams
 def changed_logits(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int] = ()
 ) -> list[float]:
-    """OpenAI: mu[j] - c[j] * frequency - (c[j] > 0) * presence. CTRL: divided by the penalty, or multiplied where negative."""
+    """Apply biases and penalties to the logits.
+
+    OpenAI: mu[j] - c[j] * frequency - (c[j] > 0) * presence. CTRL: divide by the repetition penalty, or multiply if negative.
+    """
     counts, biases = Counter(output), Counter(dict(sampling.logit_bias))
     changed = []
     for token, logit in enumerate(logits):

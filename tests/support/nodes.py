@@ -9,7 +9,7 @@ from ray.cluster_utils import Cluster
 
 @contextmanager
 def three_nodes() -> Iterator[Cluster]:
-    """Each has room for one stage; this process is connected."""
+    """Start three nodes with room for one stage each, and connect this process."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(2):
         nodes.add_node(num_cpus=1)

@@ -1,4 +1,4 @@
-"""What a pipeline of two stages has done: a prompt and two decodes."""
+"""The activity log of a pipeline of two stages after a prompt and two decodes."""
 
 from typing import Any
 
@@ -10,7 +10,10 @@ STEPS = ((8, 0), (4, 1), (0, 2))  # prefill tokens, decodes
 
 
 def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
-    """One step each second; the first stage takes half of one, and the other one as long, half of which it waits for experts."""
+    """Return a log with one step per second.
+
+    The first stage computes for half a second. The second one takes as long, half of which it waits for experts.
+    """
     now = [BEGAN_AT]
     log = ActivityLog(lambda: now[0])
     for step, (prefill, decodes) in enumerate(steps):
@@ -25,7 +28,7 @@ def log_of(steps: tuple[tuple[int, int], ...] = STEPS) -> ActivityLog:
 
 
 def pipeline_data(name: str = "app-1", log: ActivityLog | None = None, after: int | None = None) -> dict[str, Any]:
-    """As ``RouterReplica.activity`` tells it."""
+    """Return what ``RouterReplica.activity`` returns."""
     numbers = {"running": 2, "waiting": 1, "pages_held": 3, "pages": 40, "epoch": 5, "recoveries": 1}
     stages = [{"label": f"Stage {1 + stage}/2 layers {4 * stage}-{4 * stage + 3}", "stage": stage} for stage in range(2)]
     return {"name": name, "stages": stages} | numbers | (log or log_of()).as_data(2, after)

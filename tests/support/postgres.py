@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests, where its binaries are installed: on a socket in a folder of its own, and nowhere else."""
+"""A PostgreSQL server for tests, if its binaries are installed. It listens only on a socket in a temporary folder."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def _program(name: str) -> str:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """Its URL, without the name of a database."""
+    """Start a server and yield its URL, without a database name."""
     initdb, server = _program("initdb"), _program("postgres")
     user = NOT_ROOT if os.geteuid() == 0 else ""
     change = [*("runuser", "-u", user, "--")] if user else []
@@ -51,7 +51,7 @@ def postgres() -> Iterator[str]:
 
 
 def new_database(url: str) -> str:
-    """URL of an empty one."""
+    """Create an empty database and return its URL."""
     name = f"d{uuid.uuid4().hex}"
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}".encode())

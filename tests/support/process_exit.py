@@ -1,4 +1,4 @@
-"""How a process in which Ray ran ends: as Python would end it, but without the destructors of native libraries."""
+"""The exit of a process in which Ray ran: like Python's own, but without the destructors of native libraries."""
 
 import atexit
 import os
@@ -7,19 +7,20 @@ import threading
 from contextlib import suppress
 
 
-def leave(status: int) -> None:
-    """End this process; returns, for the ordinary end, only if what was written cannot be flushed.
+def exit_process(status: int) -> None:
+    """End this process. Returns only if output cannot be flushed; Python's ordinary exit follows then.
 
-    After several Rays in one process the thread with which Ray's library sends metrics outlives the last ray.shutdown.
-    At an ordinary end the main thread destroys the library's global objects beside it. Every few seconds that thread
-    finds nobody who takes its metrics, and says so to a log: if that is destroyed by then, a process that has done all
-    its work dies of a segmentation fault. So what Python does at its end is done here, and those destructors, which
-    only give memory back, are left out. A command of ours has one Ray at most, whose shutdown ends that thread.
+    If a process starts Ray several times, the thread with which Ray's library exports metrics outlives the last
+    ray.shutdown. At an ordinary exit the main thread destroys the library's global objects while that thread still runs.
+    Every few seconds it fails to export its metrics and logs this; if the log has been destroyed by then, the process dies
+    of a segmentation fault although all its work is done. Therefore Python's exit steps are performed here, and those
+    destructors, which only free memory, are skipped. A command of Tramontane starts Ray at most once, and that shutdown
+    ends the thread.
     """
     with suppress(KeyboardInterrupt):
         threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are not daemons
     atexit._run_exitfuncs()
-    with suppress(OSError, ValueError):  # a full disk, a reader who is gone: Python tries again, says so and ends with 120
-        print(end="", flush=True)  # unlike a stream's own method also where there is no such stream
+    with suppress(OSError, ValueError):  # disk full or reader gone: Python tries again, reports it and exits with 120
+        print(end="", flush=True)  # unlike sys.stdout.flush() this also works if sys.stdout is None
         print(end="", flush=True, file=sys.stderr)
         os._exit(status)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs
 
-CLOSE_CALL = 1e-4  # two best logits closer than this may change places with the shape of a batch
+CLOSE_CALL = 1e-4  # two best logits closer than this may swap their order with the shape of a batch
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _turn(x: Tensor, theta: float) -> Tensor:
+def _rotate(x: Tensor, theta: float) -> Tensor:
     """Rotate pairs (i, i + d/2) as complex numbers."""
     tokens, _, d = x.shape
     angles = torch.arange(tokens)[:, None] * theta ** (-torch.arange(0, d, 2).float() / d)[None, :]
@@ -32,7 +32,7 @@ def _swiglu(x: Tensor, w: dict[str, Tensor], prefix: str) -> Tensor:
 
 
 def _mixture(x: Tensor, w: dict[str, Tensor], args: ModelArgs, layer: int) -> Tensor:
-    """Every expert on every token, weighted by softmax over the chosen ones and 0 for the rest."""
+    """Apply every expert to every token, weighted by the softmax over the chosen ones and 0 for the rest."""
     assert args.moe is not None
     scores = x @ w[f"layers.{layer}.gate.scores.weight"].T
     best = scores.topk(args.moe.num_experts_per_tok, dim=-1).values[:, -1:]
@@ -42,7 +42,7 @@ def _mixture(x: Tensor, w: dict[str, Tensor], args: ModelArgs, layer: int) -> Te
 
 
 def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], gates: list[Tensor] | None = None) -> Tensor:
-    """Logits [T, V] of every position. To ``gates`` each layer's scores of its experts [T, E] are added."""
+    """Return the logits [T, V] of every position. Each layer's expert scores [T, E] are appended to ``gates``."""
     h = w["tok_embeddings.weight"][token_ids]
     tokens = len(token_ids)
     distance = torch.arange(tokens)[:, None] - torch.arange(tokens)[None, :]
@@ -51,7 +51,7 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
         x = _norm(h, w[f"{p}.attention_norm.weight"], args.norm_eps)
         heads = (x @ w[f"{p}.attention.wqkv.weight"].T).view(tokens, -1, args.head_dim)
         q, k, v = heads.split((args.n_heads, args.n_kv_heads, args.n_kv_heads), dim=1)
-        q, k = _turn(q, args.rope_theta), _turn(k, args.rope_theta)
+        q, k = _rotate(q, args.rope_theta), _rotate(k, args.rope_theta)
         k, v = (t.repeat_interleave(args.n_heads // args.n_kv_heads, dim=1) for t in (k, v))
         window = args.windows[layer] or tokens
         hidden_keys = (distance < 0) | (distance >= window)
@@ -65,21 +65,21 @@ def reference_logits(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int]
     return _norm(h, w["norm.weight"], args.norm_eps) @ w["output.weight"].T
 
 
-def assert_best_experts(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], told: dict[int, list[list[int]]]) -> None:
-    """``told`` has experts of each token by layer: those with the best scores in falling order, up to a close call."""
+def assert_best_experts(w: dict[str, Tensor], args: ModelArgs, token_ids: list[int], chosen: dict[int, list[list[int]]]) -> None:
+    """Check that ``chosen``, experts of each token by layer, are those with the best scores, best first, up to a close call."""
     gates: list[Tensor] = []
     reference_logits(w, args, token_ids, gates)
-    for layer, expert_ids in told.items():
+    for layer, expert_ids in chosen.items():
         best_Tk = gates[layer].topk(len(expert_ids[0]), dim=-1).values
-        told_Tk = gates[layer].gather(1, torch.tensor(expert_ids))
-        assert told_Tk.shape == best_Tk.shape
-        assert (told_Tk - best_Tk).abs().max() < CLOSE_CALL, f"layer {layer}"
+        chosen_Tk = gates[layer].gather(1, torch.tensor(expert_ids))
+        assert chosen_Tk.shape == best_Tk.shape
+        assert (chosen_Tk - best_Tk).abs().max() < CLOSE_CALL, f"layer {layer}"
         assert all(len(set(ids)) == len(ids) for ids in expert_ids)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Greedy continuation, and at each step the second best token and how far its logit was behind."""
+    """A greedy continuation, and for each step the second best token and the gap between the two logits."""
 
     token_ids: list[int]
     seconds: list[int]
@@ -90,9 +90,9 @@ close_calls: list[str] = []  # listed at the end of the run (conftest.py)
 
 
 def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tokens: int, guess: Sequence[int] = ()) -> Expected:
-    """The best token after the prompt, the best one after both, and so on.
+    """Return the greedy continuation of a prompt.
 
-    ``guess``: what they may be. As far as it is right the model runs once for all of them, not once for each.
+    ``guess`` is a likely continuation: the model runs once for all of its tokens that are right, instead of once for each.
     """
     found: list[int] = []
     seconds, gaps = [], []
@@ -104,19 +104,22 @@ def greedy(w: dict[str, Tensor], args: ModelArgs, prompt_ids: list[int], num_tok
             found.append(int(top.indices[0]))
             seconds.append(int(top.indices[1]))
             gaps.append(float(top.values[0] - top.values[1]))
-            if found[-1] != guessed:  # what comes after it in the guess follows another token
+            if found[-1] != guessed:  # the rest of the guess follows another token
                 break
     return Expected(found, seconds, gaps)
 
 
 def assert_same_tokens(name: str, got: list[int], expected: Expected) -> None:
-    """Equal, or different from a close call on, which is listed: the second best token, almost as good as the best."""
+    """Check that the tokens are equal, or equal up to a close call: the second best token, almost as good as the best.
+
+    Close calls are listed at the end of the test run.
+    """
     for step, (ours, theirs) in enumerate(zip(got, expected.token_ids, strict=False)):
         if ours != theirs:
             gap = expected.gaps[step]
-            told = f"{name}: token {step} is {ours}, expected {theirs}; the best two logits were {gap:.2e} apart"
-            assert gap < CLOSE_CALL, told
-            assert ours == expected.seconds[step], told
-            close_calls.append(told)
+            text = f"{name}: token {step} is {ours}, expected {theirs}; the best two logits were {gap:.2e} apart"
+            assert gap < CLOSE_CALL, text
+            assert ours == expected.seconds[step], text
+            close_calls.append(text)
             return
     assert len(got) == len(expected.token_ids)

@@ -1,4 +1,4 @@
-"""A pipeline without a model: what it does between a micro-batch and its result is up to the test."""
+"""Stage chains without a model: the test decides what happens between a micro-batch and its result."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,7 +12,7 @@ Gate = Callable[[MicroBatch], Awaitable[None]]
 
 
 def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
-    """With the decodes as chunks of one token each; those that gain no page have () for their pages."""
+    """Return the batch's chunks and its decodes as chunks of one token; decodes without new pages have ``()`` as pages."""
     pages = dict(batch.decodes.new_pages)
     columns = enumerate(zip(*batch.decodes[:3], strict=True))
     decodes = (Chunk(seq_id, start, (token_id,), pages.get(i, ()), None, True) for i, (seq_id, start, token_id) in columns)
@@ -20,13 +20,13 @@ def all_chunks(batch: MicroBatch) -> tuple[Chunk, ...]:
 
 
 class ScriptedChain:
-    """Samples token 7; every micro-batch passes through ``gate`` first."""
+    """A chain that samples token 7; every micro-batch awaits ``gate`` first."""
 
     num_stages = 2
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.epochs: list[int] = []
         self._in_flight = 0
 
@@ -39,7 +39,7 @@ class ScriptedChain:
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
         self._in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        self.max_in_flight = max(self.max_in_flight, self._in_flight)
         return self._run(batch)
 
     async def _run(self, batch: MicroBatch) -> StepResult:
@@ -52,20 +52,20 @@ async def no_gate(_batch: MicroBatch) -> None:
     await asyncio.sleep(0)
 
 
-def following(known: list[int]) -> int:
-    """The token after these, which depends on each of them."""
-    return sum(place * token for place, token in enumerate(known, 1)) % 997
+def next_token_id(known: list[int]) -> int:
+    """Return the token after these; it depends on each of them."""
+    return sum(position * token for position, token in enumerate(known, 1)) % 997
 
 
 def answer(prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     known = list(prompt)
     for _ in range(num_tokens):
-        known.append(following(known))
+        known.append(next_token_id(known))
     return known[len(prompt) :]
 
 
-class RememberingChain(ScriptedChain):
-    """Knows of every sequence what it was given since the last fence, as stages do, and answers by that."""
+class StatefulChain(ScriptedChain):
+    """A chain that keeps the tokens of every sequence since the last fence, as stages do, and samples by them."""
 
     def __init__(self, gate: Gate) -> None:
         super().__init__(gate)
@@ -86,7 +86,7 @@ class RememberingChain(ScriptedChain):
             assert (chunk.sampling is not None) == (chunk.start == 0)
             known += chunk.token_ids
             if chunk.needs_sample:
-                sampled.append(following(known))
+                sampled.append(next_token_id(known))
         return self._through(batch, tuple(sampled))
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
@@ -98,15 +98,15 @@ class RememberingChain(ScriptedChain):
         return StepResult(batch.epoch, batch.step_id, sampled, ())
 
 
-class TellingChain(RememberingChain):
-    """Every token's log-probability is minus its position, and it chooses the expert of its position, of layer 3."""
+class ReportingChain(StatefulChain):
+    """A chain that reports log-probabilities (minus the position) and expert choices of layer 3 (the position)."""
 
     async def _through(self, batch: MicroBatch, sampled: tuple[int, ...]) -> StepResult:
         chunks = all_chunks(batch)
         experts = [ExpertChoices(c.seq_id, 3, c.start, tuple((c.start + n,) for n in range(c.num_tokens))) for c in chunks]
-        told = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
+        logprobs = [Logprobs(c.seq_id, c.start + 1, *_minus(range(c.start + 1, c.start + 1 + c.num_tokens))) for c in chunks]
         result = await super()._through(batch, sampled)
-        return replace(result, expert_choices=tuple(experts), logprobs=tuple(told))
+        return replace(result, expert_choices=tuple(experts), logprobs=tuple(logprobs))
 
 
 def _minus(positions: range) -> tuple[tuple[float, ...], tuple[tuple[()], ...]]:

@@ -1,4 +1,4 @@
-"""A router without a pipeline, for doors: it says what the test wrote down, and remembers what it was asked."""
+"""A token source for API servers in tests: it yields scripted tokens and records the requests that it gets."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -24,20 +24,20 @@ CONTEXT, MAX_BODY, VOCAB_SIZE = 128, 2**16, TOKENIZER.vocab_size
 MODEL = ServedModel("tiny", TOKENIZER, CONTEXT, 16, VOCAB_SIZE)
 TIMES = RequestTimings(0.0, 0.0, 0.0)
 SAID = "Good morrow, my lord."
-OTHER_ID = 300  # what is told as the next likely token
+OTHER_ID = 300  # the token with the second best log-probability
 
 
 class ScriptedSource:
-    """Every sequence gets these tokens, one at a time, as many as it wants; then it has finished.
+    """A source that yields these tokens for every sequence, one at a time, up to its ``max_tokens``.
 
-    ``fails_at``: raises ``try_or_reason`` instead of this token of each, 0 being the first. All may be changed between requests.
+    If ``failure`` is set it is raised instead of token ``fails_at``, 0 being the first. Attributes may change between requests.
     """
 
     def __init__(
         self, token_ids: Sequence[int] = TOKENIZER.encode(SAID)[1:], failure: TramontaneError | None = None, fails_at: int = 0
     ) -> None:
         self.token_ids, self.failure, self.fails_at = token_ids, failure, fails_at
-        self.is_known_full = False  # then a failure for overload is known before anything is asked
+        self.is_known_full = False  # then ``check_capacity`` raises an OverloadedError already
         self.asked: list[Sequence[SequenceRequest]] = []
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
@@ -53,15 +53,15 @@ class ScriptedSource:
                 raise self.failure
             running = [index for index, end in enumerate(ends) if step < end]
             events = tuple(self._event(specs[index], index, step, ends[index]) for index in running)
-            told = [self._logprobs(specs[index], index, step) for index in running]
-            yield RequestOutput(events, TIMES, logprobs=tuple(each for each in told if each is not None))
+            logprobs = [self._logprobs(specs[index], index, step) for index in running]
+            yield RequestOutput(events, TIMES, logprobs=tuple(each for each in logprobs if each is not None))
 
     def _event(self, spec: SequenceRequest, index: int, step: int, end: int) -> TokenEvent:
         finish = FinishReason.LENGTH if end == spec.sampling.max_tokens else FinishReason.STOP
         return TokenEvent(index, self.token_ids[step], finish if step == end - 1 else None)
 
     def _logprobs(self, spec: SequenceRequest, index: int, step: int) -> Logprobs | None:
-        """Every token has -0.5, another one -1.5."""
+        """Return -0.5 for every token, and -1.5 for another one."""
         if spec.sampling.logprobs is None:
             return None
         top = ((self.token_ids[step], -0.5), (OTHER_ID, -1.5))[: spec.sampling.logprobs]
@@ -76,7 +76,7 @@ async def _load() -> MeasuredLoad:
     return MeasuredLoad(((1, 2), (3, 0)), 2)
 
 
-def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
+def http_app_for(source: TokenSource, model: ServedModel = MODEL, **settings: object) -> HttpApp:
     """``settings`` are fields of ``HttpAppConfig``."""
     fields: dict[str, Any] = {"chat": CHAT} | settings
     return HttpApp(
@@ -92,6 +92,6 @@ def door_of(source: TokenSource, model: ServedModel = MODEL, **settings: object)
     )
 
 
-def client_of(app: Starlette) -> httpx.AsyncClient:
+def client_for(app: Starlette) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://door")

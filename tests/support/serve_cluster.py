@@ -1,4 +1,4 @@
-"""A Tramontane server for tests: the real application on a Ray of its own, and what it holds."""
+"""A Tramontane server for tests: the real application on a local Ray cluster, and the resources that it holds."""
 
 import json
 import random
@@ -25,10 +25,10 @@ from tramontane.cluster.serving.app import APPLICATION, application, grpc_option
 
 
 def free_port() -> int:
-    """A free port that nothing takes before the server does.
+    """Return a free port that no other process takes before the server does.
 
-    Ray's own processes listen at ports of 10000 to 19999 and at ones the kernel chooses (32768 and above on Linux): a
-    port the kernel named free would often be theirs by the time Ray Serve asks for it.
+    Ray's own processes listen at ports of 10000 to 19999 and at ports that the kernel chooses (32768 and above on Linux).
+    A free port from the kernel would often be taken by one of them before Ray Serve binds it.
     """
     while True:
         port = random.randrange(20000, 32000)
@@ -43,8 +43,8 @@ GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @contextmanager
-def served(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
-    """On the cluster that is connected. Ray Serve itself is started once and stays. Batch jobs are in a folder of their own."""
+def running_application(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Iterator[None]:  # noqa: ANN401
+    """Run the application on the connected cluster, with batch jobs in a temporary folder. Ray Serve keeps running afterwards."""
     start_serve(port, grpc_port)
     with TemporaryDirectory() as folder:
         serve.run(application(EngineConfig.build(None, jobs_in(folder) | settings)), name=APPLICATION, route_prefix="/")
@@ -57,7 +57,7 @@ def served(port: int = PORT, grpc_port: int = GRPC_PORT, **settings: Any) -> Ite
 
 def start_serve(port: int, grpc_port: int) -> None:
     serve.start(
-        proxy_location="HeadOnly",  # which no test takes away: a client's connection dies with its proxy
+        proxy_location="HeadOnly",  # no test kills the head node: a client's connection dies with its proxy
         http_options=HTTPOptions(host="127.0.0.1", port=port),
         grpc_options=grpc_options(grpc_port),
         logging_config={"log_level": "WARNING"},
@@ -68,21 +68,21 @@ def jobs_in(folder: str) -> dict[str, str]:
     return {"jobs_database": f"sqlite:///{folder}/jobs.sqlite", "jobs_storage": folder}
 
 
-def deploy(settings: dict[str, Any], num_routers: int = 1, **of_routers: Any) -> None:  # noqa: ANN401
-    """What ``serve deploy`` sends to Ray Serve's controller; no routers is no application."""
+def deploy(settings: dict[str, Any], num_routers: int = 1, **router_options: Any) -> None:  # noqa: ANN401
+    """Send to Ray Serve's controller what ``serve deploy`` sends; 0 routers remove the application."""
     described = {
         "name": APPLICATION,
         "route_prefix": "/",
         "import_path": "tramontane.cluster.serving.app:build",
         "args": settings,
-        "deployments": [{"name": "Router", "num_replicas": num_routers, **of_routers}],
+        "deployments": [{"name": "Router", "num_replicas": num_routers, **router_options}],
     }
     client: Any = _get_global_client()
     client.deploy_apps(ServeDeploySchema.model_validate({"applications": [described] if num_routers else []}))
 
 
-def is_rolled_in(former: list[dict[str, Any]], num_left: int = 4) -> bool:
-    """Whether nothing is left of the version whose routers these were; of one pipeline 4 actors and groups stay."""
+def is_rollout_complete(former: list[dict[str, Any]], num_left: int = 4) -> bool:
+    """Return True if nothing is left of the version with these routers; one pipeline has 4 actors and placement groups."""
     application = serve.status().applications[APPLICATION]
     states = {state for each in application.deployments.values() for state in each.replica_states}
     if application.status != "RUNNING" or states != {"RUNNING"} or len(leftovers()) != num_left:
@@ -91,7 +91,7 @@ def is_rolled_in(former: list[dict[str, Any]], num_left: int = 4) -> bool:
 
 
 def wait_until_ready(url: str = URL) -> None:
-    """Bounded by pytest's own timeout."""
+    """Wait until ``/health`` is 200. Bounded by pytest's timeout."""
     while True:
         try:
             if httpx.get(f"{url}/health", timeout=10).status_code == 200:
@@ -102,15 +102,15 @@ def wait_until_ready(url: str = URL) -> None:
 
 
 def router_stats(stages: bool = True) -> list[dict[str, Any]]:
-    """Of every Router replica. Without ``stages`` also while those stand still."""
+    """Return the statistics of every Router replica. Without ``stages`` this works while stages are stopped."""
     handle = serve.get_deployment_handle("Router", APPLICATION)
     answers: list[dict[str, Any]] = handle.broadcast("stats", stages).results()
     return answers
 
 
 @contextmanager
-def standing_still(routers: list[dict[str, Any]]) -> Iterator[None]:
-    """Stop the processes of these routers' stages, and let them go on at the end."""
+def stopped_stages(routers: list[dict[str, Any]]) -> Iterator[None]:
+    """Stop the processes of these routers' stages for the block (SIGSTOP, then SIGCONT)."""
     stages = [psutil.Process(stage["pid"]) for router in routers for stage in router["stages"]]
     for stage in stages:
         stage.suspend()
@@ -127,10 +127,10 @@ def ingress_stats() -> dict[str, Any]:
     return answer
 
 
-def calls_of_proxy() -> int:
-    """To replicas, of which Ray Serve's HTTP and gRPC proxy has not heard the end."""
+def num_proxy_calls() -> int:
+    """Return how many of the proxy's calls to replicas are unfinished (HTTP and gRPC)."""
 
-    def num_calls(_proxy: object) -> int:  # in here, so that it travels whole: a proxy cannot import this file
+    def num_calls(_proxy: object) -> int:  # a nested function is pickled by value: the proxy cannot import this file
         return sum(map(len, serve_context._in_flight_requests.values()))
 
     (proxy,) = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if "SERVE_PROXY_ACTOR" in actor["name"]]
@@ -140,14 +140,14 @@ def calls_of_proxy() -> int:
 
 
 def processes() -> dict[str, Any]:
-    """Who answers now, and in which epoch: the same before and after something that harmed nobody."""
+    """Return the PIDs of proxy, ingress, routers and stages, with epochs: equal before and after a harmless event."""
     (listener,) = {c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == PORT}
     routers = sorted((s["pid"], s["epoch"], *(stage["pid"] for stage in s["stages"])) for s in router_stats())
     return {"proxy": listener, "ingress": ingress_stats()["pid"], "routers": routers}
 
 
 def wait_until_idle() -> list[dict[str, Any]]:
-    """Every place, page and waiting request given back; returns the last look."""
+    """Wait until no slot, page or request is held; returns the last statistics."""
     while True:
         stats = router_stats()
         if all(s["sequences"] == s["waiting"] == s["pages_held"] == 0 for s in stats) and ingress_stats()["requests"] == 0:
@@ -162,17 +162,17 @@ def complete(**body: Any) -> dict[str, Any]:  # noqa: ANN401
     return answer
 
 
-def post_of(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
-    """A request as it travels, with no other headers than these and a host."""
-    return b"\r\n".join([line, b"Host: door", *headers, b"", body])
+def post_request(body: bytes, *headers: bytes, line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
+    """Return a raw request with these headers and a host, and no others."""
+    return b"\r\n".join([line, b"Host: ingress", *headers, b"", body])
 
 
-def length_of(body: bytes) -> bytes:
+def content_length(body: bytes) -> bytes:
     return b"Content-Length: %d" % len(body)
 
 
 def exchange(request: bytes) -> tuple[int, bytes]:
-    """Send exactly these bytes; returns the answer's status and body."""
+    """Send exactly these bytes; return the answer's status and body."""
     with socket.create_connection(("127.0.0.1", PORT)) as connection:
         connection.sendall(request)
         with HTTPResponse(connection) as response:
@@ -181,7 +181,7 @@ def exchange(request: bytes) -> tuple[int, bytes]:
 
 
 def send_and_leave(request: bytes, *, abruptly: bool, having_read: int = 0) -> None:
-    """Send these bytes, read the beginning of the answer and go; ``abruptly`` as when a cable is cut."""
+    """Send these bytes, read the beginning of the answer and disconnect; ``abruptly`` with a reset."""
     with socket.create_connection(("127.0.0.1", PORT)) as connection:
         connection.sendall(request)
         while having_read > 0:
@@ -191,14 +191,14 @@ def send_and_leave(request: bytes, *, abruptly: bool, having_read: int = 0) -> N
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    """Server-sent events of a whole stream, without the last."""
+    """Return the server-sent events of a complete stream, without the final ``[DONE]``."""
     lines = [line for line in text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def listening(process: psutil.Process) -> set[tuple[str, str]]:
-    """Addresses at which this process and all it started listen, with who listens."""
+    """Return (process name, address) of all listening sockets of this process and its descendants."""
     found = set()
     for each in [process, *process.children(recursive=True)]:
         try:
@@ -209,7 +209,7 @@ def listening(process: psutil.Process) -> set[tuple[str, str]]:
 
 
 def leftovers(prefix: str = APPLICATION) -> list[str]:
-    """Named actors of pipelines, and placement groups that are not removed."""
+    """Return the names of pipelines' named actors and of placement groups that are not removed."""
     actors = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
     groups = [g["name"] for g in ray.util.placement_group_table().values() if g["state"] != "REMOVED"]
     return [name for name in actors + groups if name.startswith(f"{prefix}-")]

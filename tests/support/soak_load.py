@@ -1,4 +1,4 @@
-"""A crowd of clients, few of whom behave: what each of them does, and what it may be told."""
+"""The load of the soak test: clients with random actions, most of them faulty, and the answers that they may get."""
 
 import asyncio
 import json
@@ -12,14 +12,14 @@ from typing import Any
 import grpc
 import httpx
 from chaos_load import Tokens, bodies, note_difference, tokens_of
+from faulty_clients import FaultyClient, UnexpectedResponseError
 from grpc_fuzz import METHODS, REFUSALS, end_of, hostile_messages
-from rude_clients import Rude, Unexpected
 
 from tramontane.client import AsyncClient
 from tramontane.proto.errors import DeadlineExceededError, TramontaneError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MAX_BODY = 2**20  # that the server is started with
+MAX_BODY = 2**20  # setting of the server
 CONTEXT = 2048
 SCHEMA = {
     "type": "object",
@@ -48,12 +48,12 @@ MISTAKES: list[tuple[str, str, bytes, int]] = [
     ("GET", "/v1/nothing/of/the/kind", b"", 404),
     ("DELETE", COMPLETIONS, b"", 405),
 ]
-LOOKS = ("/health", "/v1/models", "/experts", "/openapi.json")
+GET_PATHS = ("/health", "/v1/models", "/experts", "/openapi.json")
 ENDED = {"stop", "length"}
 
 
 def requests(rng: random.Random) -> list[dict[str, Any]]:
-    """Those whose tokens are known: as under faults, and prompts of ids, and answers that follow a schema."""
+    """Return the requests with known tokens: those of ``chaos_load``, prompts of token ids, and answers with a schema."""
     same = {"ignore_eos": True, "return_token_ids": True, "n": 1, "max_tokens": 80}
     prompts = [rng.choices(range(3, 1000), k=rng.choice((5, 300))) for _ in range(6)]
     ids = [{**same, "prompt": prompt, "seed": n, "stream": n % 2 == 0} for n, prompt in enumerate(prompts)]
@@ -62,8 +62,8 @@ def requests(rng: random.Random) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Crowd:
-    """``outcomes`` counts what became of each kind of thing that was done; what must not happen is in the lists."""
+class SoakLoad:
+    """Clients that run concurrently. ``outcomes`` counts results by kind of action; unexpected results are in the lists."""
 
     port: int
     grpc_port: int
@@ -73,51 +73,51 @@ class Crowd:
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
-    close_calls: list[str] = field(default_factory=list)  # differences that are rounding's
+    close_calls: list[str] = field(default_factory=list)  # differences due to rounding
     is_over: bool = False
 
     async def run(self, rngs: list[random.Random]) -> None:
-        """A client for each, one thing after the other until it is over. Connections that are kept end with it."""
+        """Run one client per random generator, each with one action after the other, until ``is_over`` is set."""
         url, limits = f"http://127.0.0.1:{self.port}", httpx.Limits(max_connections=None)
         async with (
             httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as http,
             AsyncClient(f"127.0.0.1:{self.grpc_port}") as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{self.grpc_port}") as channel,
         ):
-            await asyncio.gather(*(self._one_after_the_other(_Member(self, http, client, channel, rng)) for rng in rngs))
+            await asyncio.gather(*(self._run_client(_SoakClient(self, http, client, channel, rng)) for rng in rngs))
 
-    async def _one_after_the_other(self, member: "_Member") -> None:
-        acts = member.acts()
+    async def _run_client(self, client: "_SoakClient") -> None:
+        actions = client.actions()
         while not self.is_over:
-            kind = member.rng.choices(list(acts), [weight for weight, _ in acts.values()])[0]
+            kind = client.rng.choices(list(actions), [weight for weight, _ in actions.values()])[0]
             try:
-                self.outcomes[kind, await acts[kind][1]()] += 1
+                self.outcomes[kind, await actions[kind][1]()] += 1
             except (httpx.HTTPError, OSError, ValueError, KeyError, TramontaneError, grpc.aio.AioRpcError) as error:
                 self.failed.append(f"{kind}: {error!r:.500}")
 
 
-Act = Callable[[], Awaitable[str]]
+Action = Callable[[], Awaitable[str]]
 
 
 @dataclass
-class _Member:
-    """One client. Every act returns how it ended, and raises where that may not be."""
+class _SoakClient:
+    """One client. Every action returns its outcome, and raises if the outcome is not allowed."""
 
-    crowd: Crowd
+    load: SoakLoad
     http: httpx.AsyncClient
     client: AsyncClient
     channel: grpc.aio.Channel
     rng: random.Random
 
-    def acts(self) -> dict[str, tuple[float, Act]]:
-        """With how often they are done."""
-        rude = Rude(self.crowd.port, self.rng)
+    def actions(self) -> dict[str, tuple[float, Action]]:
+        """Return all actions by kind, with their weights."""
+        faulty = FaultyClient(self.load.port, self.rng)
         return {
             "known request": (30, self.known),
-            "stream left": (14, lambda: rude.leave(self._body() | {"stream": True, "max_tokens": 400})),
-            "request left": (6, lambda: rude.leave(self._body() | {"stream": False, "max_tokens": 400})),
-            "half a request": (6, lambda: rude.half(self._body())),
-            "slow reader": (1, rude.read_slowly),
+            "stream left": (14, lambda: faulty.leave(self._body() | {"stream": True, "max_tokens": 400})),
+            "request left": (6, lambda: faulty.leave(self._body() | {"stream": False, "max_tokens": 400})),
+            "half a request": (6, lambda: faulty.half(self._body())),
+            "slow reader": (1, faulty.read_slowly),
             "mistake": (10, self.mistake),
             "deadline": (7, self.deadline),
             "chat": (6, self.chat),
@@ -126,17 +126,17 @@ class _Member:
             "gRPC, left": (6, self.grpc_left),
             "gRPC, deadline": (3, self.grpc_deadline),
             "gRPC, hostile": (3, self.grpc_hostile),
-            "look": (5, self.look),
+            "GET": (5, self.get),
         }
 
     def _body(self) -> dict[str, Any]:
-        return self.rng.choice(self.crowd.requests)
+        return self.rng.choice(self.load.requests)
 
     async def known(self) -> str:
-        number = self.rng.randrange(len(self.crowd.requests))
-        tokens = await tokens_of(self.http, self.crowd.requests[number])
-        if tokens != self.crowd.expected[number]:
-            return "a close call" if await note_difference(self.crowd, number, tokens) else "different"
+        number = self.rng.randrange(len(self.load.requests))
+        tokens = await tokens_of(self.http, self.load.requests[number])
+        if tokens != self.load.expected[number]:
+            return "a close call" if await note_difference(self.load, number, tokens) else "different"
         return "the same tokens"
 
     async def mistake(self) -> str:
@@ -145,7 +145,7 @@ class _Member:
         return _is(answer, status)
 
     async def deadline(self) -> str:
-        """Mostly too short."""
+        """Send a request with a deadline that is mostly too short."""
         body = self._body() | {"max_tokens": 300}
         seconds = self.rng.choice((0.001, 0.05, 0.3, 1.0))
         answer = await self.http.post(COMPLETIONS, json=body, headers={"x-request-timeout": str(seconds)})
@@ -157,7 +157,7 @@ class _Member:
         body = CONVERSATION | {"max_tokens": self.rng.randint(1, 120), "seed": 1, "stream": self.rng.random() < 0.5}
         answer = await self.http.post(CHAT, json=body | ({"response_format": FORMAT} if self.rng.random() < 0.3 else {}))
         if body["stream"] and not answer.text.endswith("data: [DONE]\n\n"):
-            raise Unexpected(answer.text[-200:])
+            raise UnexpectedResponseError(answer.text[-200:])
         return _is(answer, 200)
 
     async def several(self) -> str:
@@ -166,21 +166,21 @@ class _Member:
         status = _is(answer, 200)
         choices = answer.json()["choices"]
         if len(choices) != 2 * body["n"] or {choice["finish_reason"] for choice in choices} - ENDED:
-            raise Unexpected(answer.text[:200])
+            raise UnexpectedResponseError(answer.text[:200])
         return status
 
-    async def look(self) -> str:
-        place = self.rng.choice((*LOOKS, "/tokenize", "metrics"))
-        if place == "metrics":
-            return _is(await self.http.get(self.crowd.metrics), 200)
-        if place == "/tokenize":
-            return _is(await self.http.post(place, json={"prompt": "What news?"}), 200)
-        return _is(await self.http.get(place), 200)
+    async def get(self) -> str:
+        path = self.rng.choice((*GET_PATHS, "/tokenize", "metrics"))
+        if path == "metrics":
+            return _is(await self.http.get(self.load.metrics), 200)
+        if path == "/tokenize":
+            return _is(await self.http.post(path, json={"prompt": "What news?"}), 200)
+        return _is(await self.http.get(path), 200)
 
     async def grpc_whole(self) -> str:
         pieces = [piece async for piece in self.client.generate("ROMEO:", max_tokens=60, n=2, seed=3, ignore_eos=True)]
         if sum(len(piece.token_ids) for piece in pieces) != 120:
-            raise Unexpected(f"{pieces[-2:]}")
+            raise UnexpectedResponseError(f"{pieces[-2:]}")
         return "whole"
 
     async def grpc_left(self) -> str:
@@ -202,9 +202,9 @@ class _Member:
         return "whole"
 
     async def grpc_hostile(self) -> str:
-        code, said = await end_of(self.channel, self.rng.choice(METHODS), self.rng.choice(HOSTILE), 60)
+        code, details = await end_of(self.channel, self.rng.choice(METHODS), self.rng.choice(HOSTILE), 60)
         if code not in {*REFUSALS, grpc.StatusCode.OK}:
-            raise Unexpected(f"{code}: {said}")
+            raise UnexpectedResponseError(f"{code}: {details}")
         return code.name
 
 
@@ -213,6 +213,6 @@ HOSTILE = tuple(hostile_messages())
 
 def _is(answer: httpx.Response, status: int) -> str:
     if answer.status_code != status:
-        asked = f"{answer.request.method} {answer.request.url.path}"
-        raise Unexpected(f"{asked}: {answer.status_code}, not {status}: {answer.text[:300]}")
+        request = f"{answer.request.method} {answer.request.url.path}"
+        raise UnexpectedResponseError(f"{request}: {answer.status_code}, not {status}: {answer.text[:300]}")
     return str(status)

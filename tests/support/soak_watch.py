@@ -1,4 +1,4 @@
-"""What a running application holds: looked at again and again, and compared."""
+"""Samples of the resources that a running application holds, and their comparison."""
 
 import os
 import statistics
@@ -11,18 +11,18 @@ from typing import Any
 import psutil
 import ray
 from ray._private.internal_api import node_stats
-from serve_cluster import calls_of_proxy, ingress_stats, leftovers, router_stats
+from serve_cluster import ingress_stats, leftovers, num_proxy_calls, router_stats
 
 MIB = 2**20
-PASSING = ("ray::IDLE",)  # processes that Ray keeps ready, and ends when they are not needed
-MORE_DESCRIPTORS, MORE_THREADS = 2, 4  # than before; pools of threads and of connections grow to their size late
-MORE_MIB = 5.0  # in the second half: heaps find their size before, a leak goes on
-MORE_TASKS = 2  # of asyncio, in a replica: Ray Serve's own come and go
+TRANSIENT = ("ray::IDLE",)  # processes that Ray keeps in reserve, and ends when they are not needed
+MAX_MORE_DESCRIPTORS, MAX_MORE_THREADS = 2, 4  # pools of threads and of connections reach their size late
+MAX_MORE_MIB = 5.0  # in the second half: heaps reach their size in the first half, a leak continues
+MAX_MORE_TASKS = 2  # asyncio tasks of a replica: the number of Ray Serve's own varies
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Memory is what it has for itself, in MiB: not the object store, nor files that it has mapped."""
+    """A process. Memory is its private memory in MiB, without the object store and mapped files."""
 
     role: str
     memory: float
@@ -32,7 +32,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """``held`` is what the application says that it holds."""
+    """All processes by PID. ``held`` are the resources that the application reports."""
 
     at: float
     processes: dict[int, Process]
@@ -42,13 +42,13 @@ class Sample:
         return sum(getattr(process, what) for process in self.processes.values())
 
 
-def take() -> Sample:
-    """Of the cluster that this process has started, whatever else runs on the machine."""
+def take_sample() -> Sample:
+    """Take a sample of the cluster that this process has started; other processes of the machine are not included."""
     return Sample(time.monotonic(), dict(_processes()), _held())
 
 
 def quietest(samples: Sequence[Sample]) -> Sample:
-    """Of some that were taken while nothing went on, with the least that was seen of each process."""
+    """Merge samples of an idle application: the minimum of each process."""
     last = samples[-1]
     found = {pid: [sample.processes[pid] for sample in samples if pid in sample.processes] for pid in last.processes}
     least = {
@@ -67,7 +67,7 @@ def _processes() -> Iterable[tuple[int, Process]]:
 
 
 def _role(process: psutil.Process) -> str:
-    """An actor without the method that it is at; a program or a script of Ray's by its name."""
+    """Return an actor's title without its current method, or the name of another program or Ray script."""
     words = process.cmdline()
     if words and words[0].startswith("ray::"):
         return words[0].split()[0].split(".")[0]
@@ -78,46 +78,46 @@ def _role(process: psutil.Process) -> str:
 def _held() -> dict[str, Any]:
     node = ray.nodes()[0]
     store = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], include_memory_info=False).store_stats
-    routers, door = router_stats(stages=False), ingress_stats()
+    routers, ingress = router_stats(stages=False), ingress_stats()
     return {
         "actors and groups": sorted(leftovers()),
         "pages": sum(router["pages_held"] for router in routers),
         "sequences": sum(router["sequences"] + router["waiting"] for router in routers),
-        "router's requests": sum(router["requests"] for router in routers),
-        "door's requests": door["requests"],
-        "proxy's calls": calls_of_proxy(),
-        "tasks of routers": sum(router["tasks"] for router in routers),
-        "tasks of the door": door["tasks"],
-        "epochs": [router["epoch"] for router in routers],  # another one: something failed, and the stages were fenced anew
+        "router requests": sum(router["requests"] for router in routers),
+        "ingress requests": ingress["requests"],
+        "proxy calls": num_proxy_calls(),
+        "router tasks": sum(router["tasks"] for router in routers),
+        "ingress tasks": ingress["tasks"],
+        "epochs": [router["epoch"] for router in routers],  # a different epoch means a failure and a new fence
         "store MiB": round(store.object_store_bytes_used / MIB, 1),
         "objects in the store": store.num_local_objects,
     }
 
 
-def is_quiet(held: dict[str, Any]) -> bool:
-    return not any(held[name] for name in ("pages", "sequences", "router's requests", "door's requests", "proxy's calls"))
+def is_idle(held: dict[str, Any]) -> bool:
+    return not any(held[name] for name in ("pages", "sequences", "router requests", "ingress requests", "proxy calls"))
 
 
-def not_back(before: Sample, half_way: Sample, after: Sample) -> list[str]:
-    """What of three quiet looks is not as it was at first; of memory, as it was half way."""
-    equal = ("actors and groups", "epochs", "pages", "sequences", "router's requests", "door's requests", "proxy's calls")
+def list_leaks(before: Sample, half_way: Sample, after: Sample) -> list[str]:
+    """Compare the last of three idle samples with the first; memory is compared with the second."""
+    equal = ("actors and groups", "epochs", "pages", "sequences", "router requests", "ingress requests", "proxy calls")
     equal += ("objects in the store",)
     problems = [
         f"{name}: {before.held[name]}, then {after.held[name]}" for name in equal if before.held[name] != after.held[name]
     ]
-    for name in ("tasks of routers", "tasks of the door"):
-        problems += _more(name, before.held[name], after.held[name], MORE_TASKS)
+    for name in ("router tasks", "ingress tasks"):
+        problems += _more(name, before.held[name], after.held[name], MAX_MORE_TASKS)
     for pid in sorted(before.processes.keys() | after.processes.keys()):
         old, new = before.processes.get(pid), after.processes.get(pid)
         if old is None or new is None:
             role = (old or new or Process("", 0, 0, 0)).role
-            if role not in PASSING:
+            if role not in TRANSIENT:
                 problems.append(f"{role} ({pid}) {'is gone' if new is None else 'is new'}")
             continue
-        problems += _more(f"{new.role} ({pid}), descriptors", old.descriptors, new.descriptors, MORE_DESCRIPTORS)
-        problems += _more(f"{new.role} ({pid}), threads", old.threads, new.threads, MORE_THREADS)
+        problems += _more(f"{new.role} ({pid}), descriptors", old.descriptors, new.descriptors, MAX_MORE_DESCRIPTORS)
+        problems += _more(f"{new.role} ({pid}), threads", old.threads, new.threads, MAX_MORE_THREADS)
         memory = half_way.processes.get(pid, old).memory
-        problems += _more(f"{new.role} ({pid}), MiB since half way", memory, new.memory, MORE_MIB)
+        problems += _more(f"{new.role} ({pid}), MiB since half way", memory, new.memory, MAX_MORE_MIB)
     return problems
 
 
@@ -126,7 +126,7 @@ def _more(what: str, old: float, new: float, slack: float) -> list[str]:
 
 
 def slope_per_hour(samples: Sequence[Sample], pid: int) -> float:
-    """MiB that a process grows in an hour, by the line that fits best; 0 where there are too few samples for one."""
+    """Return a process's growth in MiB per hour by linear regression, or 0 with fewer than three samples."""
     points = [(sample.at / 3600, sample.processes[pid].memory) for sample in samples if pid in sample.processes]
     if len(points) < 3:
         return 0.0

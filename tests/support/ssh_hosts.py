@@ -1,4 +1,4 @@
-"""Machines that one logs into: hosts of namespaces, each with a home, a /tmp and processes of its own, and sshd."""
+"""Hosts (namespaces of this machine) with sshd, each with its own home, /tmp and processes."""
 
 import os
 import shutil
@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from hosts import Host, Network, network, why_impossible
+from hosts import Host, Network, namespaces_unavailable_reason, network
 
-HOME = "/run/home"  # of root on these hosts: the machine's own home may have the interpreter in it
+HOME = "/run/home"  # of root on these hosts: the machine's own home may contain the interpreter
 PASSWD = f"root:x:0:0:root:{HOME}:/bin/bash\nsshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n"
 SSHD = "/usr/sbin/sshd"
 SSHD_SETTINGS = f"""HostKey {HOME}/host_key
@@ -23,7 +23,7 @@ UsePAM no
 StrictModes no
 PidFile none
 """
-# Ray's command of the environment that the file for ray up has made there: the dependencies, and so their commands, are lent.
+# Ray's command in the environment that ``ray up`` creates there: dependencies are links, so their commands are not installed.
 RAY = f"""#!/bin/sh
 exec {HOME}/tramontane/bin/python -c 'from ray.scripts.scripts import main; main()' "$@"
 """
@@ -31,7 +31,7 @@ exec {HOME}/tramontane/bin/python -c 'from ray.scripts.scripts import main; main
 
 @dataclass(frozen=True, slots=True)
 class SshHost:
-    """``home`` is its home as it is seen from here, ``environment`` that of what is started there from here."""
+    """``home`` is its home as a path of this machine; ``environment`` is that of processes which this machine starts there."""
 
     host: Host
     folder: Path
@@ -46,39 +46,39 @@ class SshHost:
             self.host.start(SSHD, "-D", "-e", env=self.environment, stdout=log, stderr=log)
 
     def lose(self) -> None:
-        """As if its power had gone: whoever talks with it is not told."""
+        """Lose the host as in a power failure: its link is dropped without notice, and its processes are killed."""
         self.host.drop_link()
         own = os.readlink(f"/proc/{self.host.first_pid}/ns/pid")
         while self.running():
-            for process in self.host.processes():  # among them also what keeps its first process, from outside
+            for process in self.host.processes():  # these include the parent of its first process, outside of the host
                 with suppress(OSError):
                     if process.pid != self.host.first_pid and os.readlink(f"/proc/{process.pid}/ns/pid") == own:
                         os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.1)
 
     def bring_back(self) -> None:
-        """As after a boot: nothing of it runs but sshd."""
+        """Return the host as after a boot: only sshd runs."""
         shutil.rmtree(self.folder / "tmp" / "ray", ignore_errors=True)
         self.host.restore_link()
         self.start_sshd()
 
     def running(self) -> list[str]:
-        """The names of what runs there, but for what keeps the host, and for sshd."""
+        """Return the names of the host's processes, without sshd and the first process."""
         return sorted(line for line in self.host.run("ps", "-e", "-o", "comm=").split() if line not in ("bash", "sshd", "ps"))
 
 
-def why_no_ssh() -> str:
-    """Why this machine does not permit it; nothing if it does."""
+def ssh_unavailable_reason() -> str:
+    """Return why such hosts are not available on this machine; empty if they are."""
     if missing := [tool for tool in ("sshd", "ssh", "ssh-keygen", "rsync") if shutil.which(tool, path=_path()) is None]:
         return f"missing: {', '.join(missing)} (openssh-server, rsync)"
     if any(Path(prefix).is_relative_to(folder) for prefix in (sys.prefix, sys.base_prefix) for folder in ("/tmp", "/run")):
         return "the interpreter is in /tmp or /run, of which hosts have their own"
-    return why_impossible()
+    return namespaces_unavailable_reason()
 
 
 @contextmanager
 def ssh_hosts(folder: Path, number: int) -> Iterator[list[SshHost]]:
-    """So many with sshd, and one more, without: whoever logs into them, with the key that they know."""
+    """Start ``number`` hosts with sshd and one without: the client, which has the key for the others."""
     for name in ("key", "host_key"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
     _lend_dependencies(folder / "dependencies")
@@ -111,7 +111,7 @@ def _ssh_host(switch: Network, folder: Path, name: str) -> SshHost:
 
 
 def _lend_dependencies(folder: Path) -> None:
-    """Links to what is installed here, all but Tramontane itself: no host has a way to an index of packages."""
+    """Link the packages installed here, except Tramontane: the hosts cannot reach a package index."""
     folder.mkdir()
     for home in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(home).iterdir():

@@ -1,4 +1,4 @@
-"""Prompts through real stages, chunk by chunk as a test wants them, with the logits of every position."""
+"""Prompts through real stages in chunks that a test chooses, with the logits of every position."""
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -22,7 +22,7 @@ SAMPLING = SamplingParams(temperature=0.0)
 
 
 def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantization | None = None) -> Tensor:
-    """Logits [T, V] after every token of a text, by a checkpoint in one stage and one step."""
+    """Return the logits [T, V] after every token of a text, from a checkpoint in one stage and one step."""
     args = read_model_args(folder)
     plan = make_plan(args, PlanRequest((StageBudget(2**30),), dtype, args.max_seq_len, 1, 16, quantize=quantize))
     return Driver(plan, [StageWorker.load(plan.stages[0], folder)]).run([list(ids)], [[len(ids)]])[0]
@@ -34,7 +34,7 @@ def keep_hidden(model: StageModel, into: list[Tensor]) -> None:
 
 
 class Driver:
-    """Prompts through real stages, step after step; keeps the hidden states of all rows, not only the sampled ones."""
+    """Runs prompts through real stages and keeps the hidden states of all rows, not only of the sampled ones."""
 
     def __init__(self, plan: PipelinePlan, workers: list[StageWorker]) -> None:
         self.plan, self.workers = plan, workers
@@ -44,25 +44,25 @@ class Driver:
             worker.fence(0)
 
     def run(self, prompts: Seq[list[int]], cuts: Seq[list[int]]) -> list[Tensor]:
-        """Logits [T, V] of every prompt; step i packs the i-th chunk of each."""
-        ledger = PageAllocator(self.plan.cache)
+        """Return the logits [T, V] of every prompt. Step i has the i-th chunk of each."""
+        allocator = PageAllocator(self.plan.cache)
         sequences = [Sequence(i, tuple(p), SAMPLING, max_len=len(p) + 1) for i, p in enumerate(prompts)]
-        assert all(map(ledger.reserve_for_admission, sequences))
+        assert all(map(allocator.reserve_for_admission, sequences))
         logits: list[list[Tensor]] = [[] for _ in prompts]
         for step in range(max(map(len, cuts))):
-            going = [(s, cut[step]) for s, cut in zip(sequences, cuts, strict=True) if step < len(cut)]
-            chunks = [self._chunk(ledger, sequence, n) for sequence, n in going]
+            sizes = [(s, cut[step]) for s, cut in zip(sequences, cuts, strict=True) if step < len(cut)]
+            chunks = [self._chunk(allocator, sequence, n) for sequence, n in sizes]
             chunks.sort(key=lambda chunk: chunk.num_tokens == 1)
             rows = self._step(MicroBatch(0, step, tuple(chunks))).split([chunk.num_tokens for chunk in chunks])
             for chunk, chunk_logits in zip(chunks, rows, strict=True):
                 logits[chunk.seq_id].append(chunk_logits)
         return [torch.cat(parts) for parts in logits]
 
-    def _chunk(self, ledger: PageAllocator, sequence: Sequence, num_tokens: int) -> Chunk:
+    def _chunk(self, allocator: PageAllocator, sequence: Sequence, num_tokens: int) -> Chunk:
         start, end = sequence.num_dispatched, sequence.num_dispatched + num_tokens
         sequence.num_dispatched = end
         sampling = SAMPLING if start == 0 else None
-        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), ledger.allocate(sequence, end), sampling, False)
+        return Chunk(sequence.seq_id, start, sequence.known_ids(start, end), allocator.allocate(sequence, end), sampling, False)
 
     def _step(self, batch: MicroBatch) -> Tensor:
         activation: Activation | None = None

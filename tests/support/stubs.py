@@ -1,4 +1,4 @@
-"""Makes the stubs of ``proto/inference.proto``: ``python tests/support/stubs.py`` writes them there, as ``make proto`` does."""
+"""Generator of the stubs of ``proto/inference.proto``: ``python tests/support/stubs.py`` (``make proto``) writes them."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ PROTO = Path(__file__).parents[2] / "proto"
 
 
 def generated() -> dict[str, str]:
-    """By file name. Their imports read ``tramontane.proto``, because protoc is told that the file lies there."""
+    """Return the stubs by file name. They import ``tramontane.proto`` because of the path that is passed to protoc."""
     with TemporaryDirectory() as folder:
         kinds = [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
         path = "tramontane/proto/inference.proto"

@@ -1,4 +1,4 @@
-"""Tiny random models for tests: their geometry, their checkpoints, and workers that run them."""
+"""Tiny random models for tests: geometry, checkpoints, and workers that run them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def tiny_args(
 
 
 def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
-    """The whole model in float32, with weights large enough that its logits differ clearly."""
+    """Return a complete model in float32, with weights large enough that its logits differ clearly."""
     generator = torch.Generator().manual_seed(seed)
     model = StageModel(args, range(args.n_layers))
     for name, parameter in model.named_parameters():
@@ -74,7 +74,7 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
 def split_model(
     whole: StageModel, plan: PipelinePlan, read_pieces: LoadVocabulary = tuple, backend: DeviceBackend | None = None
 ) -> list[StageWorker]:
-    """Stages that share the whole model's weights."""
+    """Return stages that share the complete model's weights."""
     workers = []
     state = whole.state_dict()
     for stage in plan.stages:
@@ -86,7 +86,7 @@ def split_model(
 
 
 def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> StageModel:
-    """The same model, whose experts lie together."""
+    """Return the model with its experts contiguous in memory."""
     args = model.args
     places = allocate_contiguous(stage_tensors(args, model.global_layers), dtype, "cpu")
     state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
@@ -100,18 +100,18 @@ def experts_together(model: StageModel, dtype: torch.dtype = torch.float32) -> S
 
 
 def groups_of(sizes: Sequence[int]) -> ExpertPermutation:
-    """As many rows for each expert."""
+    """Return a permutation with these numbers of rows per expert."""
     expert_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     return ExpertPermutation.of(expert_ids[:, None], len(sizes))
 
 
 def loaded_state(worker: StageWorker) -> dict[str, torch.Tensor]:
-    """What a stage has read, by parameter."""
+    """Return a stage's weights by parameter name, in plain order."""
     return unpacked(worker.model.state_dict())
 
 
 def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Packed weights in plain order again."""
+    """Return the weights with prepacked ones in plain order."""
     return {name: tensor.to_dense() if tensor.is_mkldnn else tensor for name, tensor in state.items()}
 
 
@@ -127,7 +127,7 @@ def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num
 
 
 def write_checkpoint(folder: Path, args: ModelArgs, model: StageModel | None = None) -> Path:
-    """A checkpoint in the Hugging Face layout (without a tokenizer); random weights if no model is given."""
+    """Write a checkpoint in the Hugging Face layout, without a tokenizer; with random weights if no model is given."""
     state = (model or random_model(args)).state_dict()
     tensors = {s.name: state[s.parameter][s.rows].clone() for s in stage_tensors(args, range(args.n_layers))}
     folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ SAMPLE = "The quick brown fox jumps over the lazy dog.\nIt was the best of times
 
 
 def write_tokenizer(folder: Path, vocab_size: int = 300) -> Path:
-    """A SentencePiece model with few pieces, so that most characters fall back to bytes."""
+    """Train a SentencePiece model with few pieces, so that most characters fall back to bytes."""
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(SAMPLE.splitlines() * 20),
         model_prefix=str(folder / "tokenizer"),

@@ -1,4 +1,4 @@
-"""A tokenizer whose pieces a test chooses: its first id is 0, and its text is all of them in order."""
+"""A tokenizer with pieces that a test chooses; ``ids`` are the ids of all pieces in order, from 0."""
 
 from collections.abc import Sequence
 

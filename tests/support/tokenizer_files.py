@@ -1,4 +1,4 @@
-"""Tokenizer files as they are published: Mistral's own come with mistral-common, Hugging Face's are made of those."""
+"""Published tokenizer files: Mistral's come with mistral-common; Hugging Face's are converted from those."""
 
 import json
 from functools import cache
@@ -52,7 +52,7 @@ AWKWARD = [
 
 
 def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
-    """The published tekken.json with fewer pieces, because the whole takes seconds to read and to convert."""
+    """Write the published tekken.json with fewer pieces: the complete file takes seconds to read and to convert."""
     data = json.loads(TEKKEN.read_text(encoding="utf-8"))
     data["vocab"] = data["vocab"][:num_pieces]
     data["config"] |= {
@@ -65,7 +65,7 @@ def small_tekken(folder: Path, num_pieces: int = 6000) -> Path:
 
 
 def json_of_sentencepiece(path: Path) -> dict[str, Any]:
-    """As Mistral 7B's tokenizer.json is written: a space put before, bytes where there is no piece."""
+    """Return a tokenizer.json like Mistral 7B's: with a space prepended, and byte fallback."""
     written: dict[str, Any] = json.loads(_json_of_sentencepiece(path))
     return written
 
@@ -88,7 +88,7 @@ def _json_of_sentencepiece(path: Path) -> str:
 
 
 def json_of_tekken(path: Path) -> dict[str, Any]:
-    """As Mistral Nemo's tokenizer.json is written: bytes in GPT-2's alphabet."""
+    """Return a tokenizer.json like Mistral Nemo's: bytes in GPT-2's alphabet."""
     backend = MistralConverter(vocab_file=str(path), add_prefix_space=False).converted()
     backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     written: dict[str, Any] = json.loads(backend.to_str())

@@ -14,7 +14,7 @@ import httpx
 import pytest
 import ray
 from expert_kills import kill_under_load
-from harness import GREEDY, PROMPTS, placed, run_prompts, scheduler_for
+from harness import GREEDY, PROMPTS, run_prompts, running_chain, scheduler_for
 from local_expert_actors import expert_plan, without_experts
 from reference import Expected, assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
@@ -72,7 +72,7 @@ def _pipeline(
     plan = without_experts(tiny_plan(ARGS, num_stages), expert_plan(ARGS, num_actors, replicas))
     name = f"test-{num_stages}-{num_actors}-{replicas}-{link}"
     spec = PipelineSpec(name, plan, folder, threads_per_stage=1, use_gpus=False, link=link, ping_pong=2)
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         yield spec, chain
 
 
@@ -160,7 +160,7 @@ def test_experts_move_while_requests_run_and_stay_moved_when_an_actor_dies(folde
     expected = {tuple(prompt): answer for prompt, answer in zip(CHOSEN, _expected(), strict=True)}
     plan = without_experts(tiny_plan(ARGS, 2), first)
     spec = PipelineSpec("test-moves", plan, folder, threads_per_stage=1, use_gpus=False, link="direct", ping_pong=2)
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
 
         def move(number: int) -> None:
             if number == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from serve_cluster import URL, complete, events, served, wait_until_idle
+from serve_cluster import URL, complete, events, running_application, wait_until_idle
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
@@ -26,7 +26,7 @@ BODY = {"prompt": "ROMEO:", "max_tokens": 40, "ignore_eos": True, "temperature":
 def _app() -> Iterator[None]:
     with (
         local_ray_cluster(num_cpus=3),
-        served(dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True),
+        running_application(dtype="float32", stages=1, threads_per_stage=1, expert_actors=2, move_experts=True),
     ):
         yield
 

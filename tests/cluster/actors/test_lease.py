@@ -16,7 +16,7 @@ import harness
 import psutil
 import pytest
 import ray
-from harness import GREEDY, placed, random_ids, run_prompts, scheduler_for
+from harness import GREEDY, random_ids, run_prompts, running_chain, scheduler_for
 from hypothesis import given
 from hypothesis import strategies as st
 from ray.actor import ActorHandle
@@ -147,7 +147,7 @@ def _health(spec: PipelineSpec) -> list[StageHealth]:
 def test_of_two_routers_only_the_last_that_was_fenced_gets_steps_through(spec: PipelineSpec) -> None:
     """The first believes in its lease until stages refuse its steps; then the supervisor does not let it fence them again."""
     supervisor = create_supervisor(spec)
-    with placed(spec) as first:
+    with running_chain(spec) as first:
         asyncio.run(run_prompts(first, scheduler_for(spec.plan), PROMPTS))
         old = [health.epoch for health in _health(spec)]
 
@@ -178,7 +178,7 @@ async def _claim(supervisor: object, holder: str) -> None:
 
 @pytest.mark.ray
 def test_a_pipeline_that_is_driven_is_not_touched(spec: PipelineSpec) -> None:
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         before = _health(spec)
 
         async def intrude() -> None:
@@ -317,7 +317,7 @@ def test_a_router_that_waits_for_room_takes_a_pipeline_that_becomes_free(spec: P
 @pytest.mark.ray
 def test_a_supervisor_that_was_killed_still_knows_who_drives(spec: PipelineSpec) -> None:
     """It reads the lease back from the stages; an impostor is refused before and after."""
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
         holder = _health(spec)[0].holder
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
@@ -418,7 +418,7 @@ def _actors_of(spec: PipelineSpec) -> list[str]:
 @pytest.mark.ray
 def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineSpec) -> None:
     """Its router would wait forever for steps that no stage computes."""
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
         _kill(ray.get_actor(spec.stage_name(1), NAMESPACE), spec.stage_name(1), NAMESPACE)
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
@@ -429,8 +429,14 @@ def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineS
 @pytest.mark.ray
 def test_a_stage_that_finds_another_checkpoint_names_its_node(spec: PipelineSpec) -> None:
     wrong = replace(spec, fingerprint=(("config.json", "0" * 64),))
-    with pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file"), placed(wrong):
+    with (
+        pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*config.json differs from the same file"),
+        running_chain(wrong),
+    ):
         pass
     missing = replace(spec, fingerprint=(("model-00002.safetensors", "0" * 64),))
-    with pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"), placed(missing):
+    with (
+        pytest.raises(CheckpointError, match=r"on node [\d.]+ \(.+\): .*model-00002.safetensors is missing"),
+        running_chain(missing),
+    ):
         pass

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from batch_jobs import Place, place_in, requests
+from batch_jobs import BatchHarness, new_batch_harness, requests
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -61,7 +61,7 @@ class Unreliable:
 
 
 @contextmanager
-def _server(place: Place, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
+def _server(place: BatchHarness, runs: bool, key: str | None = None) -> Iterator[tuple[str, Unreliable]]:
     """Its URL. In a thread with an event loop of its own, where a runner works too."""
     service = place.service()
     app = Unreliable(Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS), key=key)
@@ -109,7 +109,7 @@ def tramontane(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 def test_a_job_from_its_file_to_its_results_over_a_bad_line(tmp_path: Path, tramontane: Callable[..., str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(1200))
     output = tmp_path / "out.jsonl"
-    with _server(place_in(tmp_path), runs=True) as (url, server):
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, server):
         server.tears += [("POST /v1/files", 0), ("POST /v1/batches", 0), ("GET /v1/batches", 1)]
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         assert json.loads(tramontane("list", "--url", url, "--json"))[0]["id"] == job_id
@@ -127,7 +127,7 @@ def test_a_job_from_its_file_to_its_results_over_a_bad_line(tmp_path: Path, tram
 
 def test_what_an_earlier_command_got_is_kept(tmp_path: Path, tramontane: Callable[..., str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(20))
-    with _server(place_in(tmp_path), runs=True) as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         states = [json.loads(line) for line in tramontane("watch", job_id, "--url", url, "--json").splitlines()]
         assert states[-1]["request_counts"]["completed"] == 20
@@ -140,7 +140,7 @@ def test_what_an_earlier_command_got_is_kept(tmp_path: Path, tramontane: Callabl
 
 def test_cancelling_and_looking(tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    with _server(place_in(tmp_path), runs=False) as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=False) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url, "--any-order").strip()
         assert "validating: 3 lines" in tramontane("status", job_id, "--url", url)
         assert "cancelling: 3 lines, 0 answered, 0 cancelled or with an error" in tramontane("cancel", job_id, "--url", url)
@@ -153,7 +153,7 @@ def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3).replace(b"completions", b"embeddings"))
-    with _server(place_in(tmp_path), runs=False) as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=False) as (url, _):
         why = "none of the 3 lines is a request: line 1: url is"
         complaint = refused("batch", "submit", tmp_path / "in.jsonl", "--url", url)
         assert why in complaint
@@ -170,7 +170,7 @@ def test_results_come_on_standard_output_line_by_line_over_lost_connections(
     tmp_path: Path, tramontane: Callable[..., str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(1200))
-    with _server(place_in(tmp_path), runs=True) as (url, server):
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, server):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         tramontane("watch", job_id, "--url", url)
         server.tears += [("/results", 300), ("/results", 0), ("/results", 500)]
@@ -229,7 +229,7 @@ def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_lef
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    with _server(place_in(tmp_path), runs=True) as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=True) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         (tmp_path / f"out.{job_id}.part").write_bytes(b"{}\n" * 4)
         complaint = refused("batch", "results", job_id, "-o", tmp_path / "out", "--url", url, code=1)
@@ -242,7 +242,7 @@ def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_lef
 def test_a_list_is_not_cut(tmp_path: Path, tramontane: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    with _server(place_in(tmp_path), runs=False) as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=False) as (url, _):
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         tramontane("cancel", job_id, "--url", url)
         rows = [row.split() for row in tramontane("list", "--url", url).splitlines()]
@@ -257,7 +257,7 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
     tmp_path: Path, tramontane: Callable[..., str], refused: Callable[..., str]
 ) -> None:
     (tmp_path / "keys").write_text("# ours\nsesame-and-more-of-it\n")
-    with _server(place_in(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
+    with _server(new_batch_harness(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
         assert json.loads(tramontane("list", "--url", url, "--json", "--api-key-file", tmp_path / "keys")) == []
         complaint = refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
         assert "requires another API key than this; give --api-key-file or --api-key" in complaint

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from http_fuzz import check_error
 from pydantic import SecretStr
-from scripted_token_source import ScriptedSource, client_of, door_of
+from scripted_token_source import ScriptedSource, client_for, http_app_for
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -195,8 +195,8 @@ def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[s
 
     async def scenario() -> None:
         source = ScriptedSource()
-        app = door_of(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
-        async with client_of(app) as client:
+        app = http_app_for(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here, methods=["GET", "POST"])]).app()
+        async with client_for(app) as client:
             headers = [("authorization", value) for value in authorization]
             for method, path in REQUESTS:
                 content = body() if method == "POST" else None
@@ -215,8 +215,8 @@ def test_without_a_key_nothing_answers_and_nothing_is_read(authorization: list[s
 def test_with_a_key_everything_answers() -> None:
     async def scenario() -> None:
         source = ScriptedSource()
-        app = door_of(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here)]).app()
-        async with client_of(app) as client:
+        app = http_app_for(source, keys=_keys(KEY), extra_routes=[Route("/also", _also_here)]).app()
+        async with client_for(app) as client:
             client.headers["authorization"] = f"Bearer {KEY}"
             for path in ("/v1/models", "/experts", "/health", "/also"):
                 assert (await client.get(path)).status_code == 200
@@ -335,7 +335,7 @@ def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
 
 def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
-        async with client_of(door_of(ScriptedSource(), keys=_keys(KEY)).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(), keys=_keys(KEY)).app()) as client:
             client.headers.update(auth_headers(OTHER, None))
             with pytest.raises(ConfigError, match="http://door requires another API key") as refused:
                 raise_if_unauthorized(client, await client.get("/v1/models"))

@@ -9,7 +9,7 @@ import pytest
 from http_fuzz import check_error
 from past_activity import pipeline_data
 from pydantic import SecretStr
-from scripted_token_source import ScriptedSource, client_of, door_of
+from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.activity_endpoint import ACTIVITY_OPERATIONS, ActivityEndpoint
@@ -23,7 +23,7 @@ def _answer(query: str, asked: list[Mapping[str, int]], key: str = "secret") -> 
 
     async def scenario() -> httpx.Response:
         more = {"extra_routes": ActivityEndpoint(ask).routes(), "extra_operations": ACTIVITY_OPERATIONS}
-        async with client_of(door_of(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")]), **more).app()) as client:
             return await client.get("/activity" + query, headers={"authorization": f"Bearer {key}"})
 
     return asyncio.run(scenario())

@@ -10,7 +10,7 @@ import batch_jobs as jobs_in_tests
 import httpx
 import openai
 import pytest
-from batch_jobs import Place, all_results, pieces, place_in, request, requests
+from batch_jobs import BatchHarness, all_results, new_batch_harness, pieces, request, requests
 from http_fuzz import check_error
 from starlette.applications import Starlette
 
@@ -24,8 +24,8 @@ from tramontane.router.batch.store import StoredResult
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path)
+def place(tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path)
     yield place
     place.close()
 
@@ -41,7 +41,7 @@ async def _uploaded(http: httpx.AsyncClient, text: bytes) -> str:
     return file_id
 
 
-def test_the_official_client_lists_more_batches_than_a_page_has(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_official_client_lists_more_batches_than_a_page_has(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs_in_tests, "LIMITS", replace(jobs_in_tests.LIMITS, max_open_jobs=200))
 
     async def scenario() -> None:
@@ -56,7 +56,7 @@ def test_the_official_client_lists_more_batches_than_a_page_has(place: Place, mo
 
 
 @pytest.mark.parametrize("charset", ["unicode_escape", "utf-7", "utf-16-le", "rot13", "undefined", "no-such-thing"])
-def test_a_form_in_another_charset_is_refused(place: Place, charset: str) -> None:
+def test_a_form_in_another_charset_is_refused(place: BatchHarness, charset: str) -> None:
     """Some make names of it that nobody can write down."""
 
     def form(name: bytes) -> bytes:
@@ -79,7 +79,7 @@ def test_a_form_in_another_charset_is_refused(place: Place, charset: str) -> Non
     asyncio.run(scenario())
 
 
-def test_a_file_whose_bytes_are_gone_is_not_there(place: Place) -> None:
+def test_a_file_whose_bytes_are_gone_is_not_there(place: BatchHarness) -> None:
     async def scenario() -> None:
         async with _http(place.service()) as http:
             texts = [b"", b"x" * (2**20 - 5000) + b"\n"]
@@ -95,7 +95,7 @@ def test_a_file_whose_bytes_are_gone_is_not_there(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_a_key_of_another_request_is_refused(place: Place) -> None:
+def test_a_key_of_another_request_is_refused(place: BatchHarness) -> None:
     async def scenario() -> None:
         service = place.service()
         async with _http(service) as http:
@@ -118,7 +118,9 @@ def test_a_key_of_another_request_is_refused(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_results_of_a_job_that_is_removed_meanwhile_do_not_end_as_if_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_a_job_that_is_removed_meanwhile_do_not_end_as_if_whole(
+    place: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Removed after the job was looked up and before its results are, at the second page."""
     monkeypatch.setattr(batch_service, "MAX_RESULTS", 5)
 
@@ -145,7 +147,7 @@ def test_results_of_a_job_that_is_removed_meanwhile_do_not_end_as_if_whole(place
     asyncio.run(scenario())
 
 
-def test_a_stream_of_results_keeps_little_in_memory(place: Place) -> None:
+def test_a_stream_of_results_keeps_little_in_memory(place: BatchHarness) -> None:
     """Its reader may be slow, and there are many."""
 
     async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
+from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 from http_fuzz import check_error
 from postgres import new_database, postgres
 from starlette.applications import Starlette
@@ -52,7 +52,7 @@ NUL_IN_NAME = b"\r\n".join(
 
 @dataclass
 class House:
-    place: Place
+    place: BatchHarness
     service: BatchService
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
@@ -65,8 +65,8 @@ def postgres_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path)
     if request.param == "postgresql":
         place.database = new_database(request.getfixturevalue("postgres_url"))
     yield place
@@ -74,7 +74,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 
 
 @asynccontextmanager
-async def _house(place: Place, keep_s: float | None) -> AsyncIterator[House]:
+async def _house(place: BatchHarness, keep_s: float | None) -> AsyncIterator[House]:
     service = place.service(keep_s=keep_s)
     guard = Middleware(AuthMiddleware, keys=ApiKeys(), sends_id=True)
     app = Starlette(routes=BatchEndpoints(service).routes(), exception_handlers=ERROR_HANDLERS, middleware=[guard])
@@ -83,7 +83,7 @@ async def _house(place: Place, keep_s: float | None) -> AsyncIterator[House]:
         yield House(place, service, http, client)
 
 
-def _in_house(place: Place, scenario: Callable[[House], Awaitable[None]], keep_s: float | None = None) -> None:
+def _in_house(place: BatchHarness, scenario: Callable[[House], Awaitable[None]], keep_s: float | None = None) -> None:
     async def run() -> None:
         async with _house(place, keep_s) as house:
             await scenario(house)
@@ -98,7 +98,7 @@ async def _ended(house: House, batch_id: str) -> Any:  # noqa: ANN401
     return await house.client.batches.retrieve(batch_id)
 
 
-def test_a_batch_from_upload_to_results(place: Place) -> None:
+def test_a_batch_from_upload_to_results(place: BatchHarness) -> None:
     async def scenario(house: House) -> None:
         client = house.client
         file = await client.files.create(file=("in.jsonl", requests(3) + b"nonsense\n"), purpose="batch")
@@ -134,7 +134,7 @@ def test_a_batch_from_upload_to_results(place: Place) -> None:
     _in_house(place, scenario)
 
 
-def test_a_batch_without_one_good_line_has_failed(place: Place) -> None:
+def test_a_batch_without_one_good_line_has_failed(place: BatchHarness) -> None:
     async def scenario(house: House) -> None:
         file = await house.client.files.create(file=("in.jsonl", b"nonsense\n\n" * 2 + b"{}\n" * 30), purpose="batch")
         batch = await house.client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
@@ -164,7 +164,7 @@ def test_a_line_is_refused_as_the_request_would_have_been(tmp_path: Path) -> Non
     async def refuse(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
         raise REFUSALS[body["prompt"]]
 
-    place = place_in(tmp_path)
+    place = new_batch_harness(tmp_path)
 
     async def scenario(house: House) -> None:
         job = await house.service.submit(pieces(requests(len(REFUSALS))), JobOptions())
@@ -192,10 +192,10 @@ def test_when_files_and_ended_batches_are_removed_is_said(tmp_path: Path) -> Non
         assert (await _ended(house, batch.id)).expires_at == now + 600
         assert [each.expires_at async for each in house.client.files.list()] == [now + 600, now + 500]
 
-    _in_house(place_in(tmp_path), scenario, keep_s=500.0)
+    _in_house(new_batch_harness(tmp_path), scenario, keep_s=500.0)
 
 
-def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:
+def test_batches_are_listed_in_pages_and_cancelled(place: BatchHarness) -> None:
     async def scenario(house: House) -> None:
         client = house.client
         file = await client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
@@ -217,7 +217,7 @@ def test_batches_are_listed_in_pages_and_cancelled(place: Place) -> None:
     _in_house(place, scenario)
 
 
-def test_a_request_that_comes_again_is_the_same_batch(place: Place) -> None:
+def test_a_request_that_comes_again_is_the_same_batch(place: BatchHarness) -> None:
     async def scenario(house: House) -> None:
         file = await house.client.files.create(file=("in.jsonl", requests(2)), purpose="batch")
         body = {"input_file_id": file.id, "endpoint": "/v1/completions"}
@@ -228,7 +228,7 @@ def test_a_request_that_comes_again_is_the_same_batch(place: Place) -> None:
     _in_house(place, scenario)
 
 
-def test_what_is_wrong_is_refused_in_openais_shape(place: Place) -> None:
+def test_what_is_wrong_is_refused_in_openais_shape(place: BatchHarness) -> None:
     async def scenario(house: House) -> None:
         good = (await house.client.files.create(file=("in.jsonl", request("a", 1)), purpose="batch")).id
         empty = (await house.client.files.create(file=("in.jsonl", b""), purpose="batch")).id
@@ -297,12 +297,12 @@ def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture
         assert (response.status_code, response.headers["retry-after"]) == (503, "1")
 
     with caplog.at_level(logging.WARNING):
-        _in_house(place_in(tmp_path), scenario)
+        _in_house(new_batch_harness(tmp_path), scenario)
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("request mine failed: the jobs' database cannot be created")
 
 
-def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 1)
 
     async def scenario(house: House) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import place_in
-from scripted_token_source import MAX_BODY, MODEL, ScriptedSource, door_of
+from batch_jobs import new_batch_harness
+from scripted_token_source import MAX_BODY, MODEL, ScriptedSource, http_app_for
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message
@@ -71,7 +71,7 @@ class Refusing(ScriptedSource):
 @pytest.mark.parametrize(("refusal", "status"), [(DrainingError("draining"), 503), (QueueFullError("full", 3), 429)])
 def test_what_would_be_refused_anyway_is_not_even_read(path: str, refusal: TramontaneError, status: int) -> None:
     async def scenario() -> None:
-        sender = await Sender([b"x" * MAX_BODY]).ask(door_of(Refusing(refusal)).app(), path)
+        sender = await Sender([b"x" * MAX_BODY]).ask(http_app_for(Refusing(refusal)).app(), path)
         assert (sender.status, sender.num_received) == (status, 0)
         assert any(name == b"retry-after" for name, _ in sender.sent[0]["headers"])
 
@@ -83,7 +83,7 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 
     async def scenario() -> None:
         bodies, num_refused = BodyLimiter(max_held=200), MODEL.counts.refused["overloaded"]
-        app = door_of(ScriptedSource(), body_limiter=bodies).app()
+        app = http_app_for(ScriptedSource(), body_limiter=bodies).app()
         waiting = Sender([b"x" * 60, b"x" * 40], is_whole=False)
         asking = asyncio.create_task(waiting.ask(app))
         await waiting.waits.wait()
@@ -106,7 +106,7 @@ def test_bodies_that_are_not_whole_have_room_together_and_no_more() -> None:
 def test_a_body_that_stands_still_is_given_up(path: str) -> None:
     async def scenario() -> None:
         bodies = BodyLimiter(progress_timeout_s=0.01)
-        sender = await Sender([ASKED[:9]], is_whole=False).ask(door_of(ScriptedSource(), body_limiter=bodies).app(), path)
+        sender = await Sender([ASKED[:9]], is_whole=False).ask(http_app_for(ScriptedSource(), body_limiter=bodies).app(), path)
         assert (sender.status, sender.error["type"], bodies.num_held) == (408, "invalid_request_error", 0)
         assert "within 0.01 s" in sender.error["message"]
 
@@ -114,7 +114,7 @@ def test_a_body_that_stands_still_is_given_up(path: str) -> None:
 
 
 def test_a_file_that_stands_still_is_given_up(tmp_path: Path) -> None:
-    place = place_in(tmp_path)
+    place = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
         door = BatchEndpoints(place.service(), BodyLimiter(progress_timeout_s=0.01))

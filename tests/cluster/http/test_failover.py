@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from failing_ingress import Client, GoingOn, MortalDoors, answered
-from scripted_chain import TellingChain, no_gate
-from scripted_token_source import ScriptedSource, door_of
+from failing_ingress import Client, FailingIngresses, ResumableSource, post_json
+from scripted_chain import ReportingChain, no_gate
+from scripted_token_source import ScriptedSource, http_app_for
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -78,8 +78,8 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door_relay, "PAUSES_S", (0.0, 0.0, 0.0))
 
 
-def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[FailoverMiddleware, MortalDoors]:  # noqa: ANN401
-    doors = MortalDoors(door_of(source, MODEL, chat=FORMAT).app(), lives)
+def _relayed(source: Any, lives: tuple[int, ...] = ()) -> tuple[FailoverMiddleware, FailingIngresses]:  # noqa: ANN401
+    doors = FailingIngresses(http_app_for(source, MODEL, chat=FORMAT).app(), lives)
     return FailoverMiddleware(doors), doors
 
 
@@ -95,15 +95,15 @@ async def _check(case: str, lives: tuple[int, ...], *, stream: bool) -> int:
     """Returns how many messages an undisturbed answer has."""
     path, token_ids, body = CASES[case]
     body = body | {"stream": True} if stream else {name: body[name] for name in body if name != "stream_options"}
-    immortal, _ = _relayed(GoingOn(token_ids))
-    undisturbed = await answered(immortal, path, body)
-    source = GoingOn(token_ids)
+    immortal, _ = _relayed(ResumableSource(token_ids))
+    undisturbed = await post_json(immortal, path, body)
+    source = ResumableSource(token_ids)
     relay, doors = _relayed(source, lives)
-    client = await answered(relay, path, body)
+    client = await post_json(relay, path, body)
     assert client.is_answered
     assert client.status == undisturbed.status == 200
     assert _without_chance(client.text) == _without_chance(undisturbed.text)
-    assert doors.num_asked == 1 + len(lives)
+    assert doors.num_calls == 1 + len(lives)
     assert len(set(source.seeds)) == 1, "drawn once"
     return len(undisturbed.messages)
 
@@ -136,7 +136,7 @@ def test_a_whole_answer_survives_doors_that_die_before_it_is_there(case: str) ->
     asyncio.run(scenario())
 
 
-class Counting(GoingOn):
+class Counting(ResumableSource):
     """Has no room for whoever is new; the first to come had some. Remembers what it was asked for."""
 
     def __init__(self, token_ids: tuple[int, ...]) -> None:
@@ -162,14 +162,14 @@ def test_a_whole_answer_goes_on_where_its_proxy_knows_it_to_be(case: str, monkey
     body = {name: body[name] for name in body if name != "stream_options"}
 
     async def scenario() -> None:
-        undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
+        undisturbed = await post_json(_relayed(ResumableSource(token_ids))[0], path, body)
         for lives in ((), (1,), (2,), (1, 2), *([(15,), (8, 20)] if case == "tools" else [])):  # where calls are known already
             source = Counting(token_ids)
-            doors = MortalDoors(NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
-            client = await answered(FailoverMiddleware(doors), path, body)
+            doors = FailingIngresses(NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), lives)
+            client = await post_json(FailoverMiddleware(doors), path, body)
             assert (client.status, client.is_answered) == (200, True)
             assert _without_chance(client.text) == _without_chance(undisturbed.text)
-            assert doors.num_asked == len(source.asked) == 1 + len(lives)
+            assert doors.num_calls == len(source.asked) == 1 + len(lives)
             first, *others = [sum(len(spec.output_ids) for spec in specs) for specs in source.asked]
             assert first == 0
             assert all(others), "they begin further on"
@@ -187,15 +187,15 @@ def test_another_model_makes_the_whole_of_an_answer_that_nobody_was_told(
     async def scenario() -> None:
         sources = [Counting(SAYS), Counting(ENDS)]
         apps = [
-            NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", mark)
+            NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", mark)
             for source, mark in zip(sources, "ab", strict=True)
         ]
 
         async def rolled_in(scope: Scope, receive: Receive, send: Send) -> None:
-            await apps[doors.num_asked > 1](scope, receive, send)
+            await apps[doors.num_calls > 1](scope, receive, send)
 
-        doors = MortalDoors(rolled_in, lives)
-        client = await answered(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100})
+        doors = FailingIngresses(rolled_in, lives)
+        client = await post_json(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "max_tokens": 100})
         assert json.loads(client.text)["choices"][0]["text"] == TOKENIZER.decode(ENDS)
         assert [spec.output_ids for spec in sources[1].asked[0]] == [()]
 
@@ -210,7 +210,7 @@ TOLD = {"prompt_logprobs": 0, "logprobs": 0, "return_experts": [3], "return_toke
 @asynccontextmanager
 async def _router() -> AsyncIterator[Router]:
     cache = CachePlan(16, (WindowClass(64, 5, 10),))
-    router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), TellingChain(no_gate))
+    router = Router(Scheduler(cache, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), ReportingChain(no_gate))
     running = asyncio.create_task(router.run())
     yield router
     running.cancel()
@@ -222,8 +222,8 @@ async def _whole(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """As ``_told``, but not streamed."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
-        relay = FailoverMiddleware(MortalDoors(NodeAnnouncer(door_of(router, model).app(), "node", MARK), lives))
-        client = await answered(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **TOLD})
+        relay = FailoverMiddleware(FailingIngresses(NodeAnnouncer(http_app_for(router, model).app(), "node", MARK), lives))
+        client = await post_json(relay, COMPLETIONS, {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "seed": 1, **TOLD})
         choices: list[dict[str, Any]] = json.loads(client.text)["choices"]
         return choices
 
@@ -243,9 +243,9 @@ async def _told(lives: tuple[int, ...]) -> list[dict[str, Any]]:
     """Of each choice all that was told of it, put together; text apart, as the tokens make none."""
     async with _router() as router:
         model = replace(MODEL, vocab_size=1000, num_layers=4, experts_per_token=1)
-        relay = FailoverMiddleware(MortalDoors(door_of(router, model).app(), lives))
+        relay = FailoverMiddleware(FailingIngresses(http_app_for(router, model).app(), lives))
         body = {"prompt": [[7, 8, 9], [9]], "n": 2, "max_tokens": 7, "stream": True, "seed": 1, **TOLD}
-        client = await answered(relay, COMPLETIONS, body)
+        client = await post_json(relay, COMPLETIONS, body)
         assert client.is_answered
         assert client.text.endswith("data: [DONE]\n\n")
         choices: list[dict[str, Any]] = [{} for _ in range(4)]
@@ -288,12 +288,12 @@ def test_log_probabilities_and_experts_are_told_once_by_however_many_doors() -> 
 def test_what_the_first_door_answers_stands(failure: TramontaneError, status: int, stream: bool) -> None:
     async def scenario() -> None:
         relay, doors = _relayed(ScriptedSource(failure=failure))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
-        assert (client.status, client.is_answered, doors.num_asked) == (status, True, 1)
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert (client.status, client.is_answered, doors.num_calls) == (status, True, 1)
         relay, doors = _relayed(ScriptedSource(SAYS, failure, fails_at=2))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
         assert client.is_answered
-        assert (client.text.count("data: "), client.text.count('"error"'), doors.num_asked) == (3, 1, 1)
+        assert (client.text.count("data: "), client.text.count('"error"'), doors.num_calls) == (3, 1, 1)
 
     asyncio.run(scenario())
 
@@ -302,7 +302,7 @@ class Failing:
     """Fails whoever asks from the second time on, ``num_times``; else tokens."""
 
     def __init__(self, failure: TramontaneError, num_times: int) -> None:
-        self._source, self._failure, self._num_times, self._num_asked = GoingOn(SAYS), failure, num_times, 0
+        self._source, self._failure, self._num_times, self._num_asked = ResumableSource(SAYS), failure, num_times, 0
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
         """There always is."""
@@ -320,12 +320,12 @@ class Failing:
 def test_a_door_that_is_to_go_on_is_asked_again_where_it_is_full_or_failing(failure: TramontaneError, stream: bool) -> None:
     async def scenario() -> None:
         relay, doors = _relayed(Failing(failure, 2), (3 if stream else 1,))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
-        assert (client.status, client.is_answered, doors.num_asked) == (200, True, 4)
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        assert (client.status, client.is_answered, doors.num_calls) == (200, True, 4)
         relay, doors = _relayed(Failing(failure, 9), (3 if stream else 1,))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": stream})
         assert client.is_answered
-        assert doors.num_asked == 1 + 3
+        assert doors.num_calls == 1 + 3
         error = {"message": LOST, "type": "server_error", "param": None, "code": "unavailable"}
         assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: ") if stream else client.text) == {"error": error}
         assert client.status == (200 if stream else 503)
@@ -349,12 +349,12 @@ def test_a_door_that_refuses_after_long_has_tried_for_all_others(stream: bool, m
                 async for batch in super().generate(specs):
                     yield batch
 
-        app = NodeAnnouncer(door_of(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
-        doors = MortalDoors(app, (3 if stream else 1,))
-        client = await answered(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "stream": stream})
+        app = NodeAnnouncer(http_app_for(Trying(PipelineError("gone"), 99), MODEL, chat=FORMAT).app(), "node", MARK)
+        doors = FailingIngresses(app, (3 if stream else 1,))
+        client = await post_json(FailoverMiddleware(doors), COMPLETIONS, {"prompt": "Hello", "stream": stream})
         assert client.is_answered
         assert LOST in client.text
-        assert doors.num_asked == 2
+        assert doors.num_calls == 2
 
     asyncio.run(scenario())
 
@@ -366,9 +366,11 @@ def test_an_answer_keeps_its_place_when_its_door_dies(path: str, stream: bool, l
 
     async def scenario() -> None:
         source = Counting(SAYS)
-        relay = FailoverMiddleware(MortalDoors(NodeAnnouncer(door_of(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,)))
+        relay = FailoverMiddleware(
+            FailingIngresses(NodeAnnouncer(http_app_for(source, MODEL, chat=FORMAT).app(), "node", MARK), (life,))
+        )
         body = {"prompt": "Hello"} if path == COMPLETIONS else HELLO
-        client = await answered(relay, path, body | {"stream": stream})
+        client = await post_json(relay, path, body | {"stream": stream})
         assert (client.status, client.is_answered) == (200, True)
         assert [[spec.already_admitted for spec in specs] for specs in source.asked] == [[False], [True]]
 
@@ -382,9 +384,9 @@ def test_who_has_met_a_door_that_was_dead_already_is_new_to_the_next() -> None:
         source = Counting(SAYS)
         source.has_room = False  # somebody else has the room
         relay, doors = _relayed(source, (0,))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello"})
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello"})
         assert source.asked == []
-        assert (client.status, doors.num_asked) == (429, 2)
+        assert (client.status, doors.num_calls) == (429, 2)
 
     asyncio.run(scenario())
 
@@ -394,7 +396,7 @@ def test_the_time_that_a_client_gives_counts_from_its_request_and_not_from_the_n
         loop, later = asyncio.get_running_loop(), 0.0
         now = loop.time
         monkeypatch.setattr(loop, "time", lambda: now() + later)
-        doors = MortalDoors(door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app(), (0,))
+        doors = FailingIngresses(http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app(), (0,))
 
         async def slow(scope: Scope, receive: Receive, send: Send) -> None:
             nonlocal later
@@ -403,9 +405,9 @@ def test_the_time_that_a_client_gives_counts_from_its_request_and_not_from_the_n
 
         body = {"prompt": "Hello"}
         for seconds, status in ((100, 200), (30, 504)):
-            doors.num_asked = 0
-            client = await answered(FailoverMiddleware(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)})
-            assert (client.status, doors.num_asked) == (status, 2)
+            doors.num_calls = 0
+            client = await post_json(FailoverMiddleware(slow), COMPLETIONS, body, {"x-request-timeout": str(seconds)})
+            assert (client.status, doors.num_calls) == (status, 2)
 
     asyncio.run(scenario())
 
@@ -415,18 +417,18 @@ def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool)
     """Ray Serve says that there is no such path."""
 
     async def scenario() -> None:
-        door = door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app()
-        _, doors = _relayed(GoingOn(SAYS), (2 if stream else 0,))
+        door = http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app()
+        _, doors = _relayed(ResumableSource(SAYS), (2 if stream else 0,))
 
         async def no_application(scope: Scope, receive: Receive, send: Send) -> None:
-            is_there = doors.num_asked != 1
-            doors.num_asked += not is_there
+            is_there = doors.num_calls != 1
+            doors.num_calls += not is_there
             await (doors if is_there else PlainTextResponse("not found", 404))(scope, receive, send)
 
         body = {"prompt": "Hello", "stream": stream}
-        client = await answered(FailoverMiddleware(no_application), COMPLETIONS, body)
-        undisturbed = await answered(door, COMPLETIONS, body)
-        assert (client.status, client.is_answered, doors.num_asked) == (200, True, 3)
+        client = await post_json(FailoverMiddleware(no_application), COMPLETIONS, body)
+        undisturbed = await post_json(door, COMPLETIONS, body)
+        assert (client.status, client.is_answered, doors.num_calls) == (200, True, 3)
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
 
     asyncio.run(scenario())
@@ -435,10 +437,10 @@ def test_an_application_that_is_being_deployed_again_is_waited_for(stream: bool)
 def test_what_another_door_refuses_ends_a_stream() -> None:
     async def scenario() -> None:
         relay, doors = _relayed(Failing(PoisonRequestError("no more"), 1), (3,))
-        client = await answered(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
+        client = await post_json(relay, COMPLETIONS, {"prompt": "Hello", "stream": True})
         assert client.is_answered
         assert json.loads(client.text.split("\n\n")[-2].removeprefix("data: "))["error"]["message"] == "no more"
-        assert doors.num_asked == 2
+        assert doors.num_calls == 2
 
     asyncio.run(scenario())
 
@@ -498,7 +500,7 @@ def test_who_has_left_is_not_answered_by_another_door() -> None:
             nonlocal num_asked
             num_asked += 1
             while (await receive())["type"] != "http.disconnect":
-                client.leaves.set()
+                client.disconnects.set()
 
         await client.ask(FailoverMiddleware(as_ray_serve), COMPLETIONS)
         assert (num_asked, client.messages) == (1, [])
@@ -565,8 +567,8 @@ def test_streams_of_others_pass_as_they_are(path: str) -> None:
 
 def test_without_a_relay_a_door_says_nothing_beside_http() -> None:
     async def scenario() -> None:
-        door = door_of(GoingOn(SAYS), MODEL, chat=FORMAT).app()
-        assert (await answered(door, CHAT, HELLO | {"stream": True})).is_answered
+        door = http_app_for(ResumableSource(SAYS), MODEL, chat=FORMAT).app()
+        assert (await post_json(door, CHAT, HELLO | {"stream": True})).is_answered
 
     asyncio.run(scenario())
 
@@ -598,7 +600,7 @@ def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
 
 
-class VanishingDoors(MortalDoors):
+class VanishingDoors(FailingIngresses):
     """Of which nobody is told that one is gone. Each is on a node of its own, named by its number."""
 
     def __init__(self, door: Any, lives: tuple[int, ...]) -> None:  # noqa: ANN401 - an ASGIApp
@@ -629,9 +631,9 @@ def test_an_answer_survives_doors_whose_nodes_vanish(
     body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}
 
     async def scenario() -> None:
-        undisturbed = await answered(_relayed(GoingOn(token_ids))[0], path, body)
-        doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await answered(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
+        undisturbed = await post_json(_relayed(ResumableSource(token_ids))[0], path, body)
+        doors = VanishingDoors(http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives)
+        client = await post_json(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.is_answered
         assert _without_chance(client.text) == _without_chance(undisturbed.text)
         assert doors.num_asked == 1 + len(lives)
@@ -660,7 +662,7 @@ def test_a_door_is_not_given_up_because_another_node_has_died() -> None:
                 loop.call_soon_threadsafe(looked.set)
             return {"other"}
 
-        client = await answered(
+        client = await post_json(
             FailoverMiddleware(NodeAnnouncer(slow, "this", MARK), DeadNodeWatcher(dead)), COMPLETIONS, {"prompt": "Hello"}
         )
         assert client.status == 200
@@ -677,8 +679,8 @@ def test_nodes_that_vanish_are_no_sign_against_an_answer() -> None:
     lives = (0,) * (len(door_relay.PAUSES_S) + 2)
 
     async def scenario() -> None:
-        doors = VanishingDoors(door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), lives)
-        client = await answered(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
+        doors = VanishingDoors(http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), lives)
+        client = await post_json(FailoverMiddleware(doors, DeadNodeWatcher(lambda: doors.dead)), path, body)
         assert client.status == 200
         assert doors.num_asked == 1 + len(lives)
 
@@ -699,7 +701,7 @@ def test_doors_that_were_well_for_some_time_are_replaced_more_often(
         await asyncio.sleep(0.001)
 
     client = asyncio.run(
-        answered(FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello"})
+        post_json(FailoverMiddleware(NodeAnnouncer(dies, "this", MARK), DeadNodeWatcher(set)), COMPLETIONS, {"prompt": "Hello"})
     )
     assert (client.status, num_doors) == (503, num_asked)
 
@@ -709,21 +711,23 @@ def test_another_model_does_not_go_on_with_an_answer_that_has_begun() -> None:
     path, token_ids, body = CASES["stops"]
 
     def models(life: int) -> tuple[ASGIApp, list[str]]:
-        door, asked = door_of(GoingOn(token_ids), MODEL, chat=FORMAT).app(), list[str]()
+        door, asked = http_app_for(ResumableSource(token_ids), MODEL, chat=FORMAT).app(), list[str]()
 
         async def first_old_then_new(scope: Scope, receive: Receive, send: Send) -> None:
             asked.append("old" if not asked else "new")
-            await NodeAnnouncer(MortalDoors(door, (life,) if asked == ["old"] else ()), "this", asked[-1])(scope, receive, send)
+            await NodeAnnouncer(FailingIngresses(door, (life,) if asked == ["old"] else ()), "this", asked[-1])(
+                scope, receive, send
+            )
 
         return first_old_then_new, asked
 
     async def scenario() -> None:
         door, asked = models(life=3)
-        begun = await answered(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
+        begun = await post_json(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
         assert asked == ["old", "new", "new", "new"], "until nobody is left to ask"
         assert "could not take it up again" in begun.text.splitlines()[-2]
         door, asked = models(life=0)
-        fresh = await answered(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
+        fresh = await post_json(FailoverMiddleware(door, DeadNodeWatcher(set)), path, body | {"stream": True})
         assert (asked, fresh.text.splitlines()[-2]) == (["old", "new"], "data: [DONE]")
 
     asyncio.run(scenario())

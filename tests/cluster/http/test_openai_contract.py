@@ -14,7 +14,7 @@ import uvicorn
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from pydantic import BaseModel, SecretStr
-from scripted_token_source import SAID, ScriptedSource, door_of
+from scripted_token_source import SAID, ScriptedSource, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.cluster.config.api_keys import ApiKeys
@@ -66,7 +66,7 @@ def listening() -> Iterator[Server]:
     source = ScriptedSource()
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
-    app = door_of(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
+    app = http_app_for(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

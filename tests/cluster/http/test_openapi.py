@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from scripted_token_source import ScriptedSource, client_of, door_of
+from scripted_token_source import ScriptedSource, client_for, http_app_for
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -60,12 +60,12 @@ EVERYTHING = {
     "extra_routes": [*BatchEndpoints(BATCHES).routes(), *ActivityEndpoint(_activity).routes()],
     "extra_operations": {**BATCH_OPERATIONS, **ACTIVITY_OPERATIONS},
 }
-APP = door_of(ScriptedSource(), **EVERYTHING).app()
+APP = http_app_for(ScriptedSource(), **EVERYTHING).app()
 
 
 def _get(path: str, **settings: object) -> httpx.Response:
     async def scenario() -> httpx.Response:
-        async with client_of(door_of(ScriptedSource(), **settings).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(), **settings).app()) as client:
             client.headers["authorization"] = "Bearer secret"
             return await client.get(path)
 
@@ -163,7 +163,7 @@ def test_hostile_headers_of_an_upload_are_refused(content_type: str, head: str) 
     """None of them says its purpose, so none is a file."""
 
     async def scenario() -> httpx.Response:
-        async with client_of(APP) as client:
+        async with client_for(APP) as client:
             body = f"--x\r\n{head}\r\n\r\na\r\n--x--\r\n"
             return await client.post("/v1/files", content=body.encode("latin-1"), headers={"content-type": content_type})
 
@@ -190,7 +190,7 @@ def test_a_file_and_its_job_are_as_it_says() -> None:
 def test_every_route_is_described() -> None:
     page = _get("/openapi.json", **EVERYTHING).json()
     there = {(method.upper(), path) for path, methods in page["paths"].items() for method in methods}
-    routes = [route for route in door_of(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
+    routes = [route for route in http_app_for(ScriptedSource(), **EVERYTHING).app().routes if isinstance(route, Route)]
     taken = {(method, route.path_format) for route in routes for method in (route.methods or set()) - {"HEAD"}}
     of_the_page = {("GET", "/openapi.json"), *(("GET", route.path) for route in [*docs_routes(), *ui_routes()])}
     assert taken - of_the_page == there

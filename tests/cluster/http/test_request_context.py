@@ -11,7 +11,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 from scripted_chain import Gate, ScriptedChain, no_gate
-from scripted_token_source import CONTEXT, MODEL, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_of, door_of
+from scripted_token_source import CONTEXT, MODEL, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.proto.errors import QueueFullError
@@ -48,7 +48,7 @@ async def _house(gate: Gate, places: int = 1) -> AsyncIterator[tuple[httpx.Async
     )
     running = asyncio.create_task(router.run())
     source: Any = router
-    async with client_of(door_of(source).app()) as client:
+    async with client_for(http_app_for(source).app()) as client:
         yield client, router, chain
     running.cancel()
     with suppress(asyncio.CancelledError):
@@ -128,7 +128,7 @@ def test_whoever_is_in_time_is_answered() -> None:
 def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
     async def scenario() -> None:
         source = ScriptedSource()
-        async with client_of(door_of(source).app()) as client:
+        async with client_for(http_app_for(source).app()) as client:
             for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                 response = await client.post(path, json=body, headers={TIMEOUT: value})
                 assert (response.status_code, response.json()["error"]["param"]) == (400, TIMEOUT)
@@ -142,7 +142,7 @@ def test_what_is_no_number_of_seconds_is_refused(value: str) -> None:
 def test_a_request_says_by_a_number_whose_key_it_came_with() -> None:
     async def scenario(*keys: str) -> list[int]:
         source = ScriptedSource()
-        async with client_of(door_of(source, keys=ApiKeys(map(SecretStr, keys))).app()) as client:
+        async with client_for(http_app_for(source, keys=ApiKeys(map(SecretStr, keys))).app()) as client:
             for key in keys:
                 for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT_BODY)):
                     await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
@@ -170,8 +170,8 @@ def test_what_cannot_wait_is_refused_before_it_is_tokenized(path: str, body: dic
         source = ScriptedSource(failure=QueueFullError("too much waits", 3))
         source.is_known_full = True
         tokenizer = NeverAsked.__new__(NeverAsked)
-        door = door_of(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatAsked())
-        async with client_of(door.app()) as client:
+        door = http_app_for(source, replace(MODEL, tokenizer=tokenizer), chat=NoChatAsked())
+        async with client_for(door.app()) as client:
             response = await client.post(path, json=body)
             assert (response.status_code, response.headers["retry-after"]) == (429, "3")
         assert not source.asked

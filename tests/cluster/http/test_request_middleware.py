@@ -6,7 +6,7 @@ import logging
 import httpx
 import pytest
 from http_fuzz import check_error
-from scripted_token_source import CONTEXT, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_of, door_of
+from scripted_token_source import CONTEXT, TOKENIZER, VOCAB_SIZE, ScriptedSource, client_for, http_app_for
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -25,7 +25,7 @@ BODY = {"model": "tiny", "prompt": "What news?", "max_tokens": 4}
 
 def _get(path: str, id_of_client: bytes | None, source: ScriptedSource | None = None) -> httpx.Response:
     async def scenario() -> httpx.Response:
-        async with client_of(door_of(source or ScriptedSource()).app()) as client:
+        async with client_for(http_app_for(source or ScriptedSource()).app()) as client:
             headers = {} if id_of_client is None else {b"x-request-id": id_of_client}
             return await client.get(path, headers=headers)
 
@@ -49,7 +49,7 @@ def test_a_request_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixtu
     source = ScriptedSource(failure=PipelineError("stage 1 died"), fails_at=2)
 
     async def scenario() -> None:
-        async with client_of(door_of(source).app()) as client:
+        async with client_for(http_app_for(source).app()) as client:
             response = await client.post("/v1/completions", json=BODY | {"stream": stream}, headers={"x-request-id": "mine"})
             assert response.headers["x-request-id"] == "mine"
             assert response.status_code == (200 if stream else 503)
@@ -61,7 +61,7 @@ def test_a_request_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixtu
 
 def test_what_is_no_failure_of_ours_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with client_of(door_of(ScriptedSource(failure=OverloadedError("too much waits", 3))).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(failure=OverloadedError("too much waits", 3))).app()) as client:
             response = await client.post("/v1/completions", json=BODY)
             assert (response.status_code, response.headers["retry-after"]) == (429, "3")
             assert (await client.post("/v1/completions", json={})).status_code == 400
@@ -78,8 +78,8 @@ def test_a_defect_is_named_too_and_once(caplog: pytest.LogCaptureFixture, sends_
         raise ZeroDivisionError
 
     async def scenario() -> None:
-        door = door_of(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
-        async with client_of(door.app()) as client:
+        door = http_app_for(ScriptedSource(), extra_routes=[Route("/defect", defect)], sends_request_id=sends_id)
+        async with client_for(door.app()) as client:
             for path in ("/defect", "/health"):
                 response = await client.get(path, headers={"x-request-id": "mine"})
                 assert response.headers.get_list("x-request-id") == ["mine"] * sends_id
@@ -130,8 +130,8 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
 
     async def scenario() -> None:
         both = [Route("/v1/files", files, methods=[method]) for method in ("GET", "POST")]
-        door = door_of(ScriptedSource(), extra_routes=both)
-        async with client_of(door.app()) as client:
+        door = http_app_for(ScriptedSource(), extra_routes=both)
+        async with client_for(door.app()) as client:
             assert (await client.get("/v1/files")).status_code == 429
             unknown = await client.get("/v1/fields")
             assert (
@@ -154,8 +154,8 @@ def test_another_doors_routes_are_mounted_and_named() -> None:
 
 def _post(path: str, body: object, model: ServedModel | None = None) -> httpx.Response:
     async def scenario() -> httpx.Response:
-        door = door_of(ScriptedSource(), **({} if model is None else {"model": model}))
-        async with client_of(door.app()) as client:
+        door = http_app_for(ScriptedSource(), **({} if model is None else {"model": model}))
+        async with client_for(door.app()) as client:
             return await client.post(path, json=body)
 
     return asyncio.run(scenario())
@@ -192,7 +192,7 @@ def test_what_cannot_be_told_in_tokens_is_refused(path: str, body: dict[str, obj
 
 def test_a_lone_surrogate_is_no_text() -> None:
     async def scenario() -> httpx.Response:
-        async with client_of(door_of(ScriptedSource()).app()) as client:
+        async with client_for(http_app_for(ScriptedSource()).app()) as client:
             return await client.post("/tokenize", content=b'{"prompt": "\\ud800"}')
 
     assert asyncio.run(scenario()).status_code == 400

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import ray.serve._private.replica
-from scripted_token_source import TOKENIZER, ScriptedSource, client_of, door_of
+from scripted_token_source import TOKENIZER, ScriptedSource, client_for, http_app_for
 from starlette.types import Message, Receive, Scope, Send
 
 from tramontane.cluster.http.slow_clients import (
@@ -79,7 +79,7 @@ def test_a_stream_that_nobody_reads_stands_still_and_goes_on_when_somebody_does(
             if written > 5:
                 await reads.wait()
 
-        asking = asyncio.create_task(_request(door_of(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()))
+        asking = asyncio.create_task(_request(http_app_for(source, slow_client_timeout_s=3600.0).app(), send, asyncio.Event()))
         assert await _settled(source) < 10
         reads.set()
         await asking
@@ -108,7 +108,7 @@ def test_whoever_does_not_read_for_too_long_is_dropped(
             elif num_sent > 5:
                 await asyncio.Event().wait()
 
-        await _request(door_of(source, slow_client_timeout_s=0.2).app(), send, asyncio.Event())
+        await _request(http_app_for(source, slow_client_timeout_s=0.2).app(), send, asyncio.Event())
         assert source.num_open == 0
         return num_sent
 
@@ -126,7 +126,7 @@ def test_also_a_whole_answer_is_given_up(caplog: pytest.LogCaptureFixture, asked
 
     source = _source()
     with caplog.at_level(logging.WARNING):
-        asyncio.run(_request(door_of(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **asked))
+        asyncio.run(_request(http_app_for(source, slow_client_timeout_s=0.05).app(), send, asyncio.Event(), **asked))
     assert source.num_open == 0
     (record,) = caplog.records
     assert "was dropped: its client did not read for 0.05 s" in record.getMessage()
@@ -151,7 +151,7 @@ def test_whoever_reads_what_ray_serve_has_is_sent_all_of_it(monkeypatch: pytest.
             queue.put_nowait(message)
 
         reading = asyncio.create_task(read())
-        await _request(door_of(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
+        await _request(http_app_for(_source(), slow_client_timeout_s=3600.0).app(), send, asyncio.Event())
         assert (await reading).count(b"data: {") == NUM_TOKENS
 
     asyncio.run(scenario())
@@ -242,7 +242,7 @@ def test_a_whole_answer_is_written_in_pieces_so_that_its_connection_can_be_cut(s
 
 def test_doors_say_of_every_answer_how_long_it_may_go_unread() -> None:
     async def scenario() -> None:
-        async with client_of(door_of(_source(), slow_client_timeout_s=30.0).app()) as client:
+        async with client_for(http_app_for(_source(), slow_client_timeout_s=30.0).app()) as client:
             asked = {"prompt": "ROMEO:", "max_tokens": 2}
             answers = [await client.post("/v1/completions", json=asked | {"stream": stream}) for stream in (True, False)]
             answers += [await client.get("/v1/models"), await client.get("/nowhere")]

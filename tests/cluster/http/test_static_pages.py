@@ -7,7 +7,7 @@ import httpx
 import pytest
 from http_fuzz import check_error
 from pydantic import SecretStr
-from scripted_token_source import ScriptedSource, client_of, door_of
+from scripted_token_source import ScriptedSource, client_for, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.static_pages import UI_ASSETS, UI_FOLDER
@@ -19,7 +19,7 @@ def _get(path: str, **headers: str) -> httpx.Response:
     """Without a key, of a door that wants one."""
 
     async def scenario() -> httpx.Response:
-        async with client_of(door_of(ScriptedSource(), keys=ApiKeys([SecretStr("secret")])).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(), keys=ApiKeys([SecretStr("secret")])).app()) as client:
             return await client.get(path, headers=headers)
 
     return asyncio.run(scenario())

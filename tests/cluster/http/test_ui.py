@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from browser import PATIENCE_MS, LocalServer, browser
-from fake_activity import ImaginedActivity
+from browser import TIMEOUT_MS, LocalServer, browser
+from fake_activity import FakeActivity
 from playwright.sync_api import Browser, Page, Request, expect
 from pydantic import SecretStr
-from scripted_token_source import SAID, ScriptedSource, door_of
+from scripted_token_source import SAID, ScriptedSource, http_app_for
 
 from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.http.activity_endpoint import ActivityEndpoint
@@ -66,7 +66,7 @@ class Place:
     """A server, and a browser that looks at it; what the page asked, and what it complained of."""
 
     chromium: Browser
-    activity: ImaginedActivity = field(default_factory=lambda: ImaginedActivity({"here-0": 3}))
+    activity: FakeActivity = field(default_factory=lambda: FakeActivity({"here-0": 3}))
     source: HeldSource = field(default_factory=HeldSource)
     complaints: list[str] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -75,12 +75,12 @@ class Place:
     def __post_init__(self) -> None:
         keys = ApiKeys(map(SecretStr, self.keys))
         self.server = LocalServer(
-            door_of(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.ask).routes()).app()
+            http_app_for(self.source, keys=keys, extra_routes=ActivityEndpoint(self.activity.ask).routes()).app()
         )
 
     def page(self, **settings: Any) -> Page:  # noqa: ANN401 - playwright's own
         page = self.chromium.new_page(**{"viewport": WIDE} | settings)
-        page.set_default_timeout(PATIENCE_MS)
+        page.set_default_timeout(TIMEOUT_MS)
         page.on("console", lambda message: self.complaints.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("request", lambda request: self.requests.append(request))
@@ -114,7 +114,7 @@ def _drawn(page: Page, *names: str) -> dict[str, int]:
 
 
 def test_what_is_imagined_is_what_a_server_may_say() -> None:
-    pipelines = asyncio.run(ImaginedActivity({"here-0": 3}).ask({}))
+    pipelines = asyncio.run(FakeActivity({"here-0": 3}).ask({}))
     assert len(Activity.model_validate({"now": 0.0, "pipelines": pipelines}).pipelines[0].micro_batches) > 10
 
 

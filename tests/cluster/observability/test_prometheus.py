@@ -17,7 +17,7 @@ import pytest
 import ray
 import yaml
 from dashboard_queries import ALERTS, alerts, queries
-from serve_cluster import free_port, router_stats, served
+from serve_cluster import free_port, router_stats, running_application
 
 from tramontane.cluster.pipeline import ray_cluster
 
@@ -44,7 +44,7 @@ def door() -> Iterator[str]:
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
-        with ray_cluster.local_ray_cluster(num_cpus=8), served(port, free_port(), **SETTINGS):
+        with ray_cluster.local_ray_cluster(num_cpus=8), running_application(port, free_port(), **SETTINGS):
             yield f"http://127.0.0.1:{port}"
 
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 import torch
-from harness import GREEDY, PROMPTS, placed, random_ids, run_answers, run_in_process, run_prompts, scheduler_for
+from harness import GREEDY, PROMPTS, random_ids, run_answers, run_in_process, run_prompts, running_chain, scheduler_for
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
@@ -83,7 +83,7 @@ def _pipeline(
     folder: Path, num_stages: int, page_size: int = 16, link: Link = "object-store"
 ) -> Iterator[tuple[PipelineSpec, ObjectStoreStageChain]]:
     spec = _spec(folder, num_stages, page_size, link)
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         yield spec, chain
 
 
@@ -185,7 +185,7 @@ def test_a_stage_that_cannot_load_says_why_and_leaves_nothing(tmp_path: Path) ->
     spec = _spec(tmp_path / "nowhere", 2)
     with (
         pytest.raises(CheckpointError, match=r"could not be started: .*nowhere does not exist"),
-        placed(spec),
+        running_chain(spec),
     ):
         pass
     _wait_until_gone(spec.name)
@@ -495,7 +495,7 @@ def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp
     write_random_checkpoint(tmp_path / "model", ARGS, Layout.HUGGING_FACE)
     plan = tiny_plan(ARGS, 2)
     expected = run_in_process(plan, [StageWorker.load(stage, tmp_path / "model") for stage in plan.stages], PROMPTS[:4])
-    with placed(PipelineSpec("test-random", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)) as chain:
+    with running_chain(PipelineSpec("test-random", plan, RandomWeights(), threads_per_stage=1, use_gpus=False)) as chain:
         assert asyncio.run(run_prompts(chain, scheduler_for(plan), PROMPTS[:4])) == expected
         for health in ray.get([stage.health.remote() for stage in chain.stages]):
             assert health.bytes_read == 0
@@ -504,6 +504,6 @@ def test_random_weights_are_those_of_a_random_checkpoint_and_nothing_is_read(tmp
 
 def test_threads_of_stages_that_take_turns_soon_sleep() -> None:
     plan = replace(tiny_plan(ARGS, 2), max_concurrent_stages=1)
-    with placed(PipelineSpec("test-turns", plan, RandomWeights(), threads_per_stage=2, use_gpus=False)) as chain:
+    with running_chain(PipelineSpec("test-turns", plan, RandomWeights(), threads_per_stage=2, use_gpus=False)) as chain:
         for health in ray.get([stage.health.remote() for stage in chain.stages]):
             assert b"GOMP_SPINCOUNT=50000" in Path(f"/proc/{health.pid}/environ").read_bytes().split(b"\0")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from harness import GREEDY, placed, random_ids, run_prompts, scheduler_for
+from harness import GREEDY, random_ids, run_prompts, running_chain, scheduler_for
 from nodes import three_nodes
 from ray.cluster_utils import Cluster
 from reference import assert_same_tokens, greedy
@@ -34,7 +34,7 @@ def test_one_stage_on_each_of_three_nodes(cluster: Cluster, tmp_path: Path) -> N
     model = random_model(ARGS)
     plan = tiny_plan(ARGS, 3)
     spec = PipelineSpec("three-nodes", plan, write_checkpoint(tmp_path / "model", ARGS, model), 1, use_gpus=False)
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         nodes = [ray.get(stage.health.remote()).node_id for stage in chain.stages]
         assert len(set(nodes)) == 3
         scheduler = scheduler_for(plan, budget=2048)

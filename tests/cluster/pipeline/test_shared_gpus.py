@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import ray
-from harness import placed
+from harness import running_chain
 from ray import cloudpickle
 from ray.actor import ActorHandle
 from ray.util.placement_group import PlacementGroup, remove_placement_group
@@ -154,7 +154,7 @@ def test_real_stages_share_bundles_and_are_replaced_there(hardware: Hardware, fo
     """On cores, for want of GPUs; everything else is as with them."""
     spec = replace(_spec(hardware, folder, stages=4, stages_per_gpu=2), use_gpus=False)
     assert spec.bundles == [{"CPU": 2}] * 2
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         before = [ray.get(stage.health.remote()) for stage in chain.stages]
         assert [stage.label for stage in before] == [stage.label for stage in spec.plan.stages]
         os.kill(before[1].pid, 9)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import ray
-from harness import placed
+from harness import running_chain
 from ray import cloudpickle
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table, remove_placement_group
@@ -151,7 +151,7 @@ def test_real_stages_stand_there_with_the_layers_that_were_meant_for_them(
     """On cores, for want of GPUs; everything else is as with them."""
     spec = replace(_spec(hardware, folder), use_gpus=False)
     sizes = [len(stage.layers) for stage in spec.plan.stages]
-    with placed(spec) as chain:
+    with running_chain(spec) as chain:
         stages = [ray.get(stage.health.remote()) for stage in chain.stages]
     assert [stage.label for stage in stages] == [stage.label for stage in spec.plan.stages]
     assert {nodes[stage.node_id] for stage in stages[:2]} <= {"big", "another big"}
@@ -163,6 +163,6 @@ def test_a_kind_that_is_taken_is_not_replaced_by_another(nodes: dict[str, str], 
     with (
         _where(_spec(hardware, folder, "taker", stages=2)),
         pytest.raises(PlanError, match=r"no room for 1 stage of .* on the nodes that they are planned for: free are"),
-        placed(replace(_spec(hardware, folder, stages=1), placement_timeout_s=1.0)),
+        running_chain(replace(_spec(hardware, folder, stages=1), placement_timeout_s=1.0)),
     ):
         pass

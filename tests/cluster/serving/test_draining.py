@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray import serve
 from scripted_chain import no_gate
-from scripted_token_source import MODEL, ScriptedSource, client_of, door_of
+from scripted_token_source import MODEL, ScriptedSource, client_for, http_app_for
 from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 
 from tramontane.cluster.cli.main import app
@@ -91,7 +91,7 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
             writes_per_s=10**9,
         )
         door = HttpApp(config)
-        async with client_of(door.app()) as client:
+        async with client_for(door.app()) as client:
             body = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
             response = await (client.get(path) if path == "/health" else client.post(path, json=body))
             assert (response.status_code, response.json()["error"]["code"]) == (503, "draining")
@@ -106,7 +106,7 @@ def test_a_draining_server_says_so(path: str, caplog: pytest.LogCaptureFixture) 
 def test_a_stream_that_is_ended_hears_why(fails_at: int) -> None:
     async def scenario() -> None:
         source = ScriptedSource(failure=DrainingError("the server has stopped"), fails_at=fails_at)
-        async with client_of(door_of(source).app()) as client:
+        async with client_for(http_app_for(source).app()) as client:
             response = await client.post("/v1/completions", json={"prompt": "ROMEO:", "stream": True})
             assert response.status_code == (200 if fails_at else 503)
             assert "the server has stopped" in response.text

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_cluster import GRPC, URL, events, ingress_stats, router_stats, served, wait_until_idle, wait_until_ready
+from serve_cluster import GRPC, URL, events, ingress_stats, router_stats, running_application, wait_until_idle, wait_until_ready
 
 from tramontane.client import Client
 from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
@@ -44,7 +44,7 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def _app() -> Iterator[None]:
-    with local_ray_cluster(num_cpus=4), served(**SETTINGS):
+    with local_ray_cluster(num_cpus=4), running_application(**SETTINGS):
         yield
 
 

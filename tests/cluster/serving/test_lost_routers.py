@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from scripted_chain import TellingChain, answer
+from scripted_chain import ReportingChain, answer
 
 from tramontane.cluster.serving import retry_policy as patience
 from tramontane.cluster.serving import router_queries as router_questions
@@ -56,7 +56,7 @@ class Replica:
         self._rng, self.is_stuck, self.is_superseded = rng, is_stuck, False
         self.name, self.is_killed, self.num_steps = name, asyncio.Event(), 0
         self.router = Router(
-            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), TellingChain(self._gate)
+            Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64)), ReportingChain(self._gate)
         )
         self.channels = IngressStreams(name)
         self._running = asyncio.create_task(self.router.run())

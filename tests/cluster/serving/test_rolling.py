@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from chaos_load import Load, bodies, undisturbed
+from chaos_load import Load, baseline_tokens, bodies
 from ray import serve
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
@@ -27,7 +27,7 @@ from serve_cluster import (
     deploy,
     events,
     ingress_stats,
-    is_rolled_in,
+    is_rollout_complete,
     jobs_in,
     router_stats,
     start_serve,
@@ -73,7 +73,7 @@ def _stages() -> dict[int, int]:
 def test_versions_roll_in_while_streams_run_and_no_token_differs(settings: dict[str, Any]) -> None:
     async def scenario() -> None:
         requests = bodies(2 * CLIENTS, random.Random(1))
-        load = Load(URL, requests, await undisturbed(URL, requests, CLIENTS))
+        load = Load(URL, requests, await baseline_tokens(URL, requests, CLIENTS))
         running = asyncio.create_task(load.run(CLIENTS))
         try:
             before = await asyncio.to_thread(_stages)
@@ -97,7 +97,7 @@ async def _rolled_in(load: Load, settings: dict[str, Any]) -> dict[int, int]:
         await asyncio.sleep(0.01)
     former = await asyncio.to_thread(router_stats)
     await asyncio.to_thread(deploy, settings)
-    while not await asyncio.to_thread(is_rolled_in, former):
+    while not await asyncio.to_thread(is_rollout_complete, former):
         await asyncio.sleep(0.1)
     return await asyncio.to_thread(_stages)
 
@@ -127,7 +127,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
     subprocess.run([*DRAIN, ray.get_runtime_context().gcs_address], check=True)
     former = router_stats()
     deploy(settings | {"max_queued_requests": 98})
-    while not is_rolled_in(former):
+    while not is_rollout_complete(former):
         pass
     assert httpx.post(completions, json={"prompt": "x", "max_tokens": 3}, timeout=30).status_code == 200
 

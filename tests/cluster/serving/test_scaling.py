@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from chaos_load import Load, undisturbed
+from chaos_load import Load, baseline_tokens
 from ray import serve
 from serve_cluster import free_port, jobs_in, leftovers, start_serve, wait_until_ready
 
@@ -55,8 +55,8 @@ async def _until(condition: Callable[[], bool]) -> None:
 def test_pipelines_come_and_go_with_the_load_and_no_request_notices(url: str) -> None:
     async def run() -> None:
         short, long = [_body(number, 40) for number in range(4)], [_body(number, 400) for number in range(2)]
-        many = Load(url, short, await undisturbed(url, short, 2))
-        few = Load(url, long, await undisturbed(url, long, 2))
+        many = Load(url, short, await baseline_tokens(url, short, 2))
+        few = Load(url, long, await baseline_tokens(url, long, 2))
         streaming = asyncio.create_task(few.run(2))
         asking = asyncio.create_task(many.run(8))
         await _until(lambda: _routers("RUNNING") == 2)

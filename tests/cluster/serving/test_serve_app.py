@@ -22,7 +22,7 @@ import openai
 import psutil
 import pytest
 import ray
-from fake_job_service import JobsOnly, some_lines
+from fake_job_service import JobsServicer, some_lines
 from grpc_fuzz import REFUSALS, every_code
 from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
@@ -38,20 +38,20 @@ from serve_cluster import (
     GRPC_PORT,
     PORT,
     URL,
-    calls_of_proxy,
     complete,
+    content_length,
     deploy,
     events,
     exchange,
     ingress_stats,
     leftovers,
-    length_of,
-    post_of,
+    num_proxy_calls,
+    post_request,
     processes,
     router_stats,
+    running_application,
     send_and_leave,
-    served,
-    standing_still,
+    stopped_stages,
     wait_until_idle,
     wait_until_ready,
 )
@@ -99,7 +99,7 @@ WORDS = tuple("ROMEO: speak, my lord; what news from Rome and the tribunes? KING
 
 @pytest.fixture(scope="module", autouse=True)
 def _app() -> Iterator[None]:
-    with local_ray_cluster(num_cpus=4), served(**SETTINGS):
+    with local_ray_cluster(num_cpus=4), running_application(**SETTINGS):
         yield
 
 
@@ -195,7 +195,7 @@ def test_grpc_clients_that_leave_while_they_are_written_to_leave_no_call_in_the_
 
     asyncio.run(run())
     wait_until_idle()
-    assert calls_of_proxy() == 0
+    assert num_proxy_calls() == 0
 
 
 def test_grpc_refusals_keep_their_codes_and_hostile_messages_harm_nobody() -> None:
@@ -241,7 +241,7 @@ def test_a_job_gets_the_answers_that_requests_get_and_is_the_same_over_both_door
 def test_jobs_travel_through_ray_serve_and_the_key_is_asked_for() -> None:
     """Beside the other application: metadata say for whom a call is."""
     cloudpickle.register_pickle_by_value(listed_jobs)  # replicas do not find the modules of tests
-    deployment = serve.deployment(JobsOnly).options(ray_actor_options={"num_cpus": 0})
+    deployment = serve.deployment(JobsServicer).options(ray_actor_options={"num_cpus": 0})
     try:
         serve.run(deployment.bind(), name="jobs", route_prefix="/jobs")
         with (
@@ -562,7 +562,7 @@ def test_once_a_router_hears_that_a_client_has_left_it_makes_no_step_for_it(stre
             call = asyncio.create_task(client.post("/v1/completions", json=body))
             while (await asyncio.to_thread(router_stats))[0]["steps"] < before[0]["steps"] + 20:
                 pass
-            with standing_still(before):
+            with stopped_stages(before):
                 call.cancel()
                 await asyncio.wait([call])
                 while (stats := (await asyncio.to_thread(router_stats, stages=False))[0])["requests"]:
@@ -608,7 +608,7 @@ def _unread(body: bytes) -> Iterator[socket.socket]:
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", PORT))
-        connection.sendall(post_of(body, length_of(body)))
+        connection.sendall(post_request(body, content_length(body)))
         yield connection
 
 
@@ -733,33 +733,45 @@ def _chunk(part: bytes) -> bytes:
 CHUNKED = b"Transfer-Encoding: chunked"
 NOT_HERE, DOES_NOT_TAKE = "is not here; GET /openapi.json lists what is, /docs shows it", "does not take"
 FRAMED = {
-    "in chunks": (post_of(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
-    "of an older HTTP": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
-    "with two hosts": (post_of(ASKED, length_of(ASKED), b"Host: another"), 200, ""),
-    "with a strange content type": (post_of(ASKED, length_of(ASKED), b"Content-Type: \xff/xml"), 200, ""),
-    "with a strange encoding": (post_of(ASKED, length_of(ASKED), b"Content-Encoding: gzip"), 200, ""),
-    "with many headers": (post_of(ASKED, length_of(ASKED), *(b"X-%d: x" % i for i in range(1000))), 200, ""),
-    "with a huge header": (post_of(ASKED, length_of(ASKED), b"X: " + b"x" * 60_000), 200, ""),
-    "that expects to be asked": (post_of(ASKED, length_of(ASKED), b"Expect: 100-continue"), 200, ""),
-    "with wrong keys": (post_of(ASKED, length_of(ASKED), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"), 200, ""),
-    "without a length": (post_of(b""), 400, "the body is not JSON: EOF"),
-    "longer than it says": (post_of(ASKED, length_of(ASKED[:10]), b"Connection: close"), 400, "the body is not JSON: EOF"),
-    "that says it is too large": (post_of(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
-    "that says it is endless": (post_of(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
+    "in chunks": (post_request(_chunk(ASKED[:9]) + _chunk(ASKED[9:]) + _chunk(b""), CHUNKED), 200, ""),
+    "of an older HTTP": (post_request(ASKED, content_length(ASKED), line=b"POST /v1/completions HTTP/1.0"), 200, ""),
+    "with two hosts": (post_request(ASKED, content_length(ASKED), b"Host: another"), 200, ""),
+    "with a strange content type": (post_request(ASKED, content_length(ASKED), b"Content-Type: \xff/xml"), 200, ""),
+    "with a strange encoding": (post_request(ASKED, content_length(ASKED), b"Content-Encoding: gzip"), 200, ""),
+    "with many headers": (post_request(ASKED, content_length(ASKED), *(b"X-%d: x" % i for i in range(1000))), 200, ""),
+    "with a huge header": (post_request(ASKED, content_length(ASKED), b"X: " + b"x" * 60_000), 200, ""),
+    "that expects to be asked": (post_request(ASKED, content_length(ASKED), b"Expect: 100-continue"), 200, ""),
+    "with wrong keys": (
+        post_request(ASKED, content_length(ASKED), b"Authorization: \xff", b"Cookie: \xff", b"Accept: \xff"),
+        200,
+        "",
+    ),
+    "without a length": (post_request(b""), 400, "the body is not JSON: EOF"),
+    "longer than it says": (
+        post_request(ASKED, content_length(ASKED[:10]), b"Connection: close"),
+        400,
+        "the body is not JSON: EOF",
+    ),
+    "that says it is too large": (post_request(b"", b"Content-Length: 10000000"), 413, "the body is larger than 8388608 bytes"),
+    "that says it is endless": (post_request(b"", b"Content-Length: %d" % 2**63), 413, "the body is larger than 8388608 bytes"),
     "too large in chunks": (
-        post_of(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
+        post_request(_chunk(b" " * 2**20) * 9 + _chunk(b""), CHUNKED),
         413,
         "the body is larger than 8388608 bytes",
     ),
-    "by GET": (post_of(ASKED, length_of(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "by DELETE": (post_of(ASKED, length_of(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "by PROPFIND": (post_of(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "by CONNECT": (post_of(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
-    "for nothing": (post_of(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
-    "for embeddings": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
-    "for a path with dots": (post_of(ASKED, length_of(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"), 404, NOT_HERE),
-    "for no character": (post_of(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
-    "for a long path": (post_of(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
+    "by GET": (post_request(ASKED, content_length(ASKED), line=b"GET /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by DELETE": (post_request(ASKED, content_length(ASKED), line=b"DELETE /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by PROPFIND": (post_request(b"", line=b"PROPFIND /v1/models HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "by CONNECT": (post_request(b"", line=b"CONNECT /v1/completions HTTP/1.1"), 405, DOES_NOT_TAKE),
+    "for nothing": (post_request(b"", line=b"GET / HTTP/1.1"), 404, NOT_HERE),
+    "for embeddings": (post_request(ASKED, content_length(ASKED), line=b"POST /v1/embeddings HTTP/1.1"), 404, NOT_HERE),
+    "for a path with dots": (
+        post_request(ASKED, content_length(ASKED), line=b"POST /v1/../v1/completions HTTP/1.1"),
+        404,
+        NOT_HERE,
+    ),
+    "for no character": (post_request(b"", line=b"GET /%ff%00%0d%0a HTTP/1.1"), 404, NOT_HERE),
+    "for a long path": (post_request(b"", line=b"GET /" + b"x" * 60_000 + b" HTTP/1.1"), 404, NOT_HERE),
     "to a strange host": (b"GET /nothing HTTP/1.1\r\nHost: [\xff\r\n\r\n", 404, NOT_HERE),
 }
 
@@ -776,33 +788,33 @@ def test_a_request(how: str) -> None:
 @pytest.mark.parametrize("name", [b"X-Request-Id", b"X-Session-Id", b"serve_multiplexed_model_id", b"X-Request-Timeout-Seconds"])
 def test_headers_that_ray_serve_reads_may_hold_anything(name: bytes) -> None:
     with _nobody_is_harmed():
-        assert exchange(post_of(ASKED, length_of(ASKED), name + b": \xff"))[0] in (200, 400)
+        assert exchange(post_request(ASKED, content_length(ASKED), name + b": \xff"))[0] in (200, 400)
 
 
 @pytest.mark.parametrize("header", [b"X-Request-Timeout-Seconds: 0.001", b"X-Request-Disconnect-Disabled: ?1"])
 def test_a_client_cannot_give_ray_serve_orders(header: bytes) -> None:
     with _nobody_is_harmed():
-        assert exchange(post_of(ASKED, length_of(ASKED), header))[0] == 200
+        assert exchange(post_request(ASKED, content_length(ASKED), header))[0] == 200
 
 
 NOT_HTTP = (
     b"\r\n\r\nnothing at all\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\xaa" * 40,  # TLS
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    post_of(ASKED, b"Content-Length: -5"),
-    post_of(ASKED, b"Content-Length: abc"),
-    post_of(ASKED, b"Content-Length: " + b"9" * 30),
-    post_of(ASKED, length_of(ASKED), b"Content-Length: 5"),
-    post_of(_chunk(ASKED), CHUNKED, b"Content-Length: 5"),
-    post_of(b"zz\r\n" + ASKED, CHUNKED),
-    post_of(b"-5\r\n" + ASKED, CHUNKED),
-    post_of(b"f" * 17 + b"\r\n" + ASKED, CHUNKED),
-    post_of(ASKED, b"Transfer-Encoding: gzip"),
-    post_of(ASKED, length_of(ASKED), b"no colon"),
-    post_of(ASKED, length_of(ASKED), b"X: \x00"),
-    post_of(b"", line=b"GIVE /v1/models HTTP/1.1"),
-    post_of(b"", line=b"GET /\xff HTTP/1.1"),
-    post_of(b"", line=b"GET /v1/models?" + b"x" * 70_000 + b" HTTP/1.1"),
+    post_request(ASKED, b"Content-Length: -5"),
+    post_request(ASKED, b"Content-Length: abc"),
+    post_request(ASKED, b"Content-Length: " + b"9" * 30),
+    post_request(ASKED, content_length(ASKED), b"Content-Length: 5"),
+    post_request(_chunk(ASKED), CHUNKED, b"Content-Length: 5"),
+    post_request(b"zz\r\n" + ASKED, CHUNKED),
+    post_request(b"-5\r\n" + ASKED, CHUNKED),
+    post_request(b"f" * 17 + b"\r\n" + ASKED, CHUNKED),
+    post_request(ASKED, b"Transfer-Encoding: gzip"),
+    post_request(ASKED, content_length(ASKED), b"no colon"),
+    post_request(ASKED, content_length(ASKED), b"X: \x00"),
+    post_request(b"", line=b"GIVE /v1/models HTTP/1.1"),
+    post_request(b"", line=b"GET /\xff HTTP/1.1"),
+    post_request(b"", line=b"GET /v1/models?" + b"x" * 70_000 + b" HTTP/1.1"),
 )
 
 
@@ -815,8 +827,8 @@ def test_what_is_not_http_does_not_get_past_ray_serves_proxy() -> None:
 
 @pytest.mark.parametrize("abruptly", [False, True])
 def test_clients_that_leave_in_the_middle_of_a_request_leave_nothing(abruptly: bool) -> None:
-    whole = post_of(ENDLESS, length_of(ENDLESS))
-    chunked = post_of(_chunk(ENDLESS), CHUNKED)  # without the end
+    whole = post_request(ENDLESS, content_length(ENDLESS))
+    chunked = post_request(_chunk(ENDLESS), CHUNKED)  # without the end
     start = whole.index(ENDLESS)
     with _nobody_is_harmed():
         steps = router_stats()[0]["steps"]
@@ -988,7 +1000,7 @@ def _scale_down_under_load() -> None:
             streams = [asyncio.create_task(stream(client, body, begun)) for body in bodies]
             for _ in streams:
                 await begun.acquire()
-            with standing_still(routers):  # so that none of them ends before one of the two is to go
+            with stopped_stages(routers):  # so that none of them ends before one of the two is to go
                 working = await asyncio.to_thread(router_stats, stages=False)
                 assert all(router["requests"] for router in working), working
                 _redeploy(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import LIMITS, Place, all_results, echo, pieces, place_in, request, requests
+from batch_jobs import LIMITS, BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,13 +43,18 @@ BAD = [
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path)
+def place(tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path)
     yield place
     place.close()
 
 
-async def _whole(place: Place, text: bytes, options: JobOptions = JobOptions(), **more: Any) -> tuple[Job, list[tuple[Any, ...]]]:  # noqa: ANN401, B008
+async def _whole(
+    place: BatchHarness,
+    text: bytes,
+    options: JobOptions = JobOptions(),  # noqa: B008
+    **more: Any,  # noqa: ANN401
+) -> tuple[Job, list[tuple[Any, ...]]]:
     """Submit and run; returns the job at its end and (line, custom_id, is_error) with the bodies."""
     service = place.service()
     job = await service.submit(pieces(text), options)
@@ -76,7 +81,7 @@ def test_lines_are_the_same_wherever_the_text_is_cut(lines: list[bytes], size: i
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_order: bool) -> None:
+def test_bad_lines_are_told_by_number_and_harm_no_other(place: BatchHarness, keeps_order: bool) -> None:
     text = GOOD + b"\n  \n" + b"".join(BAD) + request("z", 2)[:-1]
     job, told = asyncio.run(_whole(place, text, JobOptions(keeps_order=keeps_order)))
     assert (job.state, job.num_lines, job.num_invalid) == (JobState.COMPLETED, len(BAD) + 2, len(BAD))
@@ -91,7 +96,7 @@ def test_bad_lines_are_told_by_number_and_harm_no_other(place: Place, keeps_orde
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps_order: bool) -> None:
+def test_a_job_without_one_good_line_has_failed_and_says_why(place: BatchHarness, keeps_order: bool) -> None:
     async def scenario() -> None:
         service = place.service()
         text = b"\n" + b"".join(request(f"r{i}", i, url="/v1/embeddings") for i in range(1200))
@@ -116,7 +121,7 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps
     asyncio.run(scenario())
 
 
-def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place) -> None:
+def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: BatchHarness) -> None:
     async def breaks_off() -> AsyncIterator[bytes]:
         yield requests(1500)
         raise ConnectionError("the client is gone")
@@ -150,7 +155,7 @@ def test_a_submission_that_breaks_off_or_is_refused_leaves_nothing(place: Place)
     asyncio.run(scenario())
 
 
-def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
+def test_what_died_while_it_was_submitted_is_removed(place: BatchHarness) -> None:
     async def scenario() -> None:
         service = place.service()
         begun = service._submissions.create(JobOptions(), request_key="k")
@@ -166,7 +171,7 @@ def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -> None:
+def test_a_request_that_comes_again_takes_over_what_stands_still(place: BatchHarness) -> None:
     store = place.service()._submissions
     dead = store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 0, [ParsedLine(1, "a", "{}", None)])
@@ -188,7 +193,7 @@ def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -
 
 
 @pytest.mark.parametrize("text", [requests(900), b"x" * 900], ids=["lines", "one line"])
-def test_a_slow_submission_does_not_stand_still(place: Place, text: bytes) -> None:
+def test_a_slow_submission_does_not_stand_still(place: BatchHarness, text: bytes) -> None:
     """A line a second, or a line of which a byte comes every second."""
 
     async def slow() -> AsyncIterator[bytes]:
@@ -203,7 +208,7 @@ def test_a_slow_submission_does_not_stand_still(place: Place, text: bytes) -> No
     assert job.num_lines == max(1, text.count(b"\n"))
 
 
-def test_a_full_house_says_when_to_come_back(place: Place) -> None:
+def test_a_full_house_says_when_to_come_back(place: BatchHarness) -> None:
     async def scenario() -> None:
         service = place.service()
         for _ in range(LIMITS.max_open_jobs):
@@ -215,7 +220,7 @@ def test_a_full_house_says_when_to_come_back(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: Place) -> None:
+def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: BatchHarness) -> None:
     asked: dict[str, int] = {}
 
     async def answer(_endpoint: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -245,7 +250,7 @@ def test_overload_and_failures_are_tried_again_and_refusals_are_not(place: Place
     assert (job.state, job.num_done, job.num_failed) == (JobState.COMPLETED, 3, 3)
 
 
-def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: Place) -> None:
+def test_the_order_of_results_is_the_inputs_or_that_of_answers(place: BatchHarness) -> None:
     """Answers come backwards."""
 
     async def orders(keeps_order: bool) -> list[int]:
@@ -280,7 +285,7 @@ async def _result(results: AsyncIterator[Any]) -> int:
     raise AssertionError("the job has ended")
 
 
-def test_a_full_disk_is_not_filled_further(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_not_filled_further(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full three times, in the middle of the second file."""
     real, num_full = JobStorage.write, 0
 
@@ -300,7 +305,7 @@ def test_a_full_disk_is_not_filled_further(place: Place, monkeypatch: pytest.Mon
         assert connection.exec_driver_sql("SELECT count(*) FROM tramontane_files").scalar() == 2
 
 
-def test_a_small_job_does_not_wait_for_a_large_one(place: Place) -> None:
+def test_a_small_job_does_not_wait_for_a_large_one(place: BatchHarness) -> None:
     """Lines of both are begun in turns, the large one's in no greater number than slots were given meanwhile."""
     begun: list[str] = []
 
@@ -323,7 +328,7 @@ def test_a_small_job_does_not_wait_for_a_large_one(place: Place) -> None:
     assert last < 50
 
 
-def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
+def test_no_more_lines_are_in_progress_than_were_allowed(place: BatchHarness) -> None:
     now = most = 0
 
     async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
@@ -338,7 +343,7 @@ def test_no_more_lines_are_in_progress_than_were_allowed(place: Place) -> None:
     assert (job.num_done, most) == (300, 7)
 
 
-def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: Place) -> None:
+def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: BatchHarness) -> None:
     """Those of one job are refused until another job is done; no more of them wait than may be in progress."""
     refused: set[int] = set()
     is_room = asyncio.Event()
@@ -366,7 +371,7 @@ def test_lines_that_wait_to_be_tried_again_lend_their_slots(place: Place) -> Non
     asyncio.run(scenario())
 
 
-def test_a_job_that_is_lost_gives_its_slots_back(place: Place) -> None:
+def test_a_job_that_is_lost_gives_its_slots_back(place: BatchHarness) -> None:
     """Lines of it end together, and others take their slots in the turn in which their job turns out to be another runner's."""
 
     async def scenario() -> None:
@@ -400,7 +405,7 @@ def test_a_job_that_is_lost_gives_its_slots_back(place: Place) -> None:
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_cancelled_job_ends_each_of_its_lines(place: Place, keeps_order: bool) -> None:
+def test_a_cancelled_job_ends_each_of_its_lines(place: BatchHarness, keeps_order: bool) -> None:
     """Two have begun and end well; one that is overloaded has not begun, and does not go on trying."""
 
     async def scenario() -> None:
@@ -433,7 +438,7 @@ def test_a_cancelled_job_ends_each_of_its_lines(place: Place, keeps_order: bool)
     asyncio.run(scenario())
 
 
-def test_a_job_that_nobody_began_can_be_cancelled(place: Place) -> None:
+def test_a_job_that_nobody_began_can_be_cancelled(place: BatchHarness) -> None:
     async def scenario() -> None:
         service = place.service()
         job = await service.submit(pieces(requests(3)), JobOptions())
@@ -445,7 +450,7 @@ def test_a_job_that_nobody_began_can_be_cancelled(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> None:
+def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: BatchHarness) -> None:
     """Neither what others do in threads, nor a runner's lease for its lines."""
 
     async def scenario() -> None:
@@ -482,7 +487,7 @@ def test_nothing_but_jobs_waits_for_a_database_that_is_locked(place: Place) -> N
     asyncio.run(scenario())
 
 
-def test_streams_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_are_bounded(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_service, "MAX_STREAMS", 2)
 
     async def scenario() -> None:
@@ -502,7 +507,7 @@ def test_streams_are_bounded(place: Place, monkeypatch: pytest.MonkeyPatch) -> N
     asyncio.run(scenario())
 
 
-def test_queues_do_not_see_each_other(place: Place) -> None:
+def test_queues_do_not_see_each_other(place: BatchHarness) -> None:
     async def scenario() -> None:
         job = await place.service("mixtral").submit(pieces(GOOD), JobOptions())
         assert place.claims("tiny").claim(5) == []

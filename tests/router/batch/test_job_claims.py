@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests
+from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
 from tramontane.proto.jobs import JobOptions, JobState
@@ -16,8 +16,8 @@ from tramontane.router.batch.storage import JobStorage
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path)
+def place(tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path)
     yield place
     place.close()
 
@@ -57,7 +57,7 @@ def _cannot_release(claims: JobClaimStore) -> None:
 
 
 @pytest.mark.parametrize("goes_wrong", [_loses_the_answer, _cannot_release])
-def test_a_job_that_its_runner_does_not_know_of_goes_on(place: Place, goes_wrong: Callable[[JobClaimStore], None]) -> None:
+def test_a_job_that_its_runner_does_not_know_of_goes_on(place: BatchHarness, goes_wrong: Callable[[JobClaimStore], None]) -> None:
     """With the same runner, which has another job all the while."""
 
     async def scenario() -> None:
@@ -85,7 +85,7 @@ def test_a_job_that_its_runner_does_not_know_of_goes_on(place: Place, goes_wrong
     asyncio.run(scenario())
 
 
-def test_a_runner_renews_and_claims_by_what_it_runs(place: Place) -> None:
+def test_a_runner_renews_and_claims_by_what_it_runs(place: BatchHarness) -> None:
     service, claims = place.service(), place.claims()
     for _ in range(2):
         asyncio.run(service.submit(pieces(requests(1)), JobOptions()))
@@ -102,7 +102,7 @@ def test_a_runner_renews_and_claims_by_what_it_runs(place: Place) -> None:
     assert claims.claim(5, [known.number, again.number]) == []
 
 
-def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: Place) -> None:
+def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: BatchHarness) -> None:
     """Neither for their time, nor for slots: another job has them all."""
 
     async def scenario() -> None:

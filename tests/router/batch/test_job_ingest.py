@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
+from batch_jobs import LIMITS, BatchHarness, new_batch_harness, pieces, request, requests
 
 from tramontane.proto.errors import JobRefusedError
 from tramontane.proto.jobs import JobOptions
@@ -15,13 +15,15 @@ from tramontane.router.batch.input_lines import InputLine, LineSplitter
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path)
+def place(tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path)
     yield place
     place.close()
 
 
-def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(
+    place: BatchHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blank ones too, of which a piece may have millions."""
     real, cut_by, sizes = LineSplitter.feed, set[int](), list[int]()
 
@@ -39,7 +41,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
     assert (max(sizes), sum(sizes)) == (1000, len(text))
 
 
-def test_many_small_pieces_are_cut_together(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_small_pieces_are_cut_together(place: BatchHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     real, sizes = LineSplitter.feed, list[int]()
 
     def feed(splitter: LineSplitter, piece: bytes) -> Iterator[InputLine]:
@@ -52,7 +54,7 @@ def test_many_small_pieces_are_cut_together(place: Place, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("ends", [b"\n", b""])
-def test_blank_lines_count_among_those_that_may_be(place: Place, ends: bytes) -> None:
+def test_blank_lines_count_among_those_that_may_be(place: BatchHarness, ends: bytes) -> None:
     async def endless() -> AsyncIterator[bytes]:
         while True:
             yield b" \n"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests, run_until_killed
+from batch_jobs import BatchHarness, all_results, echo, new_batch_harness, pieces, request, requests, run_until_killed
 from postgres import new_database, postgres
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
@@ -32,19 +32,19 @@ def postgres_url() -> Iterator[str]:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
-    place = place_in(tmp_path) if request.param == "sqlite" else _on_postgres(request)
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BatchHarness]:
+    place = new_batch_harness(tmp_path) if request.param == "sqlite" else _on_postgres(request)
     yield place
     place.close()
 
 
-def _on_postgres(request: pytest.FixtureRequest) -> Place:
+def _on_postgres(request: pytest.FixtureRequest) -> BatchHarness:
     """In a database of its own."""
     url = new_database(request.getfixturevalue("postgres_url"))
-    return Place(url, f"memory://jobs-{uuid.uuid4().hex}")
+    return BatchHarness(url, f"memory://jobs-{uuid.uuid4().hex}")
 
 
-def _submitted(place: Place, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
+def _submitted(place: BatchHarness, count: int, keeps_order: bool = True) -> tuple[BatchService, Job]:
     service = place.service()
     return service, asyncio.run(service.submit(pieces(requests(count)), JobOptions(keeps_order=keeps_order)))
 
@@ -59,7 +59,7 @@ def _done(*places: int, said: str = "{}") -> list[Outcome]:
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_a_line_ends_by_its_first_outcome(place: Place, keeps_order: bool) -> None:
+def test_a_line_ends_by_its_first_outcome(place: BatchHarness, keeps_order: bool) -> None:
     service, job = _submitted(place, 4, keeps_order)
     claims = place.claims()
     (claim,) = claims.claim(5)
@@ -75,7 +75,7 @@ def test_a_line_ends_by_its_first_outcome(place: Place, keeps_order: bool) -> No
     assert [line for _, line, _ in _told(service, job)] == ([1, 2, 3, 4] if keeps_order else [3, 1, 4, 2])
 
 
-def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Place) -> None:
+def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: BatchHarness) -> None:
     service, job = _submitted(place, 3)
     first, second = place.claims(), place.claims()
     (old,) = first.claim(5)
@@ -106,7 +106,7 @@ def test_a_lease_is_anothers_once_it_has_lapsed_and_fences_the_first(place: Plac
     assert service._jobs.get(job.job_id).job.num_done == 0
 
 
-def test_jobs_are_claimed_and_listed_by_age(place: Place) -> None:
+def test_jobs_are_claimed_and_listed_by_age(place: BatchHarness) -> None:
     async def submitted() -> list[str]:
         service = place.service()
         return [(await service.submit(pieces(request("a", 1)), JobOptions(metadata={"n": str(n)}))).job_id for n in range(5)]
@@ -133,7 +133,9 @@ def _rows(service: BatchService) -> tuple[int, int]:
     ("step", "is_late", "left"),
     [("create", True, (0, 0)), ("create", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
 )
-def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, is_late: bool, left: tuple[int, int]) -> None:
+def test_a_client_that_leaves_while_the_database_works(
+    place: BatchHarness, step: str, is_late: bool, left: tuple[int, int]
+) -> None:
     """The thread goes on, and writes before that is noticed or after. A job has all of its lines or is not there."""
 
     async def scenario() -> None:
@@ -164,7 +166,7 @@ def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, 
     asyncio.run(scenario())
 
 
-def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: Place) -> None:
+def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_stays(place: BatchHarness) -> None:
     service = place.service()
     store = service._submissions
     line = ParsedLine(1, "a", "{}", None)
@@ -186,7 +188,7 @@ def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_st
     assert store.accept(slow).job.num_lines == 1
 
 
-def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
+def test_two_runners_at_once_end_every_line_once(place: BatchHarness) -> None:
     """Leases lapse all the time, so both believe that each other's jobs are theirs to take."""
 
     async def scenario() -> None:
@@ -215,7 +217,7 @@ def test_two_runners_at_once_end_every_line_once(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_files_are_kept_bounded_and_listed(place: Place) -> None:
+def test_files_are_kept_bounded_and_listed(place: BatchHarness) -> None:
     async def scenario() -> None:
         service = place.service()
         made = [await service.upload(f"{n}.jsonl", "batch", iter([b"a" * n, b"b"])) for n in range(4)]
@@ -235,7 +237,7 @@ def test_files_are_kept_bounded_and_listed(place: Place) -> None:
     asyncio.run(scenario())
 
 
-def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -> None:
+def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: BatchHarness) -> None:
     """And what has not ended stays, however old it is."""
 
     async def scenario() -> None:
@@ -273,7 +275,7 @@ def test_what_ended_long_ago_is_removed_with_its_lines_and_files(place: Place) -
     asyncio.run(scenario())
 
 
-def test_a_removal_that_was_killed_half_way_is_finished(place: Place) -> None:
+def test_a_removal_that_was_killed_half_way_is_finished(place: BatchHarness) -> None:
     service, job = _submitted(place, 3)
     asyncio.run(service.cancel(job.job_id))
     claims = place.claims()
@@ -323,7 +325,7 @@ def test_only_allowed_urls_are_read(tmp_path: Path) -> None:
 
 def test_a_job_of_a_url(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(requests(3))
-    place = place_in(tmp_path)
+    place = new_batch_harness(tmp_path)
 
     async def scenario() -> None:
         service = place.service(url_prefixes=(f"file://{tmp_path}",))
@@ -361,7 +363,7 @@ def test_a_value_that_the_database_cannot_hold_is_refused(request: pytest.Fixtur
 
 def test_a_runner_that_is_killed_again_and_again(tmp_path: Path) -> None:
     """kill -9 at random moments while lines are unfinished; then every line once, in the results and in the file."""
-    place = place_in(tmp_path)
+    place = new_batch_harness(tmp_path)
     service, job = _submitted(place, 400)
     rng = random.Random(7)
     start = multiprocessing.get_context("forkserver")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import pytest
-from scripted_chain import RememberingChain, ScriptedChain, all_chunks, answer, no_gate
+from scripted_chain import ScriptedChain, StatefulChain, all_chunks, answer, no_gate
 
 from tramontane.proto.errors import LeaseError, PipelineError, PoisonRequestError
 from tramontane.proto.plan import CachePlan, WindowClass
@@ -60,7 +60,7 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
 
     async def scenario() -> None:
         nonlocal router
-        chain = RememberingChain(often)
+        chain = StatefulChain(often)
         async with _running(chain) as router:
             results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
             assert results == [answer(prompt, 60) for prompt in prompts]
@@ -91,7 +91,7 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
             if batch.epoch == chain.epochs[-1] and is_poison(batch):
                 raise PipelineError("stage 1 died")
 
-        chain = RememberingChain(dies_of_it)
+        chain = StatefulChain(dies_of_it)
         async with _running(chain) as router:
             asked = [_tokens(router, prompt, 60) for prompt in prompts]
             refused, *results = await asyncio.gather(*asked, return_exceptions=True)
@@ -115,7 +115,7 @@ def test_two_poisons_in_company_are_both_found() -> None:
             raise PipelineError("stage 0 died")
 
     async def scenario() -> None:
-        async with _running(RememberingChain(dies_of_it)) as router:
+        async with _running(StatefulChain(dies_of_it)) as router:
             asked = [_tokens(router, prompt, 9) for prompt in prompts]
             results = await asyncio.gather(*asked, return_exceptions=True)
             assert [isinstance(result, PoisonRequestError) for result in results] == [True, False, True, False]
@@ -138,7 +138,7 @@ def test_a_suspect_that_is_aborted_does_not_block_others() -> None:
                 await leaves.wait()
 
         leaves = asyncio.Event()
-        chain = RememberingChain(dies_twice)
+        chain = StatefulChain(dies_twice)
         async with _running(chain) as router:
             suspect = asyncio.create_task(_tokens(router, (666,), 9))
             other = asyncio.create_task(_tokens(router, (3, 4), 9))
@@ -200,7 +200,7 @@ def test_a_pipeline_that_is_lost_for_good_ends_every_request_with_the_reason(err
 def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
     fenced = asyncio.Event()
 
-    class SlowChain(RememberingChain):
+    class SlowChain(StatefulChain):
         async def fence(self) -> int:
             if self.epochs:
                 await fenced.wait()
@@ -225,7 +225,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
     asyncio.run(scenario())
 
 
-class StuckChain(RememberingChain):
+class StuckChain(StatefulChain):
     """The first micro-batches of the first epoch never return; records the limits of its checks and returns the given reasons."""
 
     def __init__(self, reasons: list[str]) -> None:
@@ -309,7 +309,7 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
         limits = SchedulerLimits(8, 8, 256, 1000)
         router = Router(
             Scheduler(CACHE, limits, FixedInFlightPolicy(1, 8)),
-            RememberingChain(slowly),
+            StatefulChain(slowly),
             clock=lambda: now[0],
             step_timeout_s=4.0,
         )
@@ -345,7 +345,7 @@ def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.Mon
             await (asyncio.Event().wait() if hangs else asyncio.sleep(0))
             raise PipelineError("a stage failed: no kernel runs any more")
 
-    class Replaced(RememberingChain):
+    class Replaced(StatefulChain):
         async def replace_hung_workers(self, limit_s: float) -> str:
             return "stage 1 did nothing for too long"
 
@@ -410,7 +410,7 @@ def test_the_most_advanced_are_computed_again_first() -> None:
             if batch.epoch == 1:
                 order.extend(c.seq_id for c in batch.chunks if c.start == 0)
 
-        async with _running(RememberingChain(dies_once), num_places=2, in_flight=1) as router:
+        async with _running(StatefulChain(dies_once), num_places=2, in_flight=1) as router:
             prompts = [(1,), (9,) * 250, (3,)]
             results = await asyncio.gather(*(_tokens(router, prompt, 5) for prompt in prompts))
             assert results == [answer(prompt, 5) for prompt in prompts]

@@ -44,7 +44,7 @@ def test_many_at_once_fill_the_pipeline() -> None:
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
         assert chain.epochs == [0]
-        assert chain.most_in_flight == 3
+        assert chain.max_in_flight == 3
 
     asyncio.run(scenario())
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import grpc
 import pytest
-from batch_jobs import place_in, requests
-from fake_job_service import NEW, ListedJobs, OneKey, some_lines
+from batch_jobs import new_batch_harness, requests
+from fake_job_service import NEW, FakeJobService, OneKey, some_lines
 from grpc import StatusCode
 from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
@@ -70,7 +70,7 @@ class House:
     server: grpc.aio.Server
     servicer: GrpcServicer
     router: Router
-    jobs: ListedJobs
+    jobs: FakeJobService
     client: AsyncClient
 
     async def becomes_idle(self) -> None:
@@ -100,7 +100,7 @@ async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None
     limits = SchedulerLimits(8, 64, CONTEXT, 1000, max_queued_seqs=max_queued_seqs)
     router = Router(Scheduler(CACHE, limits, FixedInFlightPolicy(3, 64)), ScriptedChain(gate))
     running = asyncio.create_task(router.run())
-    jobs = ListedJobs()
+    jobs = FakeJobService()
     servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
     server = await _server(servicer, "127.0.0.1:0")
     target = f"127.0.0.1:{server.bound_port}"
@@ -513,7 +513,7 @@ def test_jobs_are_submitted_listed_watched_and_cancelled(tmp_path: Path) -> None
 @pytest.mark.parametrize("is_url", [False, True])
 def test_a_submission_that_comes_again_with_its_key_is_the_same_job(tmp_path: Path, is_url: bool) -> None:
     """Its lines are not even read."""
-    place = place_in(tmp_path)
+    place = new_batch_harness(tmp_path)
     (tmp_path / "in.jsonl").write_bytes(requests(3))
     again = b"" if is_url else b"nothing"
 
@@ -637,7 +637,7 @@ def test_an_upload_that_is_broken_off_is_no_job() -> None:
     ]
 
     async def scenario() -> None:
-        jobs = ListedJobs()
+        jobs = FakeJobService()
         for upload, message in wrong:
             with pytest.raises(RequestError, match=message):
                 await submit(jobs, upload)

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import httpx
 import pytest
-from scripted_token_source import CONTEXT, ScriptedSource, client_of, door_of
+from scripted_token_source import CONTEXT, ScriptedSource, client_for, http_app_for
 from tokenizer_files import SENTENCEPIECE
 
 from tramontane.router.openai.chunks import ChatChange, ChatChunk, ChatChunkChoice, CompletionChange
@@ -35,7 +35,7 @@ def _post(body: dict[str, Any]) -> httpx.Response:
     chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 
     async def scenario() -> httpx.Response:
-        async with client_of(door_of(ScriptedSource(said), model, chat=chat).app()) as client:
+        async with client_for(http_app_for(ScriptedSource(said), model, chat=chat).app()) as client:
             messages = [{"role": "user", "content": "Hello"}]
             return await client.post("/v1/chat/completions", json=body | {"messages": messages})
 

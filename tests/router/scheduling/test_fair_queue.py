@@ -1,7 +1,7 @@
 """Owners, which are API keys, share a queue: one that floods it delays the others by no more than its share."""
 
 import pytest
-from fake_pipeline import ImaginedPipeline, new_cache, new_sequence
+from fake_pipeline import FakePipeline, new_cache, new_sequence
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_chain import ScriptedChain
@@ -101,7 +101,7 @@ def test_who_gave_a_place_back_is_the_next_and_does_not_pay_twice() -> None:
 
 def test_owners_are_admitted_in_turns_and_end_all() -> None:
     limits = SchedulerLimits(1, 64, 256, 1000)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)))
+    pipe = FakePipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(1, 64)))
     for seq_id, owner in enumerate([FLOOD] * 6 + [FEW] * 2):
         sequence = new_sequence(seq_id, 5, 1)
         sequence.owner = owner

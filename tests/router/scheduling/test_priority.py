@@ -1,7 +1,7 @@
 """Batch work is preempted for interactive work, never starves, and loses no token."""
 
 import pytest
-from fake_pipeline import ImaginedPipeline, new_cache, new_pipeline, new_sequence
+from fake_pipeline import FakePipeline, new_cache, new_pipeline, new_sequence
 from scripted_chain import all_chunks
 
 from tramontane.proto.errors import RequestError
@@ -23,12 +23,12 @@ def _of(batch: MicroBatch | None) -> list[tuple[int, int, int]]:
     return [(c.seq_id, c.start, c.num_tokens) for c in all_chunks(batch)]
 
 
-def _add(pipe: ImaginedPipeline, priority: int, prompts: dict[int, int], new: int = 20) -> None:
+def _add(pipe: FakePipeline, priority: int, prompts: dict[int, int], new: int = 20) -> None:
     for seq_id, prompt in prompts.items():
         pipe.scheduler.add(new_sequence(seq_id, prompt, new, priority))
 
 
-def _step(pipe: ImaginedPipeline) -> MicroBatch | None:
+def _step(pipe: FakePipeline) -> MicroBatch | None:
     batch = pipe.submit()
     pipe.answer()
     return batch
@@ -199,14 +199,14 @@ def test_waiting_for_equals_promotes_no_sequence() -> None:
 
 def test_one_sequence_that_waits_is_not_several() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
+    pipe = FakePipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(3), 30))
     assert pipe.scheduler.overload_reason([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
 
 
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
-    pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
+    pipe = FakePipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(5), 30))
     overload = pipe.scheduler.overload_reason
     assert "3 sequences are waiting" in (overload([new_sequence(9, 5, 1, BATCH)]) or "")

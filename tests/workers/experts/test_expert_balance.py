@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import PROMPTS, run_prompts, scheduler_for
-from local_expert_actors import ExpertActors, expert_plan, open_chain
+from local_expert_actors import ExpertActors, expert_plan, ping_pong_chain
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.config.expert_load import per_expert
@@ -38,7 +38,7 @@ def _biased(args: ModelArgs) -> StageModel:
 def _busiest(folder: Path, experts: ExpertPlan) -> tuple[float, list[list[int]], list[list[int]]]:
     """Rows of the busiest actor by the mean, the load of every expert by layer, and the tokens."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(experts, folder)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         outputs = asyncio.run(run_prompts(chain, scheduler_for(plan, 64), CHOSEN))
         load = [tokens for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
     rows = [worker.num_rows for worker in actors.workers]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from host_ipc import HostIpc
-from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
+from local_expert_actors import ExpertActors, PingPongChain, expert_plan, ping_pong_chain, wait_until
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.proto.errors import PipelineError, StaleEpochError
@@ -58,7 +58,7 @@ def _inside() -> list[list[int]]:
 def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: int, max_open: int) -> None:
     plan = tiny_plan(ARGS, num_stages)
     actors = ExpertActors(expert_plan(ARGS, num_actors, replicas), folder)
-    with open_chain(plan, folder, actors, max_open) as chain:
+    with ping_pong_chain(plan, folder, actors, max_open) as chain:
         scheduler = scheduler_for(plan, 64, FixedInFlightPolicy(4 * num_stages, 64))
         assert asyncio.run(run_prompts(chain, scheduler, SHORT)) == _inside()
         given = [sum(tokens) for stage in chain.stages for tokens in stage.worker.model.expert_load.values()]
@@ -75,13 +75,13 @@ ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1
 def test_same_tokens_over_the_edges_of_gpus(folder: Path, edges: ChannelFactory) -> None:
     """With gloo in NCCL's place, and memory of the host in that of a GPU's."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder, edges)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         assert _generate(chain, plan, SHORT[:8]) == _inside()[:8]
 
 
 def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
     plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         epoch = asyncio.run(chain.fence())
         gate = threading.Event()
         actors.before_call[0] = lambda _: gate.wait()
@@ -98,7 +98,7 @@ def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
 def test_a_fence_fails_where_experts_are_lost_for_good(folder: Path) -> None:
     """So that the router gets one error for the pipeline, rather than one for every request."""
     plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         asyncio.run(chain.fence())
         actors.failure = "the disk is gone"
         actors.kill(1)
@@ -135,7 +135,7 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     experts.close()
 
 
-def _generate(chain: OpenChain, plan: PipelinePlan, prompts: list[list[int]]) -> list[list[int]]:
+def _generate(chain: PingPongChain, plan: PipelinePlan, prompts: list[list[int]]) -> list[list[int]]:
     return asyncio.run(run_prompts(chain, scheduler_for(plan, 64, FixedInFlightPolicy(4, 64)), prompts))
 
 
@@ -155,7 +155,7 @@ def test_a_replica_takes_over_at_once(folder: Path) -> None:
     """The actor is not revived: its calls, and all that follow, go to the other."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
     _dies_at(actors, 0, 9)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         assert _generate(chain, plan, SHORT) == _inside()
         assert _generate(chain, plan, SHORT[:3]) == _inside()[:3]
 
@@ -164,13 +164,13 @@ def test_without_a_replica_calls_wait_until_the_actor_is_back(folder: Path) -> N
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2), folder)
     _dies_at(actors, 1, 9, lambda: threading.Timer(0.3, actors.revive, [1]).start())
     _dies_at(actors, 0, 50, lambda: actors.revive(0))
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         assert _generate(chain, plan, SHORT) == _inside()
 
 
 def test_an_actor_that_is_gone_for_good_fails_the_step_and_a_fence_frees_what_waits(folder: Path) -> None:
     plan, actors = tiny_plan(ARGS, 1), ExpertActors(expert_plan(ARGS, 2), folder)
-    with open_chain(plan, folder, actors) as chain:
+    with ping_pong_chain(plan, folder, actors) as chain:
         actors.kill(0)
         with ThreadPoolExecutor(1) as thread:
             epoch = asyncio.run(chain.fence())

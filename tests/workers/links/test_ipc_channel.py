@@ -78,7 +78,7 @@ def test_whatever_the_gpu_does_first_what_arrives_is_what_was_sent(seed: int) ->
             received.append(torch.zeros_like(sent[len(received)]))
             inlet.receive(received[-1])
         elif begin == "work" and not gpu.is_idle:
-            gpu.work_a_little()
+            gpu.run_one_operation()
     assert max(tensor.nbytes for tensor in sent) > MIN_BYTES, "slots have grown"
     _leave(inlet, outlet)  # both finish what they have begun
     assert gpu.is_idle

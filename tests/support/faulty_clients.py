@@ -1,4 +1,4 @@
-"""Clients that leave in the middle, say half of what they want, or read next to nothing: on plain sockets."""
+"""Clients that disconnect early, send half a request, or hardly read, on plain sockets."""
 
 import asyncio
 import json
@@ -9,28 +9,28 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from serve_cluster import length_of, post_of
+from serve_cluster import content_length, post_request
 
-SMALL = 4096  # what such a client's system takes for it
-PAUSE_S = 0.5  # between a slow reader's reads, of a few bytes
-SLOW_READS = 100  # then it leaves, unless it has been cut
-# Some megabytes, more than the buffers between take.
-MUCH = {"messages": [{"role": "user", "content": "O"}], "n": 6, "max_tokens": 800, "top_logprobs": 20}
-MUCH |= {"logprobs": True, "ignore_eos": True, "stream": True}
-
-
-class Unexpected(ValueError):
-    """What the server said or did."""
+RECEIVE_BUFFER_BYTES = 4096
+PAUSE_S = 0.5  # between the reads of a slow reader, of a few bytes each
+SLOW_READS = 100  # before a slow reader disconnects, unless the server did so earlier
+# An answer of some megabytes, more than the buffers between server and client hold.
+LARGE = {"messages": [{"role": "user", "content": "O"}], "n": 6, "max_tokens": 800, "top_logprobs": 20}
+LARGE |= {"logprobs": True, "ignore_eos": True, "stream": True}
 
 
-class Rude:
-    """Each act returns how it ended."""
+class UnexpectedResponseError(ValueError):
+    """The server's response was not the expected one."""
+
+
+class FaultyClient:
+    """A client that misbehaves. Each method returns how the connection ended."""
 
     def __init__(self, port: int, rng: random.Random) -> None:
         self._port, self._rng = port, rng
 
     async def leave(self, body: dict[str, Any]) -> str:
-        """In the middle of the answer, or before it."""
+        """Disconnect before or during the answer."""
         loop, request = asyncio.get_running_loop(), _request(body)
         async with self._connection() as connection:
             await loop.sock_sendall(connection, request)
@@ -43,7 +43,7 @@ class Rude:
             return self._go(connection)
 
     async def half(self, body: dict[str, Any]) -> str:
-        """Of a request, in its head or its body."""
+        """Send a part of a request, cut in its headers or its body."""
         loop, request = asyncio.get_running_loop(), _request(body)
         async with self._connection() as connection:
             await loop.sock_sendall(connection, request[: self._rng.randrange(len(request))])
@@ -51,12 +51,12 @@ class Rude:
             return self._go(connection)
 
     async def read_slowly(self) -> str:
-        """Until the server has cut the connection, or for nearly a minute."""
+        """Read slowly until the server closes the connection, or for nearly a minute."""
         loop = asyncio.get_running_loop()
         async with self._connection() as connection:
-            await loop.sock_sendall(connection, _request(MUCH, b"POST /v1/chat/completions HTTP/1.1"))
+            await loop.sock_sendall(connection, _request(LARGE, b"POST /v1/chat/completions HTTP/1.1"))
             for _ in range(SLOW_READS):
-                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # reading would first give what is still there
+                if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):  # a read would return buffered bytes first
                     return "cut"
                 if not await loop.sock_recv(connection, 16):
                     return "closed"
@@ -67,12 +67,12 @@ class Rude:
     async def _connection(self) -> AsyncIterator[socket.socket]:
         with socket.socket() as connection:
             connection.setblocking(False)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SMALL)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._port))
             yield connection
 
     def _go(self, connection: socket.socket) -> str:
-        """Politely, or as when a cable is cut: what is unread is thrown away with the connection."""
+        """Close the connection in an orderly way, or reset it, which drops unread data."""
         if self._rng.random() < 0.5:
             return "closed by the client"
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -81,4 +81,4 @@ class Rude:
 
 def _request(body: dict[str, Any], line: bytes = b"POST /v1/completions HTTP/1.1") -> bytes:
     data = json.dumps(body).encode()
-    return post_of(data, length_of(data), line=line)
+    return post_request(data, content_length(data), line=line)
