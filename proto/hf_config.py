@@ -1,7 +1,8 @@
-"""``config.json``: what transformers 4 and 5 write about a model."""
+"""Reader and writer of ``config.json``, as transformers 4 and 5 write it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
@@ -12,9 +13,20 @@ SUPPORTED_ARCHITECTURES = ("MistralForCausalLM", MIXTRAL, "MinistralForCausalLM"
 
 
 def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> ModelArgs:
-    """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
-    try:
+    """Translate a configuration into ``ModelArgs``.
+
+    Raises:
+        CheckpointError: naming ``source``, if a value is missing, malformed or not supported.
+    """
+    with checkpoint_errors(source):
         return _translate(config, source)
+
+
+@contextmanager
+def checkpoint_errors(source: str) -> Iterator[None]:
+    """Turn whatever a malformed configuration causes inside the block into a ``CheckpointError`` that names ``source``."""
+    try:
+        yield
     except InvalidModelConfigError as error:
         raise CheckpointError(f"{source}: {error}") from error
     except KeyError as error:
@@ -24,7 +36,7 @@ def from_hf_config(config: Mapping[str, Any], source: str = "config.json") -> Mo
 
 
 def to_hf_config(args: ModelArgs) -> dict[str, Any]:
-    """The configuration that says what ``args`` says, as transformers 5 writes it."""
+    """Return the configuration of ``args`` as transformers 5 writes it."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": args.rope_theta}
     if (scaling := args.rope_scaling) is not None:
         rope |= {
@@ -64,7 +76,7 @@ def to_hf_config(args: ModelArgs) -> dict[str, Any]:
 
 
 def _architecture(args: ModelArgs) -> str:
-    """The one class of transformers that runs this geometry."""
+    """Return the class of transformers that runs this geometry."""
     if args.moe:
         return MIXTRAL
     if args.rope_scaling:
@@ -73,7 +85,7 @@ def _architecture(args: ModelArgs) -> str:
 
 
 def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
-    """No defaults: transformers' differ by class, and a wrong guess would be a wrong model."""
+    """Translate without defaults: those of transformers differ by class, and a wrong one would be a wrong model."""
     architectures = config.get("architectures") or ["nothing"]
     architecture = architectures if isinstance(architectures, str) else architectures[0]
     _check_supported(config, architecture, source)
@@ -92,7 +104,7 @@ def _translate(config: Mapping[str, Any], source: str) -> ModelArgs:
         windows=_windows(config, source),
         moe=MoeArgs(config["num_local_experts"], config["num_experts_per_tok"]) if architecture == MIXTRAL else None,
         tied_embeddings=parse_bool(config, "tie_word_embeddings"),
-        dtype=_dtype(config, source),
+        dtype=parse_dtype(config, source),
         eos_token_ids=parse_eos_token_ids(config.get("eos_token_id")),
         rope_scaling=scaling,
     )
@@ -107,11 +119,11 @@ def _check_supported(config: Mapping[str, Any], architecture: str, source: str) 
         if config.get(key):
             raise CheckpointError(f"{source}: {key} is set, and layers with biases are not supported")
     if config.get("quantization_config"):
-        raise CheckpointError(f"{source}: quantised checkpoints are not supported; use the original weights")
+        raise CheckpointError(f"{source}: quantized checkpoints are not supported; use the original weights")
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """transformers 5 writes ``rope_parameters``; 4 wrote ``rope_theta`` and ``rope_scaling``."""
+    """Return the rotary settings: ``rope_parameters`` of transformers 5, ``rope_scaling`` of transformers 4."""
     rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope
 
@@ -133,23 +145,23 @@ def _rope_scaling(config: Mapping[str, Any], source: str) -> YarnScaling | None:
         original_max_seq_len=rope["original_max_position_embeddings"],
         beta_fast=float(rope.get("beta_fast") or 32.0),
         beta_slow=float(rope.get("beta_slow") or 1.0),
-        attention_factor=_magnitude(rope, factor),
+        attention_factor=_attention_factor(rope, factor),
         llama4_beta=float(rope.get("llama_4_scaling_beta") or 0.0),
     )
 
 
-def _magnitude(rope: Mapping[str, Any], factor: float) -> float:
-    """0.1 ln(factor) + 1 (YaRN, eq. 22), unless the configuration weighs it, or gives it outright."""
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """Return ``attention_factor`` if it is given, else compute it, weighted by ``mscale`` and ``mscale_all_dim``."""
     if (given := rope.get("attention_factor")) is not None:
         return float(given)
-    both, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
-    if both and of_all:
-        return yarn_attention_factor(factor, float(both)) / yarn_attention_factor(factor, float(of_all))
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return yarn_attention_factor(factor, float(mscale)) / yarn_attention_factor(factor, float(mscale_all_dim))
     return yarn_attention_factor(factor)
 
 
 def yarn_attention_factor(factor: float, weight: float = 1.0) -> float:
-    """factor 16: 0.1 * ln 16 + 1 = 1.277."""
+    """Compute 0.1 * weight * ln(factor) + 1 (YaRN, equation 22). Factor 16: 0.1 * ln 16 + 1 = 1.277."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -165,14 +177,15 @@ def _windows(config: Mapping[str, Any], source: str) -> tuple[int | None, ...]:
 
 
 def parse_bool(config: Mapping[str, Any], key: str) -> bool:
-    """False if it is not there. A text such as "false" is true in Python, so nothing but a truth value is taken."""
+    """Return the boolean ``config[key]``, False if it is missing. Raises TypeError for others, such as the text "false"."""
     value = config.get(key)
     if value not in (None, False, True):
         raise TypeError(f"{key} is {value!r}")
     return bool(value)
 
 
-def _dtype(config: Mapping[str, Any], source: str) -> str:
+def parse_dtype(config: Mapping[str, Any], source: str) -> str:
+    """Return the dtype of the weights, bfloat16 if none is given. Raises CheckpointError if it is not supported."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise CheckpointError(f"{source}: weights of type {name} are not supported; supported: {', '.join(DTYPE_BYTES)}")
@@ -180,7 +193,7 @@ def _dtype(config: Mapping[str, Any], source: str) -> str:
 
 
 def parse_eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """One, several or none. Raises TypeError for anything else."""
+    """Return the end-of-sequence tokens of a configuration: one, several or none. Raises TypeError for anything else."""
     ids = () if value is None else (value,) if isinstance(value, int) else tuple(value)
     if not all(isinstance(i, int) for i in ids):
         raise TypeError(f"eos_token_id is {value!r}")

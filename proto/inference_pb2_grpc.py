@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
-    ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it. Fields that the server does not know are refused.
+    """Every method may require an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
+    ErrorInfo of the domain "tramontane" and, if a retry may help, a RetryInfo. A stream that ends with an error may have an
+    empty message before it. The server refuses unknown fields.
 
     """
 
@@ -56,28 +56,29 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
-    ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it. Fields that the server does not know are refused.
+    """Every method may require an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
+    ErrorInfo of the domain "tramontane" and, if a retry may help, a RetryInfo. A stream that ends with an error may have an
+    empty message before it. The server refuses unknown fields.
 
     """
 
     def Generate(self, request, context):
-        """Tokens as they become ready.
+        """Generates text and streams its tokens as they become ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-probabilities of a text that is given.
+        """Returns the log-probabilities of a text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Models(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Lists the served models.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -109,9 +110,9 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Every method may want an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
-    ErrorInfo of the domain "tramontane" and, where trying again later may help, a RetryInfo. A stream that ends with an
-    error may have an empty message before it. Fields that the server does not know are refused.
+    """Every method may require an API key as metadata, `authorization: Bearer KEY`. Errors carry a google.rpc.Status with an
+    ErrorInfo of the domain "tramontane" and, if a retry may help, a RetryInfo. A stream that ends with an error may have an
+    empty message before it. The server refuses unknown fields.
 
     """
 
@@ -242,41 +243,44 @@ class BatchJobsServicer:
     """Missing associated documentation comment in .proto file."""
 
     def SubmitJob(self, request_iterator, context):
-        """Options first, then either the bytes of a JSONL text, cut anywhere, or one URL. The job is accepted once this answers.
+        """Submits a job: options first, then either the bytes of a JSONL text, split anywhere, or one URL. The response means
+        that the job is accepted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the current state of a job.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListJobs(self, request, context):
-        """The newest first.
+        """Lists jobs, the newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchJob(self, request, context):
-        """The job now, and again whenever it has changed, until it has ended.
+        """Streams the current state of a job, and the new state after every change, until the job has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StreamResults(self, request, context):
-        """From `offset` on, until the job has ended and all results have been told.
+        """Streams results from `offset` on, until the job has ended and all results have been sent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CancelJob(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Cancels a job.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -1,4 +1,4 @@
-"""What a line of the log says beside its message: for ``extra=``. As JSON these are fields of their own."""
+"""Fields of a log record besides its message, for ``extra=``. The JSON format writes them as fields of their own."""
 
 import re
 from collections.abc import Iterable
@@ -8,18 +8,22 @@ REQUEST_ID_PATTERN = re.compile(rb"[!-~]{1,128}")  # what may go into headers an
 
 
 def request_fields(request_id: str, **more: object) -> dict[str, object]:
-    """Of a line about one request. One without an id was not made by a client."""
+    """Return the fields of a record about one request. An empty id means that no client made the request."""
     return {"request_id": request_id, **more} if request_id else more
 
 
 def requests_fields(request_ids: Iterable[str]) -> dict[str, list[str]]:
-    """Of a line about several requests, of which each is named once."""
-    named = list(dict.fromkeys(filter(None, request_ids)))
-    return {"request_ids": named} if named else {}
+    """Return the fields of a record about several requests, each named once."""
+    unique_ids = _unique(request_ids)
+    return {"request_ids": unique_ids} if unique_ids else {}
 
 
-def format_request_ids(request_ids: Iterable[str], most: int = 8) -> str:
-    """For people: ``a, b and 3 more``, or nothing where nobody has a name."""
-    ids = list(dict.fromkeys(filter(None, request_ids)))
-    more = f" and {len(ids) - most} more" if len(ids) > most else ""
-    return ", ".join(ids[:most]) + more
+def format_request_ids(request_ids: Iterable[str], max_shown: int = 8) -> str:
+    """Format ids for a message: ``a, b and 3 more``; empty if there is no id."""
+    unique_ids = _unique(request_ids)
+    more = f" and {len(unique_ids) - max_shown} more" if len(unique_ids) > max_shown else ""
+    return ", ".join(unique_ids[:max_shown]) + more
+
+
+def _unique(request_ids: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(filter(None, request_ids)))

@@ -1,40 +1,38 @@
-"""``params.json``: what Mistral publishes beside ``consolidated.safetensors``."""
+"""Reader and writer of ``params.json``, which Mistral publishes next to ``consolidated.safetensors``."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from tramontane.proto.errors import CheckpointError, InvalidModelConfigError
-from tramontane.proto.hf_config import parse_bool, yarn_attention_factor
-from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, MoeArgs, YarnScaling, check_num_layers
+from tramontane.proto.errors import CheckpointError
+from tramontane.proto.hf_config import checkpoint_errors, parse_bool, parse_dtype, yarn_attention_factor
+from tramontane.proto.model_args import ModelArgs, MoeArgs, YarnScaling, check_num_layers
 from tramontane.proto.presets import PRESETS
 
-END_OF_SEQUENCE = 2  # in every tokenizer that Mistral has published
-# Where rope_theta is not given: Mistral's own rule (mistral-inference, transformer.py).
-THETA_WITH_WINDOW, THETA_WITHOUT = 10_000.0, 1_000_000.0
-SHORTEST_CONTEXT = 32_768  # of the models published in this layout
-# What changes the arithmetic and is not here. A key that is there but empty changes nothing.
-UNSUPPORTED = (
+EOS_TOKEN_ID = 2  # in every tokenizer that Mistral has published
+# rope_theta if it is not given, by Mistral's own rule (mistral-inference, transformer.py).
+THETA_WITH_WINDOW, THETA_WITHOUT_WINDOW = 10_000.0, 1_000_000.0
+DEFAULT_CONTEXT_LEN = 32_768  # the shortest of the models published in this layout
+# Keys that change the arithmetic in a way that is not implemented. An empty value changes nothing.
+UNSUPPORTED_KEYS = (
     *("quantization", "lora", "vision_encoder", "multimodal", "q_lora_rank", "qk_nope_head_dim", "use_biases"),
     *("rope_scaling", "use_scaled_rope", "attention_sinks", "causal_conv", "mamba"),
 )
-UNSUPPORTED_MOE = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
+UNSUPPORTED_MOE_KEYS = ("num_shared_experts", "first_k_dense_replace", "expert_hidden_dim", "num_expert_groups")
 
 
 def from_mistral_params(params: Mapping[str, Any], source: str = "params.json") -> ModelArgs:
-    """Raises CheckpointError, naming ``source``, for what is missing, misspelt or not supported."""
-    try:
+    """Translate parameters into ``ModelArgs``.
+
+    Raises:
+        CheckpointError: naming ``source``, if a value is missing, malformed or not supported.
+    """
+    with checkpoint_errors(source):
         _check_supported(params, source)
-        return _translate(params)
-    except InvalidModelConfigError as error:
-        raise CheckpointError(f"{source}: {error}") from error
-    except KeyError as error:
-        raise CheckpointError(f"{source} lacks the key {error}") from error
-    except (TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise CheckpointError(f"{source} holds a value of the wrong type: {error}") from error
+        return _translate(params, source)
 
 
 def to_mistral_params(args: ModelArgs) -> dict[str, Any]:
-    """The ``params.json`` that says what ``args`` says."""
+    """Return the ``params.json`` of ``args``."""
     params: dict[str, Any] = {
         "dim": args.dim,
         "n_layers": args.n_layers,
@@ -74,20 +72,19 @@ def _check_supported(params: Mapping[str, Any], source: str) -> None:
     if (activation := params.get("activation") or "silu") != "silu":
         raise CheckpointError(f"{source}: activation {activation!r} is not supported, only silu")
     moe = params.get("moe") or {}
-    if used := [key for key in UNSUPPORTED if params.get(key)] + [f"moe.{key}" for key in UNSUPPORTED_MOE if moe.get(key)]:
+    used = [key for key in UNSUPPORTED_KEYS if params.get(key)]
+    used += [f"moe.{key}" for key in UNSUPPORTED_MOE_KEYS if moe.get(key)]
+    if used:
         raise CheckpointError(f"{source}: {', '.join(used)} is set, and that is not supported")
-    if (llama4 := params.get("llama_4_scaling")) and llama4["original_max_position_embeddings"] != (params.get("yarn") or {}).get(
-        "original_max_position_embeddings"
-    ):
+    key, yarn = "original_max_position_embeddings", params.get("yarn") or {}
+    if (llama4 := params.get("llama_4_scaling")) and llama4[key] != yarn.get(key):
         raise CheckpointError(f"{source}: llama_4_scaling is not that of the yarn block, and that is not supported")
-    if (dtype := params.get("dtype") or "bfloat16") not in DTYPE_BYTES:
-        raise CheckpointError(f"{source}: weights of type {dtype} are not supported; supported: {', '.join(DTYPE_BYTES)}")
 
 
-def _translate(params: Mapping[str, Any]) -> ModelArgs:
+def _translate(params: Mapping[str, Any], source: str) -> ModelArgs:
     windows = _windows(params)
     moe = params.get("moe")
-    args = ModelArgs(
+    return ModelArgs(
         dim=params["dim"],
         n_layers=params["n_layers"],
         head_dim=params["head_dim"],
@@ -96,23 +93,22 @@ def _translate(params: Mapping[str, Any]) -> ModelArgs:
         n_kv_heads=params["n_kv_heads"],
         norm_eps=float(params["norm_eps"]),
         vocab_size=params["vocab_size"],
-        rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT)),
+        rope_theta=float(params.get("rope_theta") or (THETA_WITH_WINDOW if any(windows) else THETA_WITHOUT_WINDOW)),
         max_seq_len=params.get("max_seq_len") or params.get("max_position_embeddings") or _preset_context_len(params),
         windows=windows,
         moe=MoeArgs(moe["num_experts"], moe["num_experts_per_tok"]) if moe else None,
         tied_embeddings=parse_bool(params, "tied_embeddings"),
-        dtype=params.get("dtype") or "bfloat16",
-        eos_token_ids=(END_OF_SEQUENCE,),
+        dtype=parse_dtype(params, source),
+        eos_token_ids=(EOS_TOKEN_ID,),
         rope_scaling=_rope_scaling(params),
     )
-    return args
 
 
 def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """One number for all layers, or a pattern that repeats.
+    """Return the window of each layer from one number for all of them, or from a pattern that repeats.
 
-    [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... see everything. Ministral 8B's file
-    spells the key with an underscore in front.
+    [null, 32768, 32768, 32768] over 36 layers: layers 0, 4, 8, ... have no window. The file of Ministral 8B
+    spells the key with a leading underscore.
     """
     n_layers: int = params["n_layers"]
     check_num_layers(n_layers)
@@ -127,10 +123,10 @@ def _windows(params: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 def _preset_context_len(params: Mapping[str, Any]) -> int:
-    """The file often does not say. The published model with these sizes does; what is unknown gets the least."""
+    """Return the context length of the published model with these sizes: many files lack it. Unknown models get the shortest."""
     sizes = ("dim", "n_layers", "hidden_dim", "n_heads", "vocab_size")
     known = [args for args in PRESETS.values() if all(getattr(args, name) == params[name] for name in sizes)]
-    return min((args.max_seq_len for args in known), default=SHORTEST_CONTEXT)
+    return min((args.max_seq_len for args in known), default=DEFAULT_CONTEXT_LEN)
 
 
 def _rope_scaling(params: Mapping[str, Any]) -> YarnScaling | None:

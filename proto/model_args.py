@@ -1,4 +1,4 @@
-"""One model's geometry, whatever layout its checkpoint has. Field names are Mistral's own (``params.json``)."""
+"""Geometry of one model, independent of the layout of its checkpoint. Field names are those of Mistral's ``params.json``."""
 
 import math
 from collections.abc import Mapping
@@ -7,24 +7,24 @@ from enum import StrEnum
 
 from tramontane.proto.errors import InvalidModelConfigError
 
-MAX_DIM, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # beyond which a number can only be damage
+MAX_DIM, MAX_LAYERS, MAX_EXPERTS = 2**31 - 1, 1024, 1024  # a larger number can only come from a damaged file
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Quantization(StrEnum):
-    """How a stage may hold its matrices instead of in the model's dtype: a byte per element, and a scale per row."""
+    """Format of a stage's matrices instead of the model's dtype: one byte per element, and one scale per row."""
 
-    INT8 = "int8"  # whole numbers
+    INT8 = "int8"  # integers
     FP8 = "fp8"  # floats of 4 exponent and 3 mantissa bits, the largest 448 (torch's float8_e4m3fn)
 
     def scale_dtype(self, dtype: str) -> str:
-        """Of a row's scale, by the model's dtype: what the products want. float16 is too narrow for a small row's."""
+        """Return the dtype of a row's scale that the kernels expect. float16 is too narrow for the scale of a small row."""
         return "bfloat16" if self is Quantization.INT8 and dtype == "bfloat16" else "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class MoeArgs:
-    """Sparse experts: each token uses ``num_experts_per_tok`` of ``num_experts``."""
+    """Mixture of experts: each token uses ``num_experts_per_tok`` of ``num_experts``."""
 
     num_experts: int
     num_experts_per_tok: int
@@ -39,13 +39,16 @@ class MoeArgs:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Rotary embedding stretched to a longer context (YaRN, arXiv 2309.00071, section 3).
+    """Scaling of the rotary embedding to a longer context (YaRN, arXiv 2309.00071, section 3).
 
-    ``factor``: how many times longer than ``original_max_seq_len``, the context of pretraining.
-    Pairs of elements that turn more than ``beta_fast`` times within it keep their frequency, those that turn less
-    than ``beta_slow`` times are slowed down by ``factor``, and between them it is a ramp. ``magnitude`` multiplies
-    keys and queries. ``llama4_beta``: queries past the original context grow by
-    1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)); 0 leaves them.
+    Attributes:
+        factor: how many times longer the context is than ``original_max_seq_len``.
+        original_max_seq_len: the context of pretraining.
+        beta_fast: pairs of elements that rotate more often than this within the original context keep their frequency.
+        beta_slow: pairs that rotate less often are slowed down by ``factor``; between the two is a linear ramp.
+        attention_factor: multiplies keys and queries.
+        llama4_beta: queries past the original context are multiplied by
+            1 + llama4_beta * ln(1 + floor(position / original_max_seq_len)); 0 leaves them unchanged.
     """
 
     factor: float
@@ -65,10 +68,10 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """One model's geometry.
+    """Geometry of one model.
 
-    ``windows`` has one entry per *global* layer: how many positions a token of
-    that layer sees, itself included, or None for all of them.
+    ``windows`` has one entry per *global* layer: how many positions a token sees in that layer, itself included,
+    or None for all of them. Raises InvalidModelConfigError if the numbers describe no model.
     """
 
     dim: int
@@ -106,21 +109,21 @@ class ModelArgs:
 
     @property
     def window_classes(self) -> tuple[int | None, ...]:
-        """The distinct windows, in the order in which layers first use them."""
+        """Distinct windows, in the order in which layers first use them."""
         return tuple(dict.fromkeys(self.windows))
 
 
 def check_num_layers(n_layers: object) -> None:
-    """Before anything is made once per layer."""
+    """Raise InvalidModelConfigError for an impossible number of layers, before anything is built once per layer."""
     _check_sizes({"n_layers": n_layers}, MAX_LAYERS)
 
 
-def _check_sizes(sizes: Mapping[str, object], most: int = MAX_DIM) -> None:
+def _check_sizes(sizes: Mapping[str, object], max_size: int = MAX_DIM) -> None:
     for name, value in sizes.items():
         if type(value) is not int or value < 1:
             raise InvalidModelConfigError(f"the model's {name} is {value!r}; it must be a positive whole number")
-        if value > most:
-            raise InvalidModelConfigError(f"the model's {name} is {value}; it must be at most {most}")
+        if value > max_size:
+            raise InvalidModelConfigError(f"the model's {name} is {value}; it must be at most {max_size}")
 
 
 def _check_positive(name: str, value: float) -> None:

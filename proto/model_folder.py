@@ -1,4 +1,4 @@
-"""A downloaded checkpoint's folder: which layout it has, what its configuration says, and what may stand in for it."""
+"""Folder of a downloaded checkpoint: its layout and its configuration; and the alternatives to a folder."""
 
 import json
 from dataclasses import dataclass, replace
@@ -15,23 +15,23 @@ from tramontane.proto.presets import PRESETS
 
 @dataclass(frozen=True, slots=True)
 class RandomWeights:
-    """Weights that every stage makes for itself, at full size: nothing is read."""
+    """Random weights of full size, which every stage makes for itself instead of reading a checkpoint."""
 
 
-WeightSource = Path | RandomWeights  # a checkpoint's folder, or what stands in for it
+WeightSource = Path | RandomWeights
 
-GENERATION = "generation_config.json"  # where fine-tunes may say that answers end otherwise than the model's texts
+GENERATION_CONFIG = "generation_config.json"  # fine-tuned models may name further end-of-sequence tokens here
 
 
 class Layout(Enum):
-    """Who wrote the folder; the value is the name of its configuration."""
+    """Layout of a folder; the value is the name of its configuration."""
 
     HUGGING_FACE = "config.json"
     MISTRAL = "params.json"
 
 
 def detect_layout(folder: Path) -> Layout:
-    """Folders may hold both; then Hugging Face's is taken, whose configuration says more. Raises CheckpointError."""
+    """Return the layout of a folder; of both, Hugging Face's, whose configuration says more. Raises CheckpointError."""
     try:
         if folder.is_file():
             raise CheckpointError(f"model folder {folder} is a file; --model takes a downloaded checkpoint's folder")
@@ -53,31 +53,35 @@ def detect_layout(folder: Path) -> Layout:
 
 
 def read_model_args(folder: Path) -> ModelArgs:
-    """Raises CheckpointError, naming the file, for what is missing, malformed or not supported."""
+    """Read the configuration of a folder.
+
+    Raises:
+        CheckpointError: naming the file, if something is missing, malformed or not supported.
+    """
     layout = detect_layout(folder)
     path = folder / layout.value
     if layout is Layout.MISTRAL:
         return from_mistral_params(_json_object(path), source=str(path))
     args = from_hf_config(_json_object(path), source=str(path))
-    generation = folder / GENERATION
+    generation = folder / GENERATION_CONFIG
     return _with_generation_eos(args, generation) if generation.is_file() else args
 
 
 def _with_generation_eos(args: ModelArgs, path: Path) -> ModelArgs:
     try:
-        ends = parse_eos_token_ids(_json_object(path).get("eos_token_id"))
-        return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *ends))))
+        eos_token_ids = parse_eos_token_ids(_json_object(path).get("eos_token_id"))
+        return replace(args, eos_token_ids=tuple(dict.fromkeys((*args.eos_token_ids, *eos_token_ids))))
     except (TypeError, InvalidModelConfigError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
 def is_preset(model: Path) -> bool:
-    """Whether this is a published geometry's name; a folder of that name comes first."""
+    """Return whether ``model`` names a published geometry; a folder of that name takes precedence."""
     return str(model) in PRESETS and not model.is_dir()
 
 
 def resolve_model_args(model: Path) -> ModelArgs:
-    """Of a folder, of which only the configuration is read, or of a published geometry. Raises CheckpointError."""
+    """Return the geometry of a folder, of which only the configuration is read, or of a preset. Raises CheckpointError."""
     if is_preset(model):
         return PRESETS[str(model)]
     if not model.exists() and len(model.parts) == 1:
@@ -86,7 +90,10 @@ def resolve_model_args(model: Path) -> ModelArgs:
 
 
 def _prefers_mistral_layout(folder: Path) -> bool:
-    """Where the weights are only there; and for a pattern of windows, which Ministral 8B's config.json does not tell."""
+    """Return whether Hugging Face's weights are missing, or Mistral's configuration has a pattern of windows.
+
+    The config.json of Ministral 8B lacks its pattern.
+    """
     params = _json_object(folder / Layout.MISTRAL.value)
     has_pattern = isinstance(params.get("sliding_window") or params.get("_sliding_window"), list)
     return has_pattern or not _has_hf_weights(folder)

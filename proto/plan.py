@@ -1,6 +1,7 @@
-"""What is fixed for the life of a deployment: who holds which layers, and how caches are cut into pages.
+"""Plan of a pipeline: everything that is fixed for its life.
 
-Which actor holds which experts, where they do not sit inside the stages.
+A ``PipelinePlan`` says which stage has which layers (one ``StagePlan`` each), how caches are cut into pages
+(``CachePlan``), and which actor has which experts if they are outside the stages (``ExpertPlan``).
 """
 
 from collections.abc import Collection, Sequence
@@ -9,9 +10,65 @@ from typing import Literal, NamedTuple
 
 from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 
+Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
+
+
+# ---- caches
+
+
+@dataclass(frozen=True, slots=True)
+class WindowClass:
+    """Layers that have the same attention window. They share page ids: an id means the same rows in each of these layers.
+
+    Attributes:
+        window: how many positions a token sees, itself included, or None for all of them.
+        ring_pages: entries of a sequence's page ring (see ``ring_pages``).
+        num_pages: pages in the pool, the same in all stages.
+    """
+
+    window: int | None
+    ring_pages: int
+    num_pages: int
+
+    def pages_for(self, num_positions: int, page_size: int) -> int:
+        """Return how many pages a sequence of ``num_positions`` cached positions holds."""
+        return min(-(-num_positions // page_size), self.ring_pages)
+
+
+@dataclass(frozen=True, slots=True)
+class CachePlan:
+    """Layout of the key/value cache: one class per distinct window, in the order of ``ModelArgs.window_classes``."""
+
+    page_size: int
+    classes: tuple[WindowClass, ...]
+
+    def class_of(self, window: int | None) -> int:
+        """Return the index of a window's class in ``classes``."""
+        return [c.window for c in self.classes].index(window)
+
+
+def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
+    """Compute the entries of a page ring: R = ceil((W-1)/P) + 1, or enough pages to never wrap around.
+
+    W = 64, P = 16: ceil(63/16) + 1 = 5 pages, 80 rows. While position 79 is written over position -1 (entry 4, row 15),
+    positions 16..79 are the window; 0..15 are stale. W = 3, P = 1: 3 pages, the plain ring of the Mistral paper.
+    """
+    all_pages = -(-max_model_len // page_size)
+    if window is None:
+        return all_pages
+    return min(-(-(window - 1) // page_size) + 1, all_pages)
+
+
+def kv_bytes_per_position(args: ModelArgs, dtype: str) -> int:
+    """Return the bytes of one position's key and value in one layer."""
+    return 2 * args.n_kv_heads * args.head_dim * DTYPE_BYTES[dtype]
+
+
+# ---- experts outside the stages
+
 
 class ExpertId(NamedTuple):
-    """``layer`` is a global number: the same expert has the same id in every split."""
+    """One expert of one layer. ``layer`` is a global number, so the id does not depend on how layers are split into stages."""
 
     layer: int
     expert: int
@@ -19,7 +76,7 @@ class ExpertId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorPlan:
-    """What one actor loads; ``weight_bytes`` is all that it keeps, of the ``memory`` (bytes) that is there."""
+    """The experts of one actor, which take ``weight_bytes`` of its ``memory`` (bytes)."""
 
     actor_id: int
     num_actors: int
@@ -29,87 +86,60 @@ class ExpertActorPlan:
 
     @property
     def label(self) -> str:
-        """As people see it, counted from one: ``Experts 1/4``."""
+        """Name for people, counted from one: ``Experts 1/4``."""
         return f"Experts {self.actor_id + 1}/{self.num_actors}"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlan:
-    """Every expert is on at least one actor; those that are on several have *replicas*, of which a call needs one.
+    """Placement of every expert on one or several actors. An expert on several has *replicas*, of which a call needs one.
 
-    ``replicas``: how many of every expert were asked for; None: of those that have most to do.
+    Attributes:
+        replicas: how many replicas of every expert the user asked for; None: only the busiest experts are replicated.
+        expert_bytes: bytes of one expert.
     """
 
     args: ModelArgs
     dtype: str
     quantize: Quantization | None
     replicas: int | None
-    expert_bytes: int  # of one
+    expert_bytes: int
     actors: tuple[ExpertActorPlan, ...]
 
-    def with_assignment(self, held: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
-        """The same actors with these experts."""
-        size = self.expert_bytes
-        pairs = zip(self.actors, held, strict=True)
-        actors = (replace(actor, experts=tuple(sorted(own)), weight_bytes=len(own) * size) for actor, own in pairs)
+    def with_assignment(self, experts_by_actor: Sequence[Collection[ExpertId]]) -> "ExpertPlan":
+        """Return a plan with the same actors and these experts on them."""
+        pairs = zip(self.actors, experts_by_actor, strict=True)
+        actors = (replace(a, experts=tuple(sorted(e)), weight_bytes=len(e) * self.expert_bytes) for a, e in pairs)
         return replace(self, actors=tuple(actors))
 
     @property
     def placement(self) -> dict[ExpertId, tuple[int, ...]]:
-        """The actors that hold each expert, in order."""
-        found: dict[ExpertId, tuple[int, ...]] = {}
+        """Ids of the actors that hold each expert, in ascending order."""
+        placement: dict[ExpertId, tuple[int, ...]] = {}
         for actor in self.actors:
-            for each in actor.experts:
-                found[each] = (*found.get(each, ()), actor.actor_id)
-        return found
+            for expert in actor.experts:
+                placement[expert] = (*placement.get(expert, ()), actor.actor_id)
+        return placement
 
     def tokens_per_actor(self, tokens: dict[ExpertId, float]) -> list[float]:
-        """Tokens of each actor, if an expert's are shared evenly by its replicas."""
-        holders = self.placement
-        return [sum(tokens[each] / len(holders[each]) for each in actor.experts) for actor in self.actors]
+        """Return the tokens of each actor, if those of an expert are shared evenly by its replicas."""
+        placement = self.placement
+        return [sum(tokens[expert] / len(placement[expert]) for expert in actor.experts) for actor in self.actors]
 
 
-Link = Literal["object-store", "direct"]  # how hidden states travel from stage to stage
-
-
-def ring_pages(window: int | None, page_size: int, max_model_len: int) -> int:
-    """Entries of a page ring: R = ceil((W-1)/P) + 1, or enough pages to never wrap.
-
-    W = 64, P = 16: ceil(63/16) + 1 = 5 pages, 80 rows. While position 79 is written
-    over position -1 (entry 4, row 15), positions 16..79 are the window; 0..15 are stale.
-    W = 3, P = 1: 3 pages, the plain ring of the Mistral paper.
-    """
-    whole = -(-max_model_len // page_size)
-    if window is None:
-        return whole
-    return min(-(-(window - 1) // page_size) + 1, whole)
-
-
-@dataclass(frozen=True, slots=True)
-class WindowClass:
-    """Layers with the same window share page numbers: a page id means the same rows in each of them."""
-
-    window: int | None
-    ring_pages: int
-    num_pages: int  # pages in the pool, all stages alike
-
-    def pages_for(self, num_positions: int, page_size: int) -> int:
-        """Pages that a sequence of ``num_positions`` cached positions holds."""
-        return min(-(-num_positions // page_size), self.ring_pages)
-
-
-@dataclass(frozen=True, slots=True)
-class CachePlan:
-    page_size: int
-    classes: tuple[WindowClass, ...]  # one per distinct window, in ModelArgs.window_classes order
-
-    def class_of(self, window: int | None) -> int:
-        return [c.window for c in self.classes].index(window)
+# ---- stages
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """Everything one stage needs to know; ``last_layer`` is exclusive."""
+    """Everything that one stage needs to know.
+
+    Attributes:
+        first_layer: global number of its first layer.
+        last_layer: global number after its last layer.
+        dtype: of activations and cache, and of weights that are not quantized.
+        experts_inside: whether the stage holds the experts of its layers; else expert actors hold them.
+    """
 
     args: ModelArgs
     stage_id: int
@@ -121,27 +151,31 @@ class StagePlan:
     cache: CachePlan
     max_num_seqs: int
     weight_bytes: int
-    experts_inside: bool = True  # of models that have experts; else they are on actors of their own
+    experts_inside: bool = True
 
     @property
     def layers(self) -> range:
+        """Global numbers of the stage's layers."""
         return range(self.first_layer, self.last_layer)
 
     @property
     def is_first(self) -> bool:
+        """Whether the stage has the embeddings."""
         return self.stage_id == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether the stage has the output head, and samples."""
         return self.stage_id == self.num_stages - 1
 
     @property
     def label(self) -> str:
-        """As people see it, counted from one: ``Stage 1/4 layers 0-7``."""
+        """Name for people, counted from one: ``Stage 1/4 layers 0-7``."""
         return f"Stage {self.stage_id + 1}/{self.num_stages} layers {self.first_layer}-{self.last_layer - 1}"
 
     @property
     def cache_bytes(self) -> int:
+        """Bytes of the key/value cache of all layers of the stage."""
         page_bytes = kv_bytes_per_position(self.args, self.dtype) * self.cache.page_size
         pages = (self.cache.classes[self.cache.class_of(self.args.windows[layer])].num_pages for layer in self.layers)
         return sum(pages) * page_bytes
@@ -149,9 +183,9 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """One pipeline. ``stages_at_once``: how many of its stages there are processors for at the same time.
+    """The stages of one pipeline, and its experts if they are outside the stages.
 
-    ``experts``: who holds them, where they are not inside the stages.
+    ``max_concurrent_stages``: for how many stages there are processors at the same time.
     """
 
     stages: tuple[StagePlan, ...]
@@ -161,21 +195,20 @@ class PipelinePlan:
 
     @property
     def is_oversubscribed(self) -> bool:
+        """Whether stages have to share processors."""
         return self.max_concurrent_stages < len(self.stages)
 
     @property
     def args(self) -> ModelArgs:
+        """Geometry of the model."""
         return self.stages[0].args
 
     @property
     def cache(self) -> CachePlan:
+        """Layout of the key/value cache, the same in all stages."""
         return self.stages[0].cache
 
     @property
     def max_num_seqs(self) -> int:
+        """Slots for running sequences, the same number in all stages."""
         return self.stages[0].max_num_seqs
-
-
-def kv_bytes_per_position(args: ModelArgs, dtype: str) -> int:
-    """Key and value bytes of one position in one layer."""
-    return 2 * args.n_kv_heads * args.head_dim * DTYPE_BYTES[dtype]

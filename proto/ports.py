@@ -1,31 +1,36 @@
-"""The seams: how requests reach a router, how steps reach stages, how tokens reach experts."""
+"""Protocols between the rooms: how requests reach a router, how steps reach stages."""
 
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.proto.step import ExpertUsage, MicroBatch, StepResult
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from tramontane.proto.step import MicroBatch, StepResult
 
 
 class TokenSource(Protocol):
-    """Whoever turns a request into tokens: a router in this process, or one far away."""
+    """A router, or a client of one in another process: it turns requests into tokens."""
 
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """Yield the tokens of all sequences of one request until every one has finished.
 
-        What has become ready since the last time comes in one piece. Closing the
-        generator aborts what is unfinished. Raises RequestError or OverloadedError
-        before the first token, PipelineError at any time.
+        Each item holds everything that became ready since the previous one. Closing the generator aborts the
+        unfinished sequences.
+
+        Raises:
+            RequestError: before the first token, if the request cannot be accepted.
+            OverloadedError: before the first token, if the queue is full.
+            PipelineError: at any time.
         """
         ...
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """Whether a request of so many sequences would certainly be refused now, as far as is known without asking anybody.
+        """Raise if a request of so many sequences would certainly be refused now, by what is known without a remote call.
 
-        For doors, before they tokenize. Raises OverloadedError or DrainingError.
+        An ingress calls this before it tokenizes.
+
+        Raises:
+            OverloadedError: if the queue is full.
+            DrainingError: if the server is about to stop.
         """
         ...
 
@@ -34,85 +39,28 @@ class StageChain(Protocol):
     """The stages of one pipeline, in order."""
 
     @property
-    def num_stages(self) -> int: ...
+    def num_stages(self) -> int:
+        """Length of the chain."""
+        ...
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
-        """Start one micro-batch down the chain; the result is awaited later.
+        """Start one micro-batch down the chain and return its pending result.
 
-        Micro-batches enter every stage in the order of these calls. A failure
-        anywhere in the chain is raised by the awaitable as ``PipelineError``.
+        Micro-batches enter every stage in the order of these calls. The awaitable raises PipelineError if any part of
+        the chain fails.
         """
         ...
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        """A micro-batch has not come back in time: replace whatever does not answer, or has computed for longer than this.
+        """Replace actors that do not respond, or have computed for longer than ``limit_s``, after a micro-batch timed out.
 
-        Returns why to fence the stages anew, or nothing if it is worth waiting on.
+        Returns the reason to fence the stages, or an empty string if the micro-batch may still come back.
         """
         ...
 
     async def fence(self) -> int:
-        """Make every stage forget its sequences; returns the epoch that they obey from now on.
+        """Make every stage forget its sequences; return the new epoch, the only one that stages accept from now on.
 
-        Raises PipelineError if a stage cannot be reached or somebody else drives them.
+        Raises PipelineError if a stage cannot be reached or another router holds the lease.
         """
-        ...
-
-
-class PendingExperts(Protocol):
-    """Rows that experts of one layer have been asked to run. For the thread that computes."""
-
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether ``advance`` has something to do."""
-        ...
-
-    def wait(self) -> None:
-        """Until there is news."""
-        ...
-
-    def poll(self) -> bool:
-        """Do what there is to do about answers that came, or never will; whether all are there.
-
-        Raises PipelineError where one of them is out of reach for good.
-        """
-        ...
-
-    @property
-    def usage(self) -> ExpertUsage:
-        """What it took, once all are there."""
-        ...
-
-    def result(self) -> "Tensor":
-        """The rows that experts made of those that they were given, in the same order; once all are there."""
-        ...
-
-
-class ExpertGroups(Protocol):
-    """How rows that lie one after the other are shared out among the experts of a layer."""
-
-    @property
-    def offsets_E(self) -> "Tensor":
-        """Where each expert's group ends, int32 [E] on the rows' device: groups of 2, 0 and 3 end at 2, 2 and 5."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Of the groups, one per expert: for whoever needs them on the host. On a GPU this waits for them."""
-        ...
-
-
-class ExpertBackend(Protocol):
-    """Whoever runs the experts of a layer: the stage itself, or actors of their own."""
-
-    @property
-    def is_graph_safe(self) -> bool:
-        """Whether asking never waits for the device, and does the same whatever is chosen: then a CUDA graph may hold it."""
-        ...
-
-    def dispatch(self, layer: int, rows_CD: "Tensor", groups: ExpertGroups) -> PendingExperts:
-        """Have each expert run its group of rows. Rows after the last group are padding, and come back as anything."""
         ...

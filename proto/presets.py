@@ -1,4 +1,4 @@
-"""The geometries of published models, by name: for plans, random checkpoints and benchmarks."""
+"""Geometries of published models, by name: for plans, random checkpoints and benchmarks."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -54,14 +54,14 @@ PRESETS: Mapping[str, ModelArgs] = MappingProxyType(
 
 
 def preset(name: str) -> ModelArgs:
-    """Raises ConfigError, with the names that there are."""
+    """Return the geometry of that name. Raises ConfigError, with the known names, if there is none."""
     if name not in PRESETS:
         raise ConfigError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def tiny_variant(args: ModelArgs) -> ModelArgs:
-    """The same shape ratios, small: an eighth of the heads, of their width and of the layers, a 256th of the windows.
+    """Shrink a geometry with the same ratios: 1/8 of the heads, of their width and of the layers, 1/256 of the windows.
 
     Mistral 7B: 4 query heads and 1 key head of 16, dim 64, hidden_dim 224, 4 layers, window 16, context 512.
     """

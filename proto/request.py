@@ -1,4 +1,4 @@
-"""What a client asks of a sequence, and what comes back while it lives."""
+"""Requests and their output: the sequences that a client asks for, and the tokens that come back."""
 
 import math
 from dataclasses import dataclass
@@ -16,29 +16,45 @@ NUM_PRIORITIES = 10
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # the model said end-of-sequence, or nothing can follow by the sequence's grammar
+    """Why a sequence ended."""
+
+    STOP = "stop"  # an end-of-sequence token, or the sequence's grammar is complete
     LENGTH = "length"  # max_tokens, or the end of the context
     ABORT = "abort"  # the client left
     ERROR = "error"  # of this sequence alone: its grammar cannot be followed
 
 
+# ---- from the client
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a sequence's tokens are chosen.
+    """How the tokens of a sequence are chosen. Raises RequestError if a value is out of range.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 keep every token.
-    Randomness depends on (seed, choice, position) alone, so a sequence that is
-    computed again, or packed with others, continues as it would have.
-    ``return_experts``: layers (global numbers) whose choice of experts is to be told with the tokens.
+    The steps, in order: ``logit_bias``, penalties, ``min_tokens``, grammar, ``temperature``, ``min_p``, ``top_k``,
+    ``top_p``. Randomness depends on (seed, choice, position) alone, so a sequence that is computed again, or packed with
+    others, continues with the same tokens.
 
-    Logits are changed before the temperature divides them: ``logit_bias`` (token id, what is added to it) first, then the
-    penalties. ``repetition_penalty`` divides positive logits, and multiplies negative ones, of tokens that the prompt or the
-    output so far has (Keskar and others, arXiv 1909.05858); ``frequency_penalty`` is subtracted for each time that the output
-    has a token, ``presence_penalty`` once. Before ``min_tokens`` have been made none may end the sequence. ``min_p``, after
-    the temperature: tokens of less than this share of the best one's probability are dropped.
-
-    ``logprobs``: each new token's log-probability is told, and so many of the likeliest; None: nothing. ``prompt_logprobs``:
-    the same of the prompt's tokens after the first. Both are of the model's own distribution, before anything above changes it.
+    Attributes:
+        max_tokens: length of the output at most.
+        temperature: divides the logits; 0 is greedy.
+        top_p: keep the likeliest tokens whose probabilities sum up to this; 1 keeps all.
+        top_k: keep so many of the likeliest tokens; 0 keeps all.
+        seed: seed of the random numbers, shared by all choices of a request.
+        choice: number of the sequence among the choices of its prompt.
+        ignore_eos: treat the end-of-sequence tokens like any other.
+        return_experts: layers (global numbers) whose chosen experts are returned with the tokens.
+        min_p: drop tokens of less than this share of the best token's probability.
+        presence_penalty: subtracted once from the logit of a token that the output has.
+        frequency_penalty: subtracted from a token's logit once per occurrence in the output.
+        repetition_penalty: divides positive logits, and multiplies negative ones, of tokens that the prompt or the output
+            has (Keskar et al., arXiv 1909.05858).
+        logit_bias: (token id, number added to its logit).
+        min_tokens: no end-of-sequence token is chosen before the output has this length.
+        logprobs: return the log-probability of each new token, and so many of the likeliest ones; None: return nothing.
+            These are of the model's own distribution, before any of the steps above.
+        prompt_logprobs: the same for the tokens of the prompt after the first.
+        grammar: grammar of the output in llguidance's format, or empty.
     """
 
     max_tokens: int = 128
@@ -57,7 +73,7 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: str = ""  # that the answer follows, in llguidance's words
+    grammar: str = ""
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens < 2**31:
@@ -94,22 +110,26 @@ class SamplingParams:
 
     @property
     def needs_token_counts(self) -> bool:
-        """Whether what has been said changes what may follow."""
+        """Whether logits depend on the tokens so far."""
         return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1
 
     @property
     def needs_logits_processing(self) -> bool:
+        """Whether logits are changed before sampling, other than by the grammar."""
         return self.needs_token_counts or bool(self.logit_bias or self.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRequest:
-    """One sequence of a request: a request has one per prompt and choice.
+    """One sequence of a request: a request has one per prompt and choice. Raises RequestError for an unknown priority.
 
-    ``priority`` 0 is interactive, 1 batch work; the higher, the less urgent. ``output_ids``: tokens of the answer that a
-    router which has been lost since has told already; the next one goes on after them. ``owner``: a number in place of the
-    API key with which it came, by which keys share a queue. ``was_accepted``: by a router or a door that has been lost since, so
-    that it is not refused for want of room. ``request_id``: what logs call its request, on its way to the stages.
+    Attributes:
+        priority: 0 is interactive, 1 is batch work; the higher, the less urgent.
+        output_ids: tokens that a router which was lost since has already returned; the sequence continues after them.
+        owner: number that stands for the client's API key, for fair queueing between keys.
+        already_admitted: a router or ingress that was lost since had accepted the request, so it is not refused for lack
+            of capacity.
+        request_id: name of the request in logs, also in those of the stages.
     """
 
     prompt_ids: tuple[int, ...]
@@ -125,11 +145,13 @@ class SequenceRequest:
             raise RequestError(f"priority is {self.priority}; it must be 0 (most urgent) to {NUM_PRIORITIES - 1}")
 
 
-class TokenEvent(NamedTuple):
-    """One token of one sequence, and the reason if it was the last.
+# ---- to the client
 
-    ``seq_id`` is the router's number inside the router, and the index within its
-    request in what a request's client gets.
+
+class TokenEvent(NamedTuple):
+    """One token of one sequence, and the finish reason if it is the last.
+
+    ``seq_id`` is the router's own number inside the router, and the index within the request in a ``RequestOutput``.
     """
 
     seq_id: int
@@ -138,10 +160,10 @@ class TokenEvent(NamedTuple):
 
 
 class ExpertChoices(NamedTuple):
-    """Which experts of one layer consecutive tokens of one sequence have chosen, of each token the heaviest first.
+    """Experts of one layer that consecutive tokens of one sequence chose; for each token the one of highest weight first.
 
-    ``start`` is the position of the first of these tokens. ``seq_id`` is that of a ``TokenEvent``. A sequence's last token
-    never goes into the model, so it chooses none.
+    ``start`` is the position of the first of these tokens, ``seq_id`` is as in ``TokenEvent``. The last token of a
+    sequence never enters the model, so it has no experts.
     """
 
     seq_id: int
@@ -151,11 +173,10 @@ class ExpertChoices(NamedTuple):
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of consecutive tokens of one sequence, by the model's own distribution: each given all before it.
+    """Log-probabilities of consecutive tokens of one sequence, each given all tokens before it, by the model's distribution.
 
-    ``start`` is the position of the first of these tokens, never 0. ``top`` has of each the likeliest tokens that could have
-    stood there, as many as were asked for, the likeliest first: (token id, log-probability). ``seq_id`` is that of a
-    ``TokenEvent``.
+    ``start`` is the position of the first of these tokens, never 0. ``top`` has, for each, the requested number of likeliest
+    tokens at its position, the likeliest first: (token id, log-probability). ``seq_id`` is as in ``TokenEvent``.
     """
 
     seq_id: int
@@ -166,10 +187,9 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RequestTimings:
-    """Where a request's time went inside the router, in seconds.
+    """Time that a request has spent inside the router, in seconds.
 
-    queue: until its first chunk was submitted; prefill: from there to its first token;
-    decode: from there to its last.
+    queue: until its first chunk was submitted; prefill: from there to its first token; decode: from there to its last.
     """
 
     queue_s: float
@@ -179,11 +199,12 @@ class RequestTimings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """Tokens of one request that were ready together, and where its time has gone so far.
+    """Tokens of one request that were ready together, and its times so far.
 
-    ``experts``: for sequences that want to know, what every token before the last one of ``events`` has chosen, as far as it
-    has not been told; in the order of positions, and never without an event of the same sequence.
-    ``logprobs``: in the same way, for sequences that want to know, of every token up to the last one of ``events``.
+    Attributes:
+        experts: for sequences that ask for them, the choices not yet returned of all tokens before the last one in
+            ``events``; in the order of positions, and never without an event of the same sequence.
+        logprobs: likewise, of all tokens up to the last one in ``events``.
     """
 
     events: tuple[TokenEvent, ...]
@@ -192,14 +213,13 @@ class RequestOutput:
     logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
-    def merged(cls, batches: "list[RequestOutput]") -> "RequestOutput":
-        """Several in one, in order."""
-        if len(batches) == 1:
-            return batches[0]
-        events = tuple(event for batch in batches for event in batch.events)
+    def merge(cls, outputs: "list[RequestOutput]") -> "RequestOutput":
+        """Join consecutive outputs of one request into one."""
+        if len(outputs) == 1:
+            return outputs[0]
         return cls(
-            events,
-            batches[-1].times,
-            tuple(choices for batch in batches for choices in batch.experts),
-            tuple(logprobs for batch in batches for logprobs in batch.logprobs),
+            tuple(event for output in outputs for event in output.events),
+            outputs[-1].times,
+            tuple(choices for output in outputs for choices in output.experts),
+            tuple(logprobs for output in outputs for logprobs in output.logprobs),
         )

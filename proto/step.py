@@ -1,9 +1,8 @@
-"""One pipeline step: what the router sends down the chain and what comes back.
+"""One pipeline step: the micro-batch that the router sends through all stages, and the result that comes back.
 
-Stages keep what they were told: a chunk carries only the pages that its sequence
-gained since its last chunk, and the sampling parameters only the first time.
-
-What a busy router makes many of are named tuples: made in half the time that a frozen dataclass takes.
+Stages are stateful: a chunk carries only the pages that its sequence gained since its last chunk, and the sampling
+parameters only the first time. Objects that a busy router creates in large numbers are named tuples, which take half
+the time of a frozen dataclass to create.
 """
 
 from dataclasses import dataclass
@@ -11,17 +10,20 @@ from typing import NamedTuple
 
 from tramontane.proto.request import ExpertChoices, FinishReason, Logprobs, SamplingParams
 
+# ---- to the stages
+
 
 class Chunk(NamedTuple):
-    """A run of consecutive tokens of one sequence: a piece of a prompt.
+    """A run of consecutive tokens of one sequence: a piece of its prompt, or of what has to be computed again.
 
-    ``start`` is the absolute position of the first token; a chunk at position 0
-    begins its sequence. ``new_pages`` has one tuple per window class, to be
-    appended to the sequence's page ring. ``sampling`` comes with the first chunk, and so does
-    ``num_prompt``: how many of the sequence's tokens are its prompt. What comes after them is its
-    output, also where a sequence that gave its pages back begins anew with both.
-    ``wants_token`` is true where the logits of the last token are to be sampled. ``request_id``, for logs, comes
-    with the first chunk too.
+    Attributes:
+        start: absolute position of the first token. A chunk at position 0 begins its sequence.
+        new_pages: one tuple per window class, appended to the sequence's page ring.
+        sampling: parameters of the sequence, in its first chunk only.
+        needs_sample: whether a token is sampled from the logits of the last token.
+        num_prompt: how many of the sequence's tokens are its prompt, in its first chunk only. The tokens after them are
+            output, which a preempted sequence computes again.
+        request_id: for logs, in the first chunk only.
     """
 
     seq_id: int
@@ -35,13 +37,14 @@ class Chunk(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the chunk."""
         return len(self.token_ids)
 
 
 class DecodeColumns(NamedTuple):
-    """One token of each of several sequences, whose logits are all to be sampled: columns of equal length.
+    """One token of each of several sequences, all of which need a sample: columns of equal length.
 
-    ``new_pages``: (place in the columns, pages per window class) of the few that gained any.
+    ``new_pages`` has entries (index into the columns, pages per window class) for the few sequences that gained pages.
     """
 
     seq_ids: tuple[int, ...] = ()
@@ -55,11 +58,14 @@ NO_DECODES = DecodeColumns()
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Tokens of different sequences that travel together, packed into one row, never padded.
+    """Tokens of different sequences that travel together, packed into one row without padding.
 
-    Chunks of several tokens stand first, then chunks of one, then decodes. ``step_id``
-    counts from 0 within an ``epoch``. ``released`` names sequences that have ended
-    since the step before; stages forget them before they run the others.
+    The row has chunks of several tokens first, then chunks of one token, then decodes.
+
+    Attributes:
+        epoch: number of the fence after which the step was made; stages refuse others.
+        step_id: counts from 0 within an epoch.
+        freed_seq_ids: sequences that ended since the previous step; stages forget them before they run the others.
     """
 
     epoch: int
@@ -70,21 +76,25 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the row."""
         return sum(chunk.num_tokens for chunk in self.chunks) + len(self.decodes.seq_ids)
 
     @property
     def seq_ids(self) -> tuple[int, ...]:
-        """Sequences of which something travels, in the order of the row."""
+        """Sequences of the row, in its order."""
         return *(chunk.seq_id for chunk in self.chunks), *self.decodes.seq_ids
 
     @property
     def sampled_seq_ids(self) -> tuple[int, ...]:
-        """Sequences of which a token is to be sampled, in the order of the row."""
+        """Sequences that get a new token, in the order of the row."""
         return *(chunk.seq_id for chunk in self.chunks if chunk.needs_sample), *self.decodes.seq_ids
 
 
+# ---- from the stages
+
+
 class ExpertTiming(NamedTuple):
-    """What one expert actor did for one micro-batch in one stage; ``num_rows`` counts a token once for each of its experts."""
+    """Work of one expert actor for one micro-batch in one stage. ``num_rows`` counts a token once per chosen expert."""
 
     actor_id: int
     busy_s: float
@@ -92,17 +102,22 @@ class ExpertTiming(NamedTuple):
 
 
 class ExpertUsage(NamedTuple):
-    """Of one layer's experts for one micro-batch: from being asked to the last answer, and what each actor did."""
+    """Work of all experts of one layer for one micro-batch. ``wait_s`` is the time from the dispatch to the last result."""
 
-    asked_s: float = 0.0
+    wait_s: float = 0.0
     actors: tuple[ExpertTiming, ...] = ()
 
 
 class StageTiming(NamedTuple):
-    """When one stage worked on one micro-batch, by that stage's own clock (seconds since 1970).
+    """Work of one stage for one micro-batch, by the stage's own clock.
 
-    ``open_s``: from its start to its end. It is longer than ``busy_s`` where experts are on actors of their own: ``asked_s`` is
-    how long those had been asked and had not all answered, in ``experts_busy_s`` of which the busiest of each layer worked.
+    Attributes:
+        started_at: seconds since 1970.
+        busy_s: time in which the stage computed.
+        elapsed_s: time from start to end, longer than ``busy_s`` if expert actors run the experts.
+        expert_wait_s: time in which expert actors had rows of this micro-batch that they had not returned.
+        experts_busy_s: computing time of the busiest expert actor of each layer, summed over the layers.
+        experts: work of each expert actor.
     """
 
     stage_id: int
@@ -116,17 +131,23 @@ class StageTiming(NamedTuple):
 
     @property
     def ended_at(self) -> float:
+        """End of the work, in seconds since 1970."""
         return self.started_at + max(self.busy_s, self.elapsed_s)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A token for each of the micro-batch's ``sampled_seq_ids``, and the timing of every stage that it has passed.
+    """Result of one micro-batch. Sequences are named by their ids inside the router.
 
-    ``choices``: of the experts in the layers that sequences ask for, by their ids inside the router. ``logprobs``: likewise, of
-    prompts and of ``token_ids``, for those that ask.
-    ``ended``: sequences that end with their token although it does not say so, likewise, and why.
-    On the direct link every stage answers by itself: none but the last one has tokens, and timing and choices are its own.
+    On the direct link every stage returns its own result: its own timing and expert choices, and the rest only from the
+    last stage. On the object store the last stage returns one result for all.
+
+    Attributes:
+        token_ids: one token for each of the micro-batch's ``sampled_seq_ids``.
+        timings: one per stage that the micro-batch has passed.
+        expert_choices: of the layers and sequences that asked for them.
+        logprobs: of prompts and of ``token_ids``, for the sequences that asked for them.
+        finished: sequences that end with their token for a reason that the token does not show, and the reason.
     """
 
     epoch: int

@@ -65,7 +65,7 @@ def test_a_number_that_is_none_does_not_hold_wherever_it_comes(monkeypatch: pyte
     import gpu_checks
 
     steps, computed = [torch.ones(3), torch.ones(3)], [torch.ones(3), torch.ones(3)]
-    runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, means=SimpleNamespace(recorder=None)))
+    runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, backend=SimpleNamespace(graph_capture=None)))
     monkeypatch.setattr(gpu_checks, "running", lambda *_, **__: nullcontext(runner))
     for wrong in (None, 0, 1):
         recorded = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]

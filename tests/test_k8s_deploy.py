@@ -22,7 +22,7 @@ from k8s_rules import groups_of, offered_resources
 from ray.util import get_node_ip_address
 from serve_cluster import GRPC, GRPC_PORT, PORT, URL, wait_until_ready
 
-from tramontane.router.client.client import Client
+from tramontane.client import Client
 
 DASHBOARD, GCS_PORT = 8767, 8768
 BIN = Path(sys.executable).parent

@@ -93,7 +93,7 @@ def test_a_request_is_found_in_the_lines_of_all_whom_it_met() -> None:
     assert {line["component"] for line in of_router} == {"router"}
     heard = [line["message"].partition(":")[0] for line in of_router]
     assert heard[0] == "request mine/1 is accepted"
-    assert "the pipeline failed, and goes on with what was running" in heard
+    assert "the pipeline failed, and its requests are computed again" in heard
     assert heard[-1] == "request mine/1 has ended"
     assert {(line["stage"], line["pipeline"]) for line in _naming("mine/1", stages)} == {(1, of_router[0]["pipeline"])}
     assert "ROMEO" not in json.dumps([*door, *router, *stages, *spans])

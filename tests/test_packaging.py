@@ -20,7 +20,10 @@ FOR_GPUS = {"triton_moe", "triton_quant", "quantized_gemv", "xformers_backend"}
 DEMO_FILES = {"config.json", "model.safetensors", "tokenizer.model"}
 BUILT_FROM = (*ROOMS, "pyproject.toml", "README.md", "LICENSE")
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+VERSION = PYPROJECT["project"]["version"]
+FOLDERS = PYPROJECT["tool"]["setuptools"]["package-dir"]
+PUBLIC = {name: folder for name, folder in FOLDERS.items() if "/" in folder}  # second, public names of packages of rooms
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
 
 # Imports every module that it is given and tells where each, and proto-plus, was found.
@@ -142,13 +145,25 @@ def _assert_proto_plus(where: dict[str, Path]) -> None:
         assert where["proto"].match("dependencies/proto/__init__.py")
 
 
+def _assert_public_names(environment: Environment, cwd: Path) -> None:
+    """A public package exports the classes of the package that it is a second name of."""
+    assert PUBLIC.keys() == {"tramontane.client", "tramontane.llm"}
+    for public, folder in PUBLIC.items():
+        check = f"import {public} as a, tramontane.{folder.replace('/', '.')} as b"
+        check += "; assert a.__all__ and all(getattr(a, name) is getattr(b, name) for name in a.__all__)"
+        _run([str(environment.python), "-c", check], cwd)
+    _run([str(environment.python), "-c", "from tramontane.client import AsyncClient, Client"], cwd)
+
+
 def test_the_wheel_holds_the_rooms_and_nothing_else(checkout: Path, wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     files = {name for name in names if not name.endswith("/")}
     info = f"tramontane-{VERSION}.dist-info"
     assert {name.split("/")[0] for name in files} == {"tramontane", info}
     assert f"{info}/licenses/LICENSE" in files
-    assert {name for name in files if name.startswith("tramontane/")} == {f"tramontane/{name}" for name in _room_files(checkout)}
+    expected = _room_files(checkout)
+    expected |= {f"{name.split('.')[1]}/{path.name}" for name, folder in PUBLIC.items() for path in (checkout / folder).iterdir()}
+    assert {name for name in files if name.startswith("tramontane/")} == {f"tramontane/{name}" for name in expected}
     assert {f"tramontane/{room}/py.typed" for room in ROOMS} <= files
     if (ROOT / "cluster" / "demo_model").is_dir():
         assert {f"tramontane/cluster/demo_model/{name}" for name in DEMO_FILES} <= files
@@ -161,6 +176,7 @@ def test_a_wheel_installs_and_runs_from_anywhere(checkout: Path, wheel: Path, tm
     where = environment.where(_modules(checkout), cwd=tmp_path)
     _assert_found_in(environment.site / "tramontane", where)
     _assert_proto_plus(where)
+    _assert_public_names(environment, tmp_path)
     assert environment.tramontane_version(tmp_path) == VERSION
 
 
@@ -173,6 +189,7 @@ def test_an_editable_install_runs_the_checkout(checkout: Path, tmp_path: Path) -
     where = environment.where(_modules(checkout), cwd=tmp_path)
     _assert_found_in(checkout, where)
     _assert_proto_plus(where)
+    _assert_public_names(environment, tmp_path)
     assert environment.tramontane_version(tmp_path) == VERSION
     (checkout / "proto" / "added_later.py").write_text("")
     where = environment.where(["tramontane.proto.added_later"], cwd=checkout)

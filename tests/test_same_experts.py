@@ -72,7 +72,7 @@ def test_who_does_not_ask_is_not_told_beside_one_who_does() -> None:
 
     async def one(router: Router, prompt: list[int], layers: tuple[int, ...]) -> RequestOutput:
         specs = [SequenceRequest(tuple(prompt), replace(ASKING, return_experts=layers))]
-        return RequestOutput.merged([batch async for batch in router.generate(specs)])
+        return RequestOutput.merge([batch async for batch in router.generate(specs)])
 
     async def scenario() -> list[RequestOutput]:
         router = Router(scheduler_for(plan, 16), chain)

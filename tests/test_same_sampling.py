@@ -89,7 +89,7 @@ def test_nothing_is_kept_of_sequences_that_have_ended() -> None:
     asking = replace(SEEDED, logprobs=1, prompt_logprobs=0)
     _answers(workers, scheduler_for(plan, 7), PROMPTS, asking)
     _answers(workers, scheduler_for(plan, 7), [[1, 2, 3]], SamplingParams(1))  # with it the last ones are released
-    assert all(worker.logit_changes.num_sequences == worker.logprobs.num_sequences == 0 for worker in workers)
+    assert all(worker.logits_processor.num_sequences == worker.logprobs.num_sequences == 0 for worker in workers)
 
 
 def test_no_sequence_ends_before_min_tokens() -> None:

@@ -24,12 +24,12 @@ from ray.cluster_utils import Cluster
 from serve_cluster import free_port, leftovers, listening
 from tiny_models import tiny_plan
 
+from tramontane.client import Client
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto.errors import AuthenticationError, ConnectionLostError
 from tramontane.proto.hf_config import to_hf_config
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS, tiny_variant
-from tramontane.router.client.client import Client
 from tramontane.workers.stage.stage_worker import StageWorker
 
 pytestmark = [

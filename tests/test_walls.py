@@ -42,8 +42,8 @@ PACKAGES: dict[str, set[str]] = {
     "router.structured": {"proto", "router.tokenization"},
     "router.openai": {"proto", "router.engine", "router.structured", "router.tokenization"},
     "router.batch": {"proto", "router.openai"},
-    "router.grpc": {"proto", "router.batch", "router.openai"},
-    "router.client": {"proto", "router.batch", "router.grpc"},
+    "router.grpc": {"proto", "router.openai"},
+    "router.client": {"proto"},
     "cluster.ray_internals": {"proto"},
     "cluster.common": {"cluster.ray_internals"},
     "cluster.config": {"proto", "cluster.ray_internals"},
@@ -79,6 +79,7 @@ PACKAGES: dict[str, set[str]] = {
         *("proto", "cluster.config", "cluster.console", "cluster.pipeline"),
         *("router.engine", "router.scheduling", "router.simulation"),
     },
+    "cluster.llm": {"proto", "cluster.config", "cluster.console", "cluster.pipeline", "router.tokenization"},
     "cluster.deploy": {"proto", "cluster.config", "cluster.planning", "cluster.serving"},
     # Only modules that keep names of version 0.1.0 working; nothing of ours imports them.
     "router": {"router.grpc"},
@@ -96,7 +97,7 @@ USES_PRIVATE_NAMES = "cluster.ray_internals"  # the only package that uses priva
 FOR_GPUS = {"triton_moe": "triton", "triton_quant": "triton", "quantized_gemv": "triton", "xformers_backend": "xformers"}
 BANNED = {"workers": {"ray"}, "router": {"ray", "torch", "xformers", "transformers"}}
 EXECUTES_DATA = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}  # what comes from outside is only data
-PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf"}
+PROTO_LIBRARIES = {"msgpack", "grpc", "google.protobuf", "google.rpc"}
 TOP_LEVEL = {
     *("cluster", "workers", "router", "proto", "tests", "k8s", "docs"),
     *("pyproject.toml", "README.md", "Makefile", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE"),
@@ -499,6 +500,15 @@ def _importable(room: str) -> Iterator[str]:
         library = FOR_GPUS.get(module.rpartition(".")[2])
         if library is None or find_spec(library):  # which is not there on every platform
             yield f"tramontane.{module}"
+
+
+def test_the_client_loads_only_proto_and_grpc(tmp_path: Path) -> None:
+    """It can be used on a machine that has nothing of the server's libraries."""
+    loaded = _loaded_by(["tramontane.client"], tmp_path)
+    ours = {".".join(name.split(".")[1:3]) for name in loaded if name.startswith("tramontane.")}
+    assert {name for name in ours if not name.startswith("proto")} == {"client", "router", "router.client"}
+    theirs = {name.split(".")[0] for name in loaded} - sys.stdlib_module_names
+    assert not theirs & {"fastapi", "httpx", "numpy", "pydantic", "ray", "sqlalchemy", "tokenizers", "torch", "transformers"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Which expert plan a running pipeline follows, where actors that are started again find it: the cluster's key-value store."""
+"""The expert plan of a running pipeline, in the cluster's key-value store, where actors that restart find it."""
 
 from dataclasses import replace
 
@@ -8,17 +8,18 @@ from tramontane.proto.wire import decode_expert_actors, encode_expert_actors
 
 
 def store_plan(pipeline: str, plan: ExpertPlan) -> None:
-    """From now on this is the plan."""
+    """Make ``plan`` the one that the pipeline follows."""
     kv_put(_key(pipeline), encode_expert_actors(plan.actors))
 
 
 def load_plan(pipeline: str, first: ExpertPlan) -> ExpertPlan:
-    """What was recorded last, or else the plan with which the pipeline was made."""
-    found = kv_get(_key(pipeline))
-    return replace(first, actors=decode_expert_actors(found)) if found else first
+    """Return the plan that was stored last, or else ``first``, with which the pipeline was created."""
+    value = kv_get(_key(pipeline))
+    return replace(first, actors=decode_expert_actors(value)) if value else first
 
 
 def delete_plan(pipeline: str) -> None:
+    """Delete the stored plan of a pipeline."""
     kv_delete(_key(pipeline))
 
 

@@ -1,4 +1,4 @@
-"""Finding actors whose processes live and do nothing, and replacing them."""
+"""Detection of actors whose processes live and make no progress, and their replacement."""
 
 import logging
 import math
@@ -18,32 +18,36 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tramontane.cluster.actors.worker_actor import WorkerHealth
 from tramontane.cluster.ray_internals.core import actor_state
 
-ANSWER_TIMEOUT_S = 0.3  # a health check runs beside whatever computes or loads
-LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker that is not stopped: it may only be short of time
-START_TIMEOUT_S = 30.0  # torch is imported meanwhile, which keeps a process from answering
-KILL_TIMEOUT_S = 10.0
+ANSWER_TIMEOUT_S = 0.3  # a health check runs next to whatever computes or loads
+LAST_ANSWER_TIMEOUT_S = 3.0  # for a worker whose process is not stopped: it may only be short of CPU time
 LOADING_ANSWER_TIMEOUT_S = 0.7
 MAX_MISSED_CHECKS = 20
+START_TIMEOUT_S = 30.0  # a process that imports torch cannot answer
+KILL_TIMEOUT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: float) -> str:
-    """Replace every worker that does not answer, or has computed at one thing for longer than ``limit_s``.
+    """Replace every worker that does not answer, or has computed for longer than ``limit_s`` without a pause.
 
-    Returns why the pipeline has to be fenced anew; nothing if somebody is computing still, or loading, which may be waited for.
+    Returns why the pipeline has to be fenced again; "" if it has not, as a worker still computes or loads.
     """
-    answers = _answers(workers, ANSWER_TIMEOUT_S)
-    stopped = [name for name in workers if name not in answers and kill_worker_process(workers[name], math.inf)]
-    if late := {name: worker for name, worker in workers.items() if not (name in answers or name in stopped)}:
-        answers |= _answers(late, LAST_ANSWER_TIMEOUT_S - ANSWER_TIMEOUT_S)
-    too_slow = [name for name, health in answers.items() if health is not None and health.busy_for_s > limit_s]
+    answers = _check_health(workers, ANSWER_TIMEOUT_S)
+    replaced = {n: "its process was stopped" for n in workers if n not in answers and kill_worker_process(workers[n], math.inf)}
+    if late := {name: worker for name, worker in workers.items() if not (name in answers or name in replaced)}:
+        answers |= _check_health(late, LAST_ANSWER_TIMEOUT_S - ANSWER_TIMEOUT_S)
+    for name, health in answers.items():
+        if health is not None and health.busy_for_s > limit_s and kill_worker_process(workers[name], 0.0):
+            replaced[name] = f"it computed for {health.busy_for_s:.1f} s without a pause, more than {limit_s:g} s"
     silent = [name for name in late if name not in answers]
-    replaced = stopped + [name for name in too_slow if kill_worker_process(workers[name], 0.0)]
-    replaced += [name for name in silent if kill_worker_process(workers[name], START_TIMEOUT_S)]
+    for name in silent:
+        if kill_worker_process(workers[name], START_TIMEOUT_S):
+            replaced[name] = f"it did not answer within {LAST_ANSWER_TIMEOUT_S:g} s"
     if replaced:
-        logger.warning("%s did nothing for too long, and got a new process", ", ".join(replaced))
-        return f"{', '.join(replaced)} did nothing for too long"
+        reason = "; ".join(f"{name} got a new process: {why}" for name, why in replaced.items())
+        logger.warning("%s", reason)
+        return reason
     healthy = [health for health in answers.values() if health is not None]
     if silent or any(health.busy_for_s > 0 or health.bytes_loaded < health.weight_bytes for health in healthy):
         return ""
@@ -51,68 +55,67 @@ def replace_hung_workers(workers: Mapping[str, "ActorHandle[Any]"], limit_s: flo
 
 
 class SilenceTracker:
-    """Of workers that are waited for while they load. They answer meanwhile, but perhaps not each time at once."""
+    """Health checks of workers that load, which may miss some of them."""
 
     def __init__(self) -> None:
-        self._num_looks: Counter[ActorHandle[Any]] = Counter()  # in a row that one did not answer
+        self._num_missed: Counter[ActorHandle[Any]] = Counter()  # checks in a row
 
     def kill_silent(self, workers: Iterable["ActorHandle[Any]"]) -> None:
-        """Those whose processes are stopped, or have been silent for long, get new ones."""
+        """Replace the processes that are stopped, or have missed MAX_MISSED_CHECKS checks in a row."""
         by_name = {str(number): worker for number, worker in enumerate(workers)}
-        answers = _answers(by_name, LOADING_ANSWER_TIMEOUT_S)
+        answers = _check_health(by_name, LOADING_ANSWER_TIMEOUT_S)
         for name, worker in by_name.items():
-            self._num_looks[worker] = 0 if name in answers else self._num_looks[worker] + 1
-            if self._num_looks[worker] and kill_worker_process(
-                worker, 0.0 if self._num_looks[worker] >= MAX_MISSED_CHECKS else math.inf
-            ):
-                logger.warning("a worker that was waited for did not answer, and got a new process")
-                self._num_looks[worker] = 0
+            self._num_missed[worker] = 0 if name in answers else self._num_missed[worker] + 1
+            min_age_s = 0.0 if self._num_missed[worker] >= MAX_MISSED_CHECKS else math.inf
+            if self._num_missed[worker] and kill_worker_process(worker, min_age_s):
+                missed = self._num_missed.pop(worker)
+                logger.warning("a loading worker got a new process: it missed %d health checks in a row", missed)
 
 
-def _answers(workers: Mapping[str, "ActorHandle[Any]"], within_s: float) -> dict[str, WorkerHealth | None]:
-    """What those that answer say of themselves; None where Ray says that there is no process.
+def _check_health(workers: Mapping[str, "ActorHandle[Any]"], timeout_s: float) -> dict[str, WorkerHealth | None]:
+    """Return the health of the workers that answer in time; None if Ray says that a worker has no process.
 
-    One that is born again is unavailable meanwhile. So is one that is stopped, to whoever has not talked to it before.
+    A worker that restarts does not answer. To a caller that has not called it before, a stopped one looks the same.
     """
-    asked: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, worker in workers.items():
-        asked[worker.health.options(concurrency_group="control").remote()] = name
+        names[worker.health.options(concurrency_group="control").remote()] = name
     answers: dict[str, WorkerHealth | None] = {}
-    for ref in ray.wait(list(asked), num_returns=len(asked), timeout=within_s)[0]:
+    for ref in ray.wait(list(names), num_returns=len(names), timeout=timeout_s)[0]:
         try:
-            answers[asked[ref]] = ray.get(ref)
+            answers[names[ref]] = ray.get(ref)
         except ActorUnavailableError:
             continue
         except RayError:
-            answers[asked[ref]] = None
+            answers[names[ref]] = None
     return answers
 
 
-def kill_worker_process(worker: "ActorHandle[Any]", least_age_s: float) -> bool:
-    """Its process is ended, unless it is only starting; Ray starts another one. ``ray.kill`` would wait five seconds for it.
+def kill_worker_process(worker: "ActorHandle[Any]", min_age_s: float) -> bool:
+    """Kill a worker's process if it is stopped or at least ``min_age_s`` old, and return True; Ray starts another one.
 
-    Where its node cannot be reached the actor is Ray's business.
+    ``ray.kill`` would wait five seconds for the process. If the node cannot be reached, replacing the actor is left to Ray.
     """
-    told = actor_state(worker)
-    if told.get("State") != "ALIVE":
+    state = actor_state(worker)
+    if state.get("State") != "ALIVE":
         return False
-    pid, node_id = told["Pid"], told["Address"]["NodeID"]
+    pid, node_id = state["Pid"], state["Address"]["NodeID"]
     if node_id == ray.get_runtime_context().get_node_id():
-        return _end(pid, least_age_s)
-    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    end: Any = ray.remote(num_cpus=0, max_retries=0)(_end)
+        return _kill(pid, min_age_s)
+    on_node = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    kill: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)
     try:
-        return bool(ray.get(end.options(scheduling_strategy=there).remote(pid, least_age_s), timeout=KILL_TIMEOUT_S))
+        return bool(ray.get(kill.options(scheduling_strategy=on_node).remote(pid, min_age_s), timeout=KILL_TIMEOUT_S))
     except RayError:
-        logger.warning("process %d on node %s could not be ended", pid, node_id)
+        logger.warning("process %d on node %s could not be killed within %g s", pid, node_id, KILL_TIMEOUT_S)
         return False
 
 
-def _end(pid: int, least_age_s: float) -> bool:
-    """If it is one of Ray's actors still, and not another that was given its number; and is stopped, or not too young."""
+def _kill(pid: int, min_age_s: float) -> bool:
+    """Kill a process if it is one of Ray's, as its id may have been reused, and is stopped or old enough."""
     try:
         process = psutil.Process(pid)
-        is_old = time.time() - process.create_time() >= least_age_s or process.status() == psutil.STATUS_STOPPED
+        is_old = time.time() - process.create_time() >= min_age_s or process.status() == psutil.STATUS_STOPPED
         if is_old and process.cmdline()[0].startswith("ray::"):
             os.kill(pid, signal.SIGKILL)
             return True

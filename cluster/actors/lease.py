@@ -1,7 +1,4 @@
-"""Who may drive a pipeline. Pure bookkeeping: the time comes from outside.
-
-Who drives a pipeline: the names under which leases are held, and who has to make way for whom.
-"""
+"""The lease of a pipeline: who may drive it, under which name, and who has to yield to whom."""
 
 from dataclasses import dataclass
 
@@ -12,36 +9,37 @@ from tramontane.proto.errors import LeaseError
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """``epoch`` is the last one that was given to ``holder``; stages obey the newest they have heard of."""
+    """The right to drive a pipeline: ``epoch`` is the last one granted to ``holder``; stages accept only the newest."""
 
     holder: str
     epoch: int
 
 
 class LeaseManager:
-    """One holder at a time, until it lapses, is known to be gone, or has to make way for a later deployment's.
+    """Bookkeeping of one lease; times come from the caller.
 
-    The book decides who *should* drive; what makes a mistake harmless is that every
-    grant carries a higher epoch, and that stages refuse steps of any other.
+    One holder at a time has it, until it expires, is known to be dead, or has to yield to that of a later deployment.
+    The manager decides who *should* drive. A mistake does no harm, because every grant carries a higher epoch, and stages
+    refuse the steps of any other.
     """
 
     def __init__(self, ttl_s: float, now: float, recovered: Lease | None = None) -> None:
-        """``found`` is what stages remember of an earlier book; its holder gets a full term to renew."""
+        """``recovered`` is what stages remember of an earlier manager; its holder gets a full term to renew."""
         self.lease = recovered
         self._last_epoch = recovered.epoch if recovered else 0
         self._ttl_s = ttl_s
         self._renewed_at = now
 
-    def claim(self, holder: str, now: float, current_makes_way: bool = False) -> None:
-        """Make ``holder`` the holder. Raises LeaseError while somebody else is."""
+    def claim(self, holder: str, now: float, current_yields: bool = False) -> None:
+        """Make ``holder`` the holder. Raises LeaseError while another one is, unless that has to yield."""
         current = self.lease
-        if current and current.holder != holder and not current_makes_way and now - self._renewed_at <= self._ttl_s:
+        if current and current.holder != holder and not current_yields and now - self._renewed_at <= self._ttl_s:
             raise LeaseError(f"the pipeline is driven by {current.holder}")
         self.lease = Lease(holder, self._last_epoch)
         self._renewed_at = now
 
     def next_epoch(self, floor: int) -> int:
-        """A new epoch for the holder: higher than all before, and than ``floor``.
+        """Grant a new epoch to the holder: higher than all before, and than ``floor``.
 
         floor 1000 after epoch 7: 1001. After epoch 1001: 1002.
         """
@@ -51,7 +49,7 @@ class LeaseManager:
         return self._last_epoch
 
     def renew(self, holder: str, now: float) -> bool:
-        """False if the lease is not this holder's (any more). One that the book has forgotten is whoever's renews it."""
+        """Renew the lease; return False if it is not this holder's. A lease without a holder goes to the first that renews."""
         if self.lease is None:
             self.lease = Lease(holder, self._last_epoch)
         if self.lease.holder != holder:
@@ -60,30 +58,33 @@ class LeaseManager:
         return True
 
     def silent_for_s(self, now: float) -> float:
-        """Seconds since the last sign of life of a holder, or since the book was opened."""
+        """Return the seconds since a holder last claimed or renewed, or since the manager was created."""
         return now - self._renewed_at
 
 
 def actor_holder_name(deployed_at: int = 0) -> str:
-    """The actor that we are, as the holder of a lease: ``actor@deployed_at/name``.
+    """Return this actor's name as a holder, ``actor@deployed_at/name``.
 
-    ``deployed_at`` says to which deployment of its application a router belongs; of two, the later one has more.
+    ``deployed_at`` is the deployment of the application that a router belongs to; the router of a later one has precedence.
     """
     return f"actor@{deployed_at}/{ray.get_runtime_context().get_actor_name()}"
 
 
-def driver_as_holder() -> str:
-    """The driver that we are: ``driver@0/job``."""
+def driver_holder_name() -> str:
+    """Return this driver's name as a holder, ``driver@0/job``."""
     return f"driver@0/{ray.get_runtime_context().get_job_id()}"
 
 
 def deployed_at(holder: str) -> int:
-    """``actor@7/Router#x`` gives 7."""
+    """Return the deployment of a holder: ``actor@7/Router#x`` gives 7."""
     return int(holder.partition("/")[0].partition("@")[2] or 0)
 
 
 def must_yield(current: str, claimant: str) -> bool:
-    """For a later deployment's router, and where Ray knows that the actor is dead; a driver's death shows only in its silence."""
+    """Return True if the current holder belongs to an older deployment or its actor is dead.
+
+    The death of a driver cannot be detected; its lease has to expire.
+    """
     return deployed_at(claimant) > deployed_at(current) or _is_dead(current)
 
 

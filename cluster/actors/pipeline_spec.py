@@ -1,7 +1,4 @@
-"""What a pipeline is made of: everything that its supervisor needs to know, and what its actors are called.
-
-What the last stage needs of the tokenizer: the text that every token stands for, read where it works, and when it must.
-"""
+"""The specification of a pipeline, from which its supervisor creates it, and the names of its actors."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,35 +10,31 @@ from tramontane.proto.plan import ExpertPlan, Link, PipelinePlan
 from tramontane.router.tokenization.loader import load_tokenizer
 from tramontane.workers.weights.fingerprint import Fingerprint
 
+# What follows a pipeline's name in those of its actors; a number follows the last two.
+SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = "-supervisor", "-stage-", "-experts-"
+GPU_UNITS = 10_000  # into which Ray divides a GPU
+NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
+
 
 @dataclass(frozen=True, slots=True)
 class TokenPieceLoader:
-    """Of a checkpoint's tokenizer; of a folder without one, nothing."""
+    """Reader of the bytes that each token stands for, which the last stage calls where it runs and only if it must."""
 
     folder: Path
     vocab_size: int
 
     def __call__(self) -> tuple[bytes, ...]:
-        """Raises CheckpointError for what ``load_tokenizer`` raises it for."""
+        """Return the tokenizer's vocabulary; () if the folder has no tokenizer. Raises CheckpointError as ``load_tokenizer``."""
         tokenizer = load_tokenizer(self.folder, self.vocab_size)
         return tokenizer.vocabulary() if tokenizer else ()
-
-
-SUPERVISOR_SUFFIX, STAGE_SUFFIX, EXPERTS_SUFFIX = (
-    "-supervisor",
-    "-stage-",
-    "-experts-",
-)  # after the pipeline's name; a number follows the last two
-UNITS = 10_000  # that Ray divides a GPU into
-NODE_LABEL = "ray.io/node-id"  # which Ray puts on every node
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerApplication:
     """The Ray Serve application that a pipeline belongs to.
 
-    ``launched``: a process keeps it alive; when that has gone, the application goes.
-    ``owns_serve``: then Ray Serve goes as well, unless it has other applications.
+    ``launched``: a process keeps it alive; when that process dies, the application is deleted.
+    ``owns_serve``: Ray Serve is then shut down as well, unless it has other applications.
     """
 
     name: str
@@ -51,10 +44,10 @@ class OwnerApplication:
 
 @dataclass(frozen=True, slots=True)
 class ExpertActorRefs:
-    """The actors that hold a pipeline's experts: their names, in the order of the plan, and how a stage reaches them.
+    """A pipeline's expert actors: their names, in the order of the plan, and how a stage reaches them.
 
-    ``plan`` is the one that the pipeline was made with (see ``expert_record``). ``max_open``: micro-batches that the stage
-    keeps open, so that it has something to do while one waits for experts.
+    ``plan`` is the one with which the pipeline was created (see ``expert_plan_store``). ``max_open``: micro-batches that a
+    stage keeps open, so that it computes others while one waits for experts.
     """
 
     pipeline: str
@@ -64,7 +57,20 @@ class ExpertActorRefs:
     max_open: int
 
     def current_plan(self) -> ExpertPlan:
+        """Return the plan that the pipeline follows now."""
         return load_plan(self.pipeline, self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What every stage actor and expert actor of a pipeline gets."""
+
+    weights: WeightSource
+    device: str
+    threads: int
+    pipeline: str = ""
+    fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
+    logs: LogSettings | None = None  # None leaves logging to Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,65 +82,78 @@ class PipelineSpec:
     weights: WeightSource
     threads_per_stage: int
     use_gpus: bool
-    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle, where the plan wants it (see ``places``); () is anywhere
+    nodes: tuple[tuple[str, ...], ...] = ()  # of each bundle (see ``gpu_placement``); () is any node
     fingerprint: Fingerprint = ()  # of the checkpoint where the plan was made; () is not checked
     application: OwnerApplication | None = None
     link: Link = "object-store"
-    ping_pong: int = 1  # micro-batches that a stage keeps open, where experts are on actors of their own
+    ping_pong: int = 1  # micro-batches that a stage keeps open, if experts are on actors of their own
     pieces: TokenPieceLoader | None = None  # of the model's tokenizer
-    placement_timeout_s: float = 60.0  # for which it waits until the cluster has room
-    logs: LogSettings | None = None  # as every process of it writes its log; None leaves that to Python
-    stages_per_gpu: int = 1  # that share a bundle of the placement group, and so a GPU
+    placement_timeout_s: float = 60.0  # to wait for free resources in the cluster
+    logs: LogSettings | None = None  # of each of its processes; None leaves logging to Python
+    stages_per_gpu: int = 1  # they share a bundle of the placement group, and so a GPU
 
     @property
     def num_workers(self) -> int:
-        """Stages and expert actors."""
+        """The number of stages and expert actors."""
         return len(self.plan.stages) + (len(self.plan.experts.actors) if self.plan.experts else 0)
 
     def bundle_of_stage(self, stage_id: int) -> int:
-        """5 stages, 2 together: bundles 0, 0, 1, 1 and 2."""
+        """Return the bundle of a stage: of 5 stages, 2 per GPU, bundles 0, 0, 1, 1 and 2."""
         return stage_id // self.stages_per_gpu
 
     def bundle_of_experts(self, actor_id: int) -> int:
+        """Return the bundle of an expert actor; they follow those of the stages."""
         return self.bundle_of_stage(len(self.plan.stages) - 1) + 1 + actor_id
 
     @property
     def gpu_share(self) -> float:
-        """Of a stage, in Ray's units of 1/10,000, rounded down so that all find room: 6 together get 0.1666 each."""
-        return UNITS // self.stages_per_gpu / UNITS
+        """A stage's share of a GPU, rounded down to Ray's units of 1/10,000, so that all fit: 6 per GPU get 0.1666 each."""
+        return GPU_UNITS // self.stages_per_gpu / GPU_UNITS
 
     def describe_workers(self, num_pipelines: int = 1) -> str:
-        """``2 stages``, or ``2 stages and 4 expert actors``."""
+        """Return ``2 stages``, or ``2 stages and 4 expert actors``, for messages."""
         stages, experts = num_pipelines * len(self.plan.stages), self.plan.experts
         text = f"{stages} stage{'s' * (stages != 1)}" + (f", {self.stages_per_gpu} to a GPU" if self.stages_per_gpu > 1 else "")
         return text + (f" and {num_pipelines * len(experts.actors)} expert actors" if experts else "")
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """One per GPU of stages, or per stage, then one per expert actor. What shares a bundle stays on one node and GPU."""
-        stages, together = len(self.plan.stages), self.stages_per_gpu
-        sizes = [min(together, stages - first) for first in range(0, stages, together)] + [1] * (self.num_workers - stages)
+        """Resources of one bundle per GPU of stages, or per stage, then of one per expert actor.
+
+        Stages that share a bundle are on one node and GPU.
+        """
+        stages, per_gpu = len(self.plan.stages), self.stages_per_gpu
+        sizes = [min(per_gpu, stages - first) for first in range(0, stages, per_gpu)] + [1] * (self.num_workers - stages)
         gpu: dict[str, float] = {"GPU": 1} if self.use_gpus else {}
         return [{"CPU": self.threads_per_stage * size} | gpu for size in sizes]
 
     @property
     def node_selectors(self) -> list[dict[str, str]]:
-        """Which nodes each bundle may go to, in Ray's words."""
+        """The label selector of each bundle: the nodes that it may be placed on."""
         return [{NODE_LABEL: f"in({','.join(nodes)})"} if nodes else {} for nodes in self.nodes or [()] * len(self.bundles)]
 
     @property
+    def worker_settings(self) -> WorkerSettings:
+        """The settings of each stage actor and expert actor."""
+        device = "cuda" if self.use_gpus else "cpu"
+        return WorkerSettings(self.weights, device, self.threads_per_stage, self.name, self.fingerprint, self.logs)
+
+    @property
     def supervisor_name(self) -> str:
+        """The name of the supervisor's actor."""
         return f"{self.name}{SUPERVISOR_SUFFIX}"
 
     def stage_name(self, stage_id: int) -> str:
+        """Return the name of a stage's actor."""
         return f"{self.name}{STAGE_SUFFIX}{stage_id}"
 
     def expert_name(self, actor_id: int) -> str:
+        """Return the name of an expert actor."""
         return f"{self.name}{EXPERTS_SUFFIX}{actor_id}"
 
     @property
     def expert_actors(self) -> ExpertActorRefs | None:
-        """As every stage has to know them."""
+        """The expert actors, as stages and expert actors get them; None if experts are inside the stages."""
         experts = self.plan.experts
         if experts is None:
             return None

@@ -1,4 +1,4 @@
-"""Where a stage becomes a Ray actor."""
+"""The Ray actor of one stage."""
 
 import threading
 from collections.abc import Callable
@@ -10,32 +10,28 @@ from ray.actor import ActorClass, ActorHandle
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs
+from tramontane.cluster.actors.pipeline_spec import ExpertActorRefs, TokenPieceLoader, WorkerSettings
 from tramontane.cluster.actors.step_guard import FailureGuard, log_failures
 from tramontane.cluster.actors.worker_actor import NAMESPACE, OMP_SPIN_ENV, WorkerActor, WorkerHealth
-from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto import wire
 from tramontane.proto.errors import StaleEpochError
-from tramontane.proto.model_folder import WeightSource
 from tramontane.proto.plan import StagePlan
 from tramontane.proto.step import StepResult
-from tramontane.workers.weights.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
-    from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
+    from tramontane.cluster.actors.pipeline_spec import PipelineSpec
     from tramontane.workers.experts.remote_experts import RemoteExperts
     from tramontane.workers.links.channel import Address
     from tramontane.workers.stage.stage_link import StageLink
     from tramontane.workers.stage.stage_worker import StageWorker
     from tramontane.workers.stage.step_executor import StepExecutor
 
-
-GPU_PIPELINE_DEPTH = 2  # steps: one that the device computes, and the next
+GPU_PIPELINE_DEPTH = 2  # open steps: one that the device computes, and the next
 
 
 @dataclass(frozen=True, slots=True)
 class StageHealth(WorkerHealth):
-    """``epoch`` is what the stage obeys, -1 before it has been fenced, and ``holder`` whose epoch that is.
+    """Health of a stage: ``epoch`` is the one that it accepts, -1 before the first fence, granted to ``holder``.
 
     ``expert_load``: by layer (its global number), how many tokens each expert was given since the stage was loaded.
     """
@@ -46,58 +42,53 @@ class StageHealth(WorkerHealth):
 
 
 class StageActor(WorkerActor["StageWorker"]):
-    """A ``StageWorker`` behind Ray. Its steps are computed in their order, one at a time."""
+    """A ``StageWorker`` behind Ray. Its steps are computed in the order of submission, one at a time."""
 
     def __init__(
         self,
         plan: StagePlan,
-        weights: WeightSource,
-        device: str,
-        threads: int,
-        fingerprint: Fingerprint = (),
+        settings: WorkerSettings,
         experts: ExpertActorRefs | None = None,
-        pipeline: str = "",
-        pieces: "TokenPieceLoader | None" = None,
-        logs: LogSettings | None = None,
+        pieces: TokenPieceLoader | None = None,
     ) -> None:
-        if logs is not None:
-            logs.to_stderr("stage", pipeline=pipeline, stage=plan.stage_id)
-        self._plan, self._threads, self._experts, self._pipeline = plan, threads, experts, pipeline
-        self._pieces = pieces
+        if settings.logs is not None:
+            settings.logs.to_stderr("stage", pipeline=settings.pipeline, stage=plan.stage_id)
+        self._plan, self._experts, self._pieces = plan, experts, pieces
         self._holder = ""
-        self._fencing = threading.Lock()  # a fence that nobody waits for any more may still be about
-        self._steps: StepExecutor | None = None
-        self._remote: RemoteExperts | None = None  # where experts are on actors of their own
-        self._link: StageLink | None = None  # where hidden states travel directly
-        self._own_failures = FailureGuard(plan.label, device)
-        super().__init__(plan.label, plan.weight_bytes, weights, device, fingerprint)
+        self._fence_lock = threading.Lock()  # a fence whose caller has given up may still run
+        self._executor: StepExecutor | None = None
+        self._remote_experts: RemoteExperts | None = None  # if experts are on actors of their own
+        self._link: StageLink | None = None  # if hidden states travel through direct channels
+        self._failure_guard = FailureGuard(plan.label, settings.device)
+        super().__init__(plan.label, plan.weight_bytes, settings)
 
     def _load(self) -> "StageWorker":
         from tramontane.workers.stage.stage_worker import StageWorker
 
-        return StageWorker.load(self._plan, self._weights, self._device, self._on_tensor, self._pieces or tuple)
+        settings = self._settings
+        return StageWorker.load(self._plan, settings.weights, settings.device, self._on_tensor, self._pieces or tuple)
 
     def _exporter(self) -> Callable[[], None]:
         from tramontane.cluster.observability.metrics import expert_tokens
 
-        tokens = expert_tokens(self._pipeline, self._plan.stage_id)
+        tokens = expert_tokens(self._settings.pipeline, self._plan.stage_id)
         return lambda: tokens.export(self._expert_load())
 
     @ray.method(concurrency_group="compute")
     def fence(self, epoch: int, holder: str) -> None:
-        """Forget every sequence, and obey ``epoch`` of ``holder``'s lease from now on. Waits until the weights are there."""
+        """Forget every sequence, and accept only ``epoch`` of ``holder``'s lease. Waits until the weights are loaded."""
         self._wait_until_loaded()
-        with self._fencing:
-            if self._steps is None:
-                self._steps = self._new_steps()
-            self._steps.fence(epoch)
+        with self._fence_lock:
+            if self._executor is None:
+                self._executor = self._make_executor()
+            self._executor.fence(epoch)
             if self._link is not None:
                 self._link.close()
             self._holder = holder
 
     @ray.method(concurrency_group="control")
     def interrupt(self, epoch: int) -> None:
-        """What waits for a neighbour or for experts ends with an error, so that the fence of ``epoch`` gets its turn.
+        """End what waits for a neighbor or for experts with an error, so that the fence of ``epoch`` gets its turn.
 
         Call it as ``health``.
         """
@@ -105,60 +96,61 @@ class StageActor(WorkerActor["StageWorker"]):
             return
         if self._link is not None:
             self._link.close()
-        if self._steps is not None:
-            self._steps.interrupt()
+        if self._executor is not None:
+            self._executor.interrupt()
 
     @ray.method(concurrency_group="compute")
     def listen(self, epoch: int) -> "Address | None":
-        """For the direct link, after the fence: where the next stage, if there is one, finds this one."""
+        """Open a direct link after the fence; return the address for the next stage, if there is one."""
         from tramontane.workers.stage.stage_link import StageLink
 
         worker = self._fenced_worker(epoch)
-        assert self._steps is not None
-        self._link = StageLink(worker, self._steps, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        assert self._executor is not None
+        self._link = StageLink(worker, self._executor, ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return self._link.listen()
 
     @ray.method(concurrency_group="compute")
     def connect(self, epoch: int, inlet: "Address | None") -> None:
-        """Link up with the stage before, which listens at ``inlet``, and then with the next. Raises LinkError."""
+        """Connect to the previous stage, which listens at ``inlet``, and then to the next. Raises LinkError."""
         self._fenced_worker(epoch)
         assert self._link is not None
         self._link.connect(inlet)
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def linked_step(self, batch: bytes) -> bytes:
-        """A step whose hidden states come from the stage before and go to the next; answers this stage's own part."""
+        """Compute a step whose hidden states come and go through direct channels; return this stage's part of the result."""
         self._refuse_while_loading()
         if self._link is None:
-            raise StaleEpochError(f"{self.label} has not been linked since it was loaded")
+            raise StaleEpochError(f"{self.label} has no direct link since it was loaded")
         decoded = wire.decode_batch(batch)
-        with self._own_failures.guard(decoded.epoch), log_failures(self._worker, decoded):
+        with self._failure_guard.guard(decoded.epoch), log_failures(self._worker, decoded):
             return wire.encode_result(self._link.step(decoded))
 
     @ray.method(enable_task_events=False, concurrency_group="compute")
     def step(self, batch: bytes, incoming: Any) -> Any:  # noqa: ANN401 - Packed, but without importing torch
+        """Compute a step from the previous stage's output; return hidden states, or the last stage's encoded result."""
         from tramontane.workers.stage.activation import Activation, ActivationSender
 
         self._refuse_while_loading()
         decoded = wire.decode_batch(batch)
         worker = self._wait_until_loaded()
         worker.check_epoch(decoded)
-        assert self._steps is not None
+        assert self._executor is not None
         outbox = ActivationSender()
-        with self._own_failures.guard(decoded.epoch), log_failures(worker, decoded):
-            outcome = self._steps.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
+        with self._failure_guard.guard(decoded.epoch), log_failures(worker, decoded):
+            outcome = self._executor.step(decoded, lambda: incoming and Activation.unpack(incoming, worker.device), outbox.send)
         return wire.encode_result(outcome) if isinstance(outcome, StepResult) else outbox.payload(outcome)
 
     @ray.method(concurrency_group="control")
     def refresh_expert_plan(self) -> None:
-        """They have moved. Call it as ``health``."""
-        if self._remote is not None:
+        """Read the expert plan again, after experts have moved. Call it as ``health``."""
+        if self._remote_experts is not None:
             assert self._experts is not None
-            self._remote.set_plan(self._experts.current_plan())
+            self._remote_experts.set_plan(self._experts.current_plan())
 
     @ray.method(concurrency_group="control")
     def health(self) -> StageHealth:
-        """Answered beside the compute thread, also while a step runs or weights are loaded.
+        """Return the stage's health, also while a step runs or weights load.
 
         Call it with ``.options(concurrency_group="control")``: only then does it also
         overtake steps of the same caller that still wait for their input.
@@ -169,12 +161,12 @@ class StageActor(WorkerActor["StageWorker"]):
 
     @property
     def _computing_s(self) -> float:
-        return self._steps.busy_for_s if self._steps else 0.0
+        return self._executor.busy_for_s if self._executor else 0.0
 
     def _expert_load(self) -> dict[int, tuple[int, ...]]:
         return {layer: tuple(tokens) for layer, tokens in self._worker.model.expert_load.items()} if self._worker else {}
 
-    def _new_steps(self) -> "StepExecutor":
+    def _make_executor(self) -> "StepExecutor":
         from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
         from tramontane.workers.stage.step_executor import SerialExecutor
 
@@ -183,19 +175,19 @@ class StageActor(WorkerActor["StageWorker"]):
             return (
                 OverlappedExecutor(worker, GPU_PIPELINE_DEPTH)
                 if worker.device.type == "cuda"
-                else SerialExecutor(worker, self._threads)
+                else SerialExecutor(worker, self._settings.threads)
             )
         from tramontane.cluster.actors.expert_connections import expert_connector
         from tramontane.workers.experts.remote_experts import RemoteExperts
         from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 
-        to_each = expert_connector(self._experts, worker.device)
-        self._remote = RemoteExperts(self._experts.current_plan(), to_each, self._experts.current_plan)
-        return PingPongExecutor(worker, self._remote, self._experts.max_open, self._threads)
+        connect = expert_connector(self._experts, worker.device)
+        self._remote_experts = RemoteExperts(self._experts.current_plan(), connect, self._experts.current_plan)
+        return PingPongExecutor(worker, self._remote_experts, self._experts.max_open, self._settings.threads)
 
     def _refuse_while_loading(self) -> None:
         if self._is_loading:  # a step would be refused after loading as well
-            raise StaleEpochError(f"{self.label} is loading and obeys no epoch yet")
+            raise StaleEpochError(f"{self.label} is loading and accepts no epoch yet")
 
     def _fenced_worker(self, epoch: int) -> "StageWorker":
         worker = self._wait_until_loaded()
@@ -205,38 +197,33 @@ class StageActor(WorkerActor["StageWorker"]):
 
 
 def remote_stage_class(stage: type[StageActor], steps_at_once: int = 1) -> ActorClass[Any]:
-    """``max_task_retries=0``: a step that ran twice would write its caches twice.
+    """Return the class of a stage's actor. Calls are never retried: a step that ran twice would write its caches twice.
 
-    All that computes, or links, is in one group of threads; they begin in the order in which one caller calls.
+    Whatever computes or links runs in one group of threads, which start calls in the caller's order.
     """
     groups = {"control": 2, "compute": steps_at_once}
     return ray.remote(concurrency_groups=groups, max_restarts=-1, max_task_retries=0)(stage)  # type: ignore[call-overload, no-any-return]
 
 
 def create_stage(spec: "PipelineSpec", plan: StagePlan, group: PlacementGroup) -> ActorHandle[Any]:
-    """Make the named, detached actor of one stage in its bundle, or find the one that is there."""
-    experts = spec.expert_actors
-    kind = remote_stage_class(StageActor, _steps_at_once(spec))
-    place = bundle_options(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
-    make = kind.options(**place, name=spec.stage_name(plan.stage_id)).remote
-    device = "cuda" if spec.use_gpus else "cpu"
-    return cast(
-        "ActorHandle[Any]",
-        make(plan, spec.weights, device, spec.threads_per_stage, spec.fingerprint, experts, spec.name, spec.pieces, spec.logs),
-    )
+    """Create the named, detached actor of one stage in its bundle, or return the one that exists."""
+    actor = remote_stage_class(StageActor, _steps_at_once(spec))
+    options = bundle_options(spec, spec.bundle_of_stage(plan.stage_id), group, spec.gpu_share)
+    create = actor.options(**options, name=spec.stage_name(plan.stage_id)).remote
+    return cast("ActorHandle[Any]", create(plan, spec.worker_settings, spec.expert_actors, spec.pieces))
 
 
 def _steps_at_once(spec: "PipelineSpec") -> int:
-    """Threads for steps: one for each that can be open, and one that waits for them or fences."""
+    """Return the threads for steps: one for each step that can be open, and one that waits for them or fences."""
     if spec.expert_actors is not None:
         return spec.expert_actors.max_open + 1
     return GPU_PIPELINE_DEPTH + 1 if spec.use_gpus else 1
 
 
 def bundle_options(spec: "PipelineSpec", bundle: int, group: PlacementGroup, gpu_share: float = 1) -> dict[str, Any]:
-    """Ray's options of a detached actor in one of the pipeline's bundles, of whose GPU it has a share.
+    """Return Ray's options for a detached actor in one of the pipeline's bundles, with a share of its GPU.
 
-    A share is of that one GPU, also for those who come after it: the bundle has no other.
+    All actors of a bundle share the same GPU, also after a restart: the bundle has no other.
     """
     return {
         "namespace": NAMESPACE,

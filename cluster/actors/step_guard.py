@@ -1,7 +1,4 @@
-"""A worker whose process can no longer compute ends it: Ray starts another one, which loads the weights anew.
-
-What a stage says of a step that fails: whose it was. Nothing of the steps that do not.
-"""
+"""Guards around a worker's steps: a process that can no longer compute exits, and failed steps are logged."""
 
 import logging
 import os
@@ -16,17 +13,17 @@ from tramontane.proto.step import MicroBatch
 if TYPE_CHECKING:
     from tramontane.workers.stage.stage_worker import StageWorker
 
+MAX_FAILURES = 4  # in a row; one more than a poison request causes: two with other requests, the third alone
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 4  # in a row, one more than a request causes that is to blame: two in company, the third alone
-
 
 class FailureGuard:
-    """Of one process: what fails in it, and is neither a neighbour's doing nor told by an error of ours.
+    """Counts the failures of one process, and ends it so that Ray starts another one, which loads the weights again.
 
-    A kernel that fails leaves a CUDA context in which nothing works any more, while the process, its health checks and all
-    that only concerns the host's memory go on. So whatever fails, the device is asked whether it still computes.
+    Errors of Tramontane's own classes, which may be a neighbor's fault, do not count. A kernel that fails leaves a CUDA
+    context in which nothing works any more, while the process, its health checks and all that only uses the host's memory
+    continue to work. So after each failure the device is tested.
     """
 
     def __init__(self, label: str, device: str, end: Callable[[], None] | None = None) -> None:
@@ -36,7 +33,7 @@ class FailureGuard:
 
     @contextmanager
     def guard(self, epoch: int | None = None) -> Iterator[None]:
-        """Around each thing that the process is there for. In one epoch only the first failure counts: the rest was under way."""
+        """Guard one step or call. In one epoch only the first failure counts: the others were already in flight."""
         try:
             yield
         except TramontaneError:
@@ -46,23 +43,23 @@ class FailureGuard:
                 self._num_in_a_row += 1
             self._failed_epoch = epoch
             if not device_self_test(self._device):
-                self._exit(f"{self._device} computes no more: {error}")
+                self._exit(f"{self._device} no longer computes: {error}")
             elif self._num_in_a_row >= MAX_FAILURES:
-                self._exit(f"{MAX_FAILURES} failures in a row: {error}")
+                self._exit(f"{MAX_FAILURES} steps in a row have failed: {error}")
             raise
         self._num_in_a_row = 0
 
     def _exit(self, why: str) -> None:
-        logger.error("%s ends its process, and gets a new one: %s", self._label, why)
+        logger.error("%s exits, and gets a new process: %s", self._label, why)
         self._end()
 
 
 def _end_process() -> None:
-    os._exit(1)  # an exit that Ray does not take for intended, and that waits for no device
+    os._exit(1)  # an exit that Ray does not take for intended, and that does not wait for the device
 
 
 def device_self_test(device: str) -> bool:
-    """Whether the device still does what it is told."""
+    """Return True if the device still computes 1 + 1."""
     import torch
 
     try:
@@ -73,7 +70,7 @@ def device_self_test(device: str) -> bool:
 
 @contextmanager
 def log_failures(worker: "StageWorker | None", batch: MicroBatch) -> Iterator[None]:
-    """What our own errors say, of a neighbour that is gone for example, needs no traceback."""
+    """Log a step that fails, with its requests; errors of Tramontane's own classes need no traceback."""
     try:
         yield
     except Exception as error:

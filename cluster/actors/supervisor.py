@@ -1,6 +1,6 @@
-"""Creates a pipeline's actors, grants its lease, and removes what nobody drives; it is on no step's path.
+"""The supervisor of a pipeline: it creates the actors, grants the lease, and removes what no router drives.
 
-What a supervisor asks, and tells, of the application that its pipeline belongs to, when it seems to be abandoned.
+It is not on the path of steps.
 """
 
 import contextlib
@@ -31,64 +31,32 @@ from tramontane.cluster.config.logging import LogSettings
 from tramontane.proto.errors import PipelineError
 from tramontane.proto.plan import ExpertPlan
 
-logger = logging.getLogger(__name__)
-
-HEAD_ANSWERS_WITHIN_S = 5.0
-
-
-def is_head_alive() -> bool:
-    """Whether it does, and has done so for some time: Ray makes whoever asks wait while it is away."""
-    asked_at = time.monotonic()
-    try:
-        ray.util.list_named_actors()
-    except RayError:
-        return False
-    return time.monotonic() - asked_at < HEAD_ANSWERS_WITHIN_S
-
-
-def may_be_claimed(application: OwnerApplication | None, last: Lease | None) -> bool:
-    """Whether a router of a living application may still come for its pipeline; those of a newer deployment would have come."""
-    from ray import serve  # rarely needed, and slow to import
-
-    if application is None or application.name not in serve.status().applications:
-        return False
-    return last is None or not is_superseded(application.name, deployed_at(last.holder))
-
-
-def delete_application(application: OwnerApplication) -> None:
-    """Ray Serve does the rest by itself, if this actor is removed meanwhile."""
-    from ray import serve
-
-    applications = serve.status().applications
-    if application.owns_serve and applications.keys() <= {application.name}:
-        serve.shutdown()  # type: ignore[no-untyped-call]
-    elif application.name in applications:
-        serve.delete(application.name)
-
-
 LEASE_TTL_S = 10.0
-ABANDONED_AFTER_S = 30.0  # without a sign of life, of the router or of whoever launched it
-UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim it is there
-WATCH_EVERY_S = 1.0
-LOOK_EVERY_S = 2.0  # while workers are waited for
-REBIRTH_POLL_S = 0.1  # of a stage whose process died while it was loading
+ABANDONED_AFTER_S = 30.0  # without a heartbeat of the router, or of the process that launched the application
+UNCLAIMED_AFTER_S = 300.0  # without a router, although the application that could claim the pipeline exists
+WATCH_INTERVAL_S = 1.0
+LOADING_CHECK_INTERVAL_S = 2.0
+RESTART_POLL_S = 0.1  # of a worker whose process died while it loaded
+HEAD_ANSWER_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Owner of one pipeline's placement group and stage actors, all detached and named.
+    """Owner of one pipeline's placement group and actors, all detached and named.
 
-    It keeps nothing that it could not find again by name, or read back from the stages,
-    so Ray may restart it at any time; steps go on meanwhile.
+    It keeps no state that it could not find again by name, or read back from the stages,
+    so Ray may restart it at any time while steps continue.
     """
 
     def __init__(self, spec: PipelineSpec, logs: LogSettings | None = None) -> None:
         if logs is not None:
             logs.to_stderr("supervisor", pipeline=spec.name)
         self.spec = spec
-        self._lock = threading.Lock()  # of the book and the launcher's time: several threads use them
-        self._making = threading.Lock()  # of what exists: nothing is made once removing has begun
-        self._is_ending = False
-        self._book = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
+        self._lock = threading.Lock()  # of the lease and of the launcher's time
+        self._creation_lock = threading.Lock()  # nothing is created once removal has begun
+        self._is_removing = False
+        self._leases = LeaseManager(LEASE_TTL_S, time.monotonic(), recover_lease(spec))
         self._launcher_seen_at = time.monotonic()
         threading.Thread(target=self._reap_if_abandoned, daemon=True).start()
 
@@ -96,27 +64,28 @@ class Supervisor:
         return f"Supervisor {self.spec.name}"
 
     def start(self, timeout_s: float) -> list[ActorHandle[Any]] | None:
-        """Place and load every stage, or find them; None if the cluster had no room within ``timeout_s``."""
+        """Place and load every stage, or find them; return None if resources are missing for ``timeout_s``."""
         with self._if_not_removing():
             group = _group(self.spec)
         if not group.wait(timeout_s):
             return None
         with self._if_not_removing():
-            experts = self.spec.plan.experts
-            holders = [create_expert_actor(self.spec, actor.actor_id, group) for actor in experts.actors] if experts else []
-            stages = [create_stage(self.spec, stage, group) for stage in self.spec.plan.stages]
-        wait_until_ready([*holders, *stages])
+            plan = self.spec.plan
+            experts = [create_expert_actor(self.spec, a.actor_id, group) for a in plan.experts.actors] if plan.experts else []
+            stages = [create_stage(self.spec, stage, group) for stage in plan.stages]
+        wait_until_ready([*experts, *stages])
         return stages
 
     def fence(self, holder: str) -> int:
-        """Make every stage forget its sequences and obey a new epoch, which is returned.
+        """Make every stage forget its sequences and accept a new epoch, which is returned.
 
         Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good,
         and Ray's GetTimeoutError if one does not answer in time.
         """
         with self._lock:
             self._claim(holder)
-            epoch = self._book.next_epoch(floor=time.time_ns() // 1_000_000)  # a book lost with its stages cannot repeat one
+            # If all record of the last epoch is lost with the stages, the clock still gives a higher one.
+            epoch = self._leases.next_epoch(floor=time.time_ns() // 1_000_000)
         stages = find_stage_actors(self.spec)
         if len(stages) < len(self.spec.plan.stages):
             raise PipelineError(f"only {len(stages)} of {len(self.spec.plan.stages)} stages are left")
@@ -125,17 +94,17 @@ class Supervisor:
 
     @ray.method(concurrency_group="rescue")
     def replace_hung_workers(self, limit_s: float) -> str:
-        """See ``stuck``; also while a fence waits for what is stuck."""
+        """Replace hung workers (see ``hang_detector``), also while a fence waits for one."""
         return replace_hung_workers(find_worker_actors(self.spec), limit_s)
 
     @ray.method(concurrency_group="moving")
     def move_experts(self, plan: ExpertPlan) -> int:
-        """Make the pipeline follow another plan, while it runs; see ``expert_moving``."""
+        """Make the pipeline follow another plan while it runs; see ``rebalance_experts``."""
         return rebalance_experts(self.spec, plan)
 
     @ray.method(concurrency_group="lease")
     def specification(self) -> PipelineSpec:
-        """What the pipeline was made as; whoever adopts it takes it as it is."""
+        """Return what the pipeline was created from; a router that adopts it uses it unchanged."""
         return self.spec
 
     @ray.method(concurrency_group="lease")
@@ -146,97 +115,70 @@ class Supervisor:
 
     @ray.method(concurrency_group="lease")
     def renew(self, holder: str) -> bool:
-        """A sign of life of the router that drives the pipeline; False if the lease is not its own."""
+        """Receive the heartbeat of the router that drives the pipeline; return False if the lease is not its own."""
         with self._lock:
-            return self._book.renew(holder, time.monotonic())
+            return self._leases.renew(holder, time.monotonic())
 
     @ray.method(concurrency_group="lease")
     def heartbeat(self) -> None:
-        """A sign of life of the process that launched the application."""
+        """Receive the heartbeat of the process that launched the application."""
         with self._lock:
             self._launcher_seen_at = time.monotonic()
 
     @contextlib.contextmanager
     def _if_not_removing(self) -> Iterator[None]:
-        with self._making:
-            if self._is_ending:
-                raise PipelineError("the pipeline is being removed")
+        with self._creation_lock:
+            if self._is_removing:
+                raise PipelineError(f"the pipeline {self.spec.name} is being removed")
             yield
 
     def _remove(self) -> None:
         """Remove the pipeline and this actor."""
-        with self._making:
-            self._is_ending = True
+        with self._creation_lock:
+            self._is_removing = True
         remove_pipeline(self.spec.name)
         ray.kill(ray.get_runtime_context().current_actor)
 
     def _claim(self, holder: str) -> None:
-        current = self._book.lease
-        makes_way = current is not None and current.holder != holder and must_yield(current.holder, holder)
-        self._book.claim(holder, time.monotonic(), makes_way)
+        current = self._leases.lease
+        yields = current is not None and current.holder != holder and must_yield(current.holder, holder)
+        self._leases.claim(holder, time.monotonic(), yields)
 
     def _reap_if_abandoned(self) -> None:
-        """Remove the pipeline once its router has been silent for long, or a little less long if its application is gone.
+        """Remove the pipeline after a long silence of its router, or a shorter one if no application can claim it.
 
-        Nothing counts that was while the head node was away, as nobody could come then.
+        The application is deleted after a long silence of its launcher. Silence while the head node is away does not count,
+        as no process could reach this one.
         """
         counted_from = time.monotonic()
         while True:
-            time.sleep(WATCH_EVERY_S)
+            time.sleep(WATCH_INTERVAL_S)
             with self._lock:
-                now, last = time.monotonic(), self._book.lease
-                silent_s = min(self._book.silent_for_s(now), now - counted_from)
+                now, last = time.monotonic(), self._leases.lease
+                silent_s = min(self._leases.silent_for_s(now), now - counted_from)
                 launcher_silent_s = min(now - self._launcher_seen_at, now - counted_from)
             application = self.spec.application
-            is_missed = application is not None and application.launched and launcher_silent_s > ABANDONED_AFTER_S
-            if not is_missed and silent_s <= ABANDONED_AFTER_S:
+            is_orphaned = application is not None and application.launched and launcher_silent_s > ABANDONED_AFTER_S
+            if not is_orphaned and silent_s <= ABANDONED_AFTER_S:
                 continue
             try:
                 if not is_head_alive():
                     counted_from = time.monotonic()
                     continue
-                if is_missed:
+                if is_orphaned:
                     assert application is not None
                     delete_application(application)
                 if silent_s > ABANDONED_AFTER_S and (silent_s > UNCLAIMED_AFTER_S or not may_be_claimed(application, last)):
                     self._remove()
-            except Exception:  # of Ray or Ray Serve, which may be going as well; tried again in a second
-                logger.warning("pipeline %s could not be removed yet", self.spec.name, exc_info=True)
-
-
-def remove_pipeline(name: str) -> None:
-    """Remove the actors first: a stage whose bundle goes first stays "restarting" for ever."""
-    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+"):
-        with contextlib.suppress(ValueError):  # it has just gone
-            ray.kill(ray.get_actor(worker, NAMESPACE))
-    delete_plan(name)
-    with contextlib.suppress(ValueError):  # it was never made, or is gone
-        remove_placement_group(get_placement_group(name))
-
-
-def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
-    """Raises what keeps one from loading, as soon as there is one. If its process died, its next life knows more than Ray.
-
-    One that was found, and is stopped or silent, would keep a new router waiting for ever.
-    """
-    silences = SilenceTracker()
-    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
-    while waiting:
-        answered, _ = ray.wait(list(waiting), timeout=LOOK_EVERY_S)
-        if not answered:
-            silences.kill_silent(waiting.values())
-            continue
-        worker = waiting.pop(answered[0])
-        try:
-            ray.get(answered[0])
-        except ActorUnavailableError:  # also where it is stopped, and this process has not talked to it before
-            silences.kill_silent([worker])
-            time.sleep(REBIRTH_POLL_S)
-            waiting[worker.ready.remote()] = worker
+            except Exception:  # of Ray or Ray Serve, which may be ending as well
+                retry_s = WATCH_INTERVAL_S
+                logger.warning(
+                    "pipeline %s could not be removed; the next attempt is in %g s", self.spec.name, retry_s, exc_info=True
+                )
 
 
 def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
-    """Make the pipeline's supervisor, or find the one that is there."""
+    """Create the pipeline's supervisor, or return the one that exists."""
     options = {
         "name": spec.supervisor_name,
         "namespace": NAMESPACE,
@@ -246,15 +188,78 @@ def create_supervisor(spec: PipelineSpec) -> ActorHandle[Any]:
         "max_restarts": -1,
         **avoid_head_node(),
     }
-    # The lease's calls are answered also while workers are loading.
+    # The lease's calls are answered also while workers load.
     actor: Any = ray.remote(concurrency_groups={"lease": 2, "moving": 1, "rescue": 1})(Supervisor)  # type: ignore[call-overload]
     return cast("ActorHandle[Any]", actor.options(**options).remote(spec, spec.logs))
 
 
+def remove_pipeline(name: str) -> None:
+    """Remove a pipeline's actors, then its placement group: a stage whose bundle goes first stays "restarting" forever."""
+    for worker in actor_names(rf"{re.escape(name)}({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+"):
+        with contextlib.suppress(ValueError):  # it has just gone
+            ray.kill(ray.get_actor(worker, NAMESPACE))
+    delete_plan(name)
+    with contextlib.suppress(ValueError):  # it was never created, or is gone
+        remove_placement_group(get_placement_group(name))
+
+
+def wait_until_ready(workers: list[ActorHandle[Any]]) -> None:
+    """Wait until all workers have loaded, and raise the first error that prevents it.
+
+    If a process dies, its successor is asked, which knows more than Ray does. Processes that are stopped or silent are
+    replaced, as they would keep a new router waiting forever.
+    """
+    silences = SilenceTracker()
+    waiting: dict[ray.ObjectRef[str], ActorHandle[Any]] = {worker.ready.remote(): worker for worker in workers}
+    while waiting:
+        ready, _ = ray.wait(list(waiting), timeout=LOADING_CHECK_INTERVAL_S)
+        if not ready:
+            silences.kill_silent(waiting.values())
+            continue
+        worker = waiting.pop(ready[0])
+        try:
+            ray.get(ready[0])
+        except ActorUnavailableError:  # also if it is stopped, and this process has not called it before
+            silences.kill_silent([worker])
+            time.sleep(RESTART_POLL_S)
+            waiting[worker.ready.remote()] = worker
+
+
 def _group(spec: PipelineSpec) -> PlacementGroup:
+    """Return the pipeline's placement group, which is created if it does not exist."""
     try:
         group: PlacementGroup = get_placement_group(spec.name)
     except ValueError:
         selectors = spec.node_selectors
         group = placement_group(spec.bundles, "PACK", spec.name, lifetime="detached", bundle_label_selector=selectors)
     return group
+
+
+def is_head_alive() -> bool:
+    """Return True if the head node answers in HEAD_ANSWER_TIMEOUT_S; while it is away, Ray makes callers wait."""
+    called_at = time.monotonic()
+    try:
+        ray.util.list_named_actors()
+    except RayError:
+        return False
+    return time.monotonic() - called_at < HEAD_ANSWER_TIMEOUT_S
+
+
+def may_be_claimed(application: OwnerApplication | None, last: Lease | None) -> bool:
+    """Return True if a router of a living application may still claim its pipeline; a newer deployment's would have."""
+    from ray import serve  # rarely needed, and slow to import
+
+    if application is None or application.name not in serve.status().applications:
+        return False
+    return last is None or not is_superseded(application.name, deployed_at(last.holder))
+
+
+def delete_application(application: OwnerApplication) -> None:
+    """Delete the application, or shut Ray Serve down if it owns that; Ray Serve completes it even if this actor ends."""
+    from ray import serve
+
+    applications = serve.status().applications
+    if application.owns_serve and applications.keys() <= {application.name}:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+    elif application.name in applications:
+        serve.delete(application.name)

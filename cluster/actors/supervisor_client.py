@@ -1,75 +1,78 @@
-"""Asking a pipeline's supervisor, which may be starting again, or do nothing any more."""
+"""Calls to a pipeline's supervisor, which may be restarting or hang."""
 
 import asyncio
 import logging
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnavailableError, RayError
+from tenacity import retry, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from tramontane.cluster.actors.hang_detector import kill_worker_process
 
-RENEW_EVERY_S = 2.0
-ANSWERS_WITHIN_S = 2.0  # what is asked of its lease, beside whatever it does
-SILENT_CALLS = 15  # in a row; then its process is ended although it is not stopped
-FURTHER_CALLS = 5  # then nobody waits for it any more
+RENEW_INTERVAL_S = 2.0
+LEASE_CALL_TIMEOUT_S = 2.0  # calls about the lease are answered whatever else the supervisor does
+MAX_MISSED_CALLS = 15  # in a row; then its process is killed even if it is not stopped
+MAX_FURTHER_CALLS = 5  # after which the call fails
 RETRY_TIMEOUT_S = 30.0
 RETRY_S = 0.2
 
 logger = logging.getLogger(__name__)
 
 
-async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor answers
-    """By a supervisor, which may be starting again: what it is asked for here may be asked twice. Raises RayError."""
-    give_up_at = time.monotonic() + RETRY_TIMEOUT_S
-    while True:
-        try:
-            return await call()
-        except ActorUnavailableError:
-            if time.monotonic() > give_up_at:
-                raise
-            await asyncio.sleep(RETRY_S)
+@retry(
+    retry=retry_if_exception_type(ActorUnavailableError),
+    stop=stop_after_delay(RETRY_TIMEOUT_S),
+    wait=wait_fixed(RETRY_S),
+    reraise=True,
+)
+async def call_with_retry(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - what the actor returns
+    """Await a call that may safely be made twice, again while the supervisor restarts. Raises RayError."""
+    return await call()
 
 
 async def call_or_restart(supervisor: "ActorHandle[Any]", call: Callable[[], Any]) -> Any:  # noqa: ANN401
-    """As ``answered``, of the lease's methods. A supervisor whose process is stopped gets another one.
+    """Call one of the lease's methods as ``call_with_retry`` does; a supervisor whose process is stopped gets another one.
 
-    Raises RayError also where that is of no help.
+    Raises RayError, also if that does not help.
     """
 
-    async def in_time() -> Any:  # noqa: ANN401
-        num_silent = 0
-        while num_silent < SILENT_CALLS + FURTHER_CALLS:
+    async def call_in_time() -> Any:  # noqa: ANN401
+        num_missed = 0
+        while num_missed < MAX_MISSED_CALLS + MAX_FURTHER_CALLS:
             try:
-                async with asyncio.timeout(ANSWERS_WITHIN_S):
+                async with asyncio.timeout(LEASE_CALL_TIMEOUT_S):
                     return await call()
             except TimeoutError:
-                num_silent += 1
-                least_age_s = math.inf if num_silent < SILENT_CALLS else 0.0
-                if await asyncio.to_thread(kill_worker_process, supervisor, least_age_s):
-                    logger.warning("the supervisor did not answer, and got a new process")
-            except ActorUnavailableError:  # it is starting again; or is stopped, and this process has not talked to it before
+                num_missed += 1
+                min_age_s = math.inf if num_missed < MAX_MISSED_CALLS else 0.0
+                if await asyncio.to_thread(kill_worker_process, supervisor, min_age_s):
+                    silent_s = num_missed * LEASE_CALL_TIMEOUT_S
+                    logger.warning("the supervisor got a new process: it had not answered for %g s", silent_s)
+            except ActorUnavailableError:  # it restarts; or it is stopped, and this process has not called it before
                 if await asyncio.to_thread(kill_worker_process, supervisor, math.inf):
-                    logger.warning("the supervisor was stopped, and got a new process")
+                    logger.warning("the supervisor got a new process: the old one was stopped")
                 raise
-        raise RayError("the supervisor does not answer, and could not be ended")
+        raise RayError(f"the supervisor has not answered {num_missed} calls in a row, and could not be replaced")
 
-    return await call_with_retry(in_time)
+    return await call_with_retry(call_in_time)
 
 
 async def renew_lease_forever(supervisor: "ActorHandle[Any]", holder: str) -> None:
-    """Steps do not depend on it: a router that was replaced hears of it from the stages."""
+    """Renew the lease every RENEW_INTERVAL_S; errors are only logged.
+
+    Steps do not depend on it: a router that was replaced learns that from the stages.
+    """
     while True:
         try:
             await renew_lease(supervisor, holder)
-        except Exception as error:  # of Ray; this must go on as long as the pipeline is driven
-            logger.warning("the lease could not be renewed: %s", error)
-        await asyncio.sleep(RENEW_EVERY_S)
+        except Exception as error:  # of Ray; renewing continues as long as the pipeline is driven
+            logger.warning("the lease could not be renewed; the next attempt is in %g s: %s", RENEW_INTERVAL_S, error)
+        await asyncio.sleep(RENEW_INTERVAL_S)
 
 
 async def renew_lease(supervisor: "ActorHandle[Any]", holder: str) -> bool:
-    """Whether the lease is still the holder's. Raises RayError."""
+    """Renew the lease; return False if it is no longer the holder's. Raises RayError."""
     return bool(await call_or_restart(supervisor, lambda: supervisor.renew.options(concurrency_group="lease").remote(holder)))

@@ -1,4 +1,4 @@
-"""What stage actors and expert actors have in common: they load by themselves, and tell how far they are."""
+"""The base class of stage actors and expert actors: they load by themselves, and report their progress."""
 
 import os
 import re
@@ -12,23 +12,24 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
+from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.common.periodic import start_periodic_thread
 from tramontane.cluster.ray_internals.core import kv_delete, kv_get, kv_put
 from tramontane.proto.errors import CheckpointError, PipelineError
-from tramontane.proto.model_folder import RandomWeights, WeightSource
-from tramontane.workers.weights.fingerprint import Fingerprint, check_fingerprint
+from tramontane.proto.model_folder import RandomWeights
+from tramontane.workers.weights.fingerprint import check_fingerprint
 
 NAMESPACE = "tramontane"
-EXPORT_EVERY_S = 1.0  # of a worker's counts, to Ray's metrics
-# How long a worker's threads look out for the next product before they sleep (GNU OpenMP, which torch is built with): one or
-# two ms, which spans what lies between two products. By default it is nine, and taken from whoever's turn it is.
+EXPORT_EVERY_S = 1.0  # a worker's counters, to Ray's metrics
+# How long a worker's threads spin between two products before they sleep (GNU OpenMP, with which torch is built): one or
+# two ms, which covers the time between two products. The default is nine ms, taken from the stage whose turn it is.
 OMP_SPIN_ENV = {"GOMP_SPINCOUNT": "50000"}
 W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
-    """Of one actor's process."""
+    """The state of one actor's process."""
 
     label: str
     pid: int
@@ -42,19 +43,18 @@ class WorkerHealth:
 class WorkerActor(Generic[W]):
     """A worker behind Ray: bytes in, bytes out.
 
-    It loads by itself, also when Ray has restarted it and nobody calls, and in a thread of its own: so it
-    can be asked meanwhile how far it is. torch is imported when the actor is made, not with this module: whoever only
-    calls workers never needs it.
+    It loads as soon as it starts or restarts, in a thread, so that it can report its progress. torch is imported when the
+    actor is created, not with this module: processes that only call workers never need it.
     """
 
-    max_load_crashes = 3  # while it loads, in a row; then there is most likely too little memory, and it is not loaded again
+    max_load_crashes = 3  # in a row; then memory is most likely too small, and loading is not tried again
 
-    def __init__(self, label: str, weight_bytes: int, weights: WeightSource, device: str, fingerprint: Fingerprint) -> None:
+    def __init__(self, label: str, weight_bytes: int, settings: WorkerSettings) -> None:
         self.label = label
         self._weight_bytes = weight_bytes
-        self._weights, self._device, self._fingerprint = weights, device, fingerprint
+        self._settings = settings
         self._worker: W | None = None
-        self._failure: Exception | None = None
+        self._load_error: Exception | None = None
         self._bytes_read = self._bytes_loaded = 0
         self._loading = threading.Thread(target=self._try_to_load, daemon=True)
         self._loading.start()
@@ -63,12 +63,12 @@ class WorkerActor(Generic[W]):
         return self.label
 
     def ready(self) -> str:
-        """Answers once the weights are there; raises what kept them from being loaded."""
+        """Return the label once the weights are loaded; raise what prevented that."""
         self._wait_until_loaded()
         return self.label
 
     def _health(self) -> dict[str, Any]:
-        """The fields of ``WorkerHealth``, at any time."""
+        """Return the fields of ``WorkerHealth``, at any time."""
         return {
             "label": self.label,
             "pid": os.getpid(),
@@ -76,16 +76,16 @@ class WorkerActor(Generic[W]):
             "bytes_read": self._bytes_read,
             "bytes_loaded": self._bytes_loaded,
             "weight_bytes": self._weight_bytes,
-            "busy_for_s": self._computing_s,
+            "busy_for_s": self._busy_for_s,
         }
 
     @abstractmethod
     def _load(self) -> W:
-        """Read or make the weights, reporting to ``_on_tensor``."""
+        """Read or create the weights, reporting to ``_on_tensor``."""
 
     @abstractmethod
     def _exporter(self) -> Callable[[], None]:
-        """What tells Ray's metrics how far the worker's own counts have come. Beside its steps, which only count."""
+        """Return a function that exports the worker's counters to Ray's metrics; a thread calls it, not the steps."""
 
     def _try_to_load(self) -> None:
         import warnings
@@ -94,20 +94,20 @@ class WorkerActor(Generic[W]):
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         try:
             with _limit_load_attempts(self.label, self.max_load_crashes), annotate_node():
-                if not isinstance(self._weights, RandomWeights):
-                    check_fingerprint(self._weights, self._fingerprint)
+                if not isinstance(self._settings.weights, RandomWeights):
+                    check_fingerprint(self._settings.weights, self._settings.fingerprint)
                 self._worker = self._load()
             start_periodic_thread(EXPORT_EVERY_S, self._exporter())
-        except Exception as error:  # told to whoever waits for the weights
-            self._failure = error.with_traceback(None)  # whose frames would keep what was loaded so far
+        except Exception as error:  # raised to callers that wait for the weights
+            self._load_error = error.with_traceback(None)  # whose frames would keep the loaded weights in memory
 
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
         self._bytes_read += num_read
         self._bytes_loaded += num_loaded
 
     @property
-    def _computing_s(self) -> float:
-        """Of ``WorkerHealth``."""
+    def _busy_for_s(self) -> float:
+        """``busy_for_s`` of ``WorkerHealth``."""
         return 0.0
 
     @property
@@ -117,14 +117,14 @@ class WorkerActor(Generic[W]):
     def _wait_until_loaded(self) -> W:
         self._loading.join()
         if self._worker is None:
-            assert self._failure is not None
-            raise self._failure
+            assert self._load_error is not None
+            raise self._load_error
         return self._worker
 
 
 @contextmanager
 def annotate_node() -> Iterator[None]:
-    """A checkpoint's folder is looked for on many nodes: say on which of them something is wrong with it."""
+    """Add this node to a CheckpointError: many nodes read the checkpoint, and it may be bad on one of them."""
     try:
         yield
     except CheckpointError as error:
@@ -133,23 +133,25 @@ def annotate_node() -> Iterator[None]:
 
 
 @contextmanager
-def _limit_load_attempts(label: str, most_deaths: int) -> Iterator[None]:
-    """Whoever's process dies while it loads (out of memory, as a rule) is not loaded again and again.
+def _limit_load_attempts(label: str, max_crashes: int) -> Iterator[None]:
+    """Raise PipelineError if the actor's process has died ``max_crashes`` times while loading, usually out of memory.
 
-    The mark, a byte for each time that it began, outlives the process: Ray restarts the actor, which then finds it.
+    A byte per attempt is kept in the cluster's key-value store, which outlives the process and is read after a restart.
     """
-    mark = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
-    begun = kv_get(mark) or b""
-    if len(begun) >= most_deaths:
-        raise PipelineError(f"the process of {label} died while it was loading; most likely there is too little memory")
-    kv_put(mark, begun + b".")
+    key = f"tramontane-loading-{ray.get_runtime_context().get_actor_id()}"
+    attempts = kv_get(key) or b""
+    if len(attempts) >= max_crashes:
+        raise PipelineError(
+            f"the process of {label} died while it was loading, {len(attempts)} times; most likely there is too little memory"
+        )
+    kv_put(key, attempts + b".")
     try:
         yield
     finally:
-        kv_delete(mark)
+        kv_delete(key)
 
 
 def actor_names(pattern: str) -> list[str]:
-    """Names of our living actors that match the whole of a regular expression."""
+    """Return the sorted names of Tramontane's living actors that match the whole of a regular expression."""
     actors = ray.util.list_named_actors(all_namespaces=True)
     return sorted(a["name"] for a in actors if a["namespace"] == NAMESPACE and re.fullmatch(pattern, a["name"]))

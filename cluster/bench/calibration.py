@@ -1,4 +1,4 @@
-"""How long the stages of a real pipeline take for their work: what ``tramontane simulate`` models."""
+"""Calibration of the pipeline model of ``tramontane simulate`` on real stages."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from tramontane.proto.request import SamplingParams, SequenceRequest
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.cost_model import CostModel
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, Policy, SchedulerState
-from tramontane.router.simulation.comparison import PolicyEntry, Summary, scheduler_for, summary
+from tramontane.router.simulation.comparison import PolicyEntry, Summary, make_scheduler, summarize
 from tramontane.router.simulation.simulator import PipelineModel, SimRequest, SimTrace, simulate
 
 Step = tuple[BatchWork, tuple[StageTiming, ...]]
@@ -22,7 +22,7 @@ Step = tuple[BatchWork, tuple[StageTiming, ...]]
 
 @dataclass(frozen=True)
 class Calibration:
-    """The mean stage of a real pipeline, and how well its model foretells a run from which nothing was learned."""
+    """The mean stage of a real pipeline, and how well its model predicts a run that it was not fitted to."""
 
     costs: CostModel
     hop_s: float
@@ -30,16 +30,16 @@ class Calibration:
     modelled: Summary
 
     def pipeline(self, num_stages: int) -> PipelineModel:
-        """So many stages, each like the mean of the real ones."""
+        """Return a model of so many stages, each like the mean of the real ones."""
 
         def seconds(work: BatchWork) -> list[float]:
-            return [float(self.costs.seconds([work])[0].mean())] * num_stages
+            return [float(self.costs.predict([work])[0].mean())] * num_stages
 
         return PipelineModel(seconds, self.hop_s)
 
     @property
     def relative_errors(self) -> dict[str, float]:
-        """Modelled over measured, less one."""
+        """Modelled over measured, minus one."""
         pairs = {
             "tokens_per_s": (self.modelled.tokens_per_s, self.measured.tokens_per_s),
             "busy_share": (1 - self.modelled.bubble, 1 - self.measured.bubble),
@@ -50,19 +50,21 @@ class Calibration:
 
 
 class PolicyRecorder:
-    """A policy that remembers what every micro-batch brought and took."""
+    """A policy that records the work and the times of every micro-batch."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self.overlaps_chunks = policy.overlaps_chunks
         self.steps: list[Step] = []
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
-        return self._policy.share(load)
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """Return the budget of the wrapped policy."""
+        return self._policy.choose_budget(state)
 
-    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+    def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+        """Record a micro-batch."""
         self.steps.append((work, tuple(timings)))
-        self._policy.observe(share, work, timings)
+        self._policy.observe(budget, work, timings)
 
 
 async def calibrate(
@@ -72,7 +74,7 @@ async def calibrate(
     report: Callable[[str], None],
     show_loading: ShowLoading,
 ) -> Calibration:
-    """Run two sets of requests on a real pipeline: costs are fitted to the first, and tried on the second."""
+    """Run two sets of requests on a real pipeline: costs are fitted to the first and validated on the second."""
     async with open_engine(config, report, show_loading=show_loading) as engine:
         num_stages = len(engine.plan.stages)
         traces, steps = [], []
@@ -82,21 +84,21 @@ async def calibrate(
             engine.router.scheduler.policy = recorder
             traces.append(await _run(engine, requests, recorder))
             steps.append(recorder.steps)
-    costs = CostModel(num_stages, forget=1.0)
+    costs = CostModel(num_stages, decay=1.0)
     for work, timings in steps[0]:
         costs.observe(work, [timing.busy_s for timing in timings])
     costs.refit()
     hop_s = hop_seconds(steps[0])
-    pipeline = PipelineModel(lambda work: costs.seconds([work])[0].tolist(), hop_s)
-    scheduler = scheduler_for(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
+    pipeline = PipelineModel(lambda work: costs.predict([work])[0].tolist(), hop_s)
+    scheduler = make_scheduler(candidate, num_stages, arrivals[1], engine.plan.max_num_seqs)
     modelled = simulate(scheduler, pipeline, arrivals[1])
-    return Calibration(costs, hop_s, summary("measured", traces[1]), summary("modelled", modelled))
+    return Calibration(costs, hop_s, summarize("measured", traces[1]), summarize("modelled", modelled))
 
 
 def hop_seconds(steps: Sequence[Step]) -> float:
-    """Between a stage's end and the next one's start, of micro-batches for which the next one had been waiting.
+    """Return the median time between a stage's end and the next one's start, where the next stage had been waiting.
 
-    Stages of one machine, whose clocks are one.
+    The stages have to be on one machine, so that they have one clock.
     """
     hops, ended = [], [0.0] * len(steps[0][1])
     for _, timings in steps:
@@ -108,11 +110,11 @@ def hop_seconds(steps: Sequence[Step]) -> float:
 
 
 async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyRecorder) -> SimTrace:
-    """The requests, each at its time."""
+    """Run the requests, each at its time."""
     vocab_size = engine.plan.args.vocab_size
     started, backlog_until = time.time(), 0.0
 
-    async def one(number: int, arrival: SimRequest) -> tuple[float, ...]:
+    async def run_one(number: int, arrival: SimRequest) -> tuple[float, ...]:
         nonlocal backlog_until
         await asyncio.sleep(max(started + arrival.at - time.time(), 0.0))
         prompt = tuple((number * 7919 + i * 31) % (vocab_size - 3) + 3 for i in range(arrival.prompt_tokens))
@@ -124,7 +126,7 @@ async def _run(engine: Engine, arrivals: Sequence[SimRequest], recorder: PolicyR
                 backlog_until = time.time() - started
         return tuple(times)
 
-    token_times = await asyncio.gather(*(one(number, arrival) for number, arrival in enumerate(arrivals)))
+    token_times = await asyncio.gather(*(run_one(number, arrival) for number, arrival in enumerate(arrivals)))
     timings = tuple(
         tuple(StageTiming(t.stage_id, t.started_at - started, t.busy_s, t.num_tokens) for t in each) for _, each in recorder.steps
     )

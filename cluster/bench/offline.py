@@ -1,4 +1,4 @@
-"""``tramontane bench`` on an engine of its own: random token ids, greedy, answers of exactly their lengths."""
+"""``tramontane bench`` with its own engine: random token ids, greedy sampling, answers of exactly the given lengths."""
 
 import asyncio
 import time
@@ -17,15 +17,17 @@ from tramontane.router.engine.stage_usage import UsageMeter, hop_times
 
 
 class StepRecorder:
-    """Every step's result since it was last emptied."""
+    """The results of all steps of a round."""
 
     def __init__(self) -> None:
         self.results: list[StepResult] = []
 
     def observe(self, result: StepResult) -> None:
+        """Record a step."""
         self.results.append(result)
 
-    def taken(self, engine: Engine) -> PipelineUsage:
+    def take_usage(self, engine: Engine) -> PipelineUsage:
+        """Summarize the steps, and forget them."""
         results, self.results = self.results, []
         usage = UsageMeter(len(engine.plan.stages))
         for result in results:
@@ -35,29 +37,28 @@ class StepRecorder:
 
 
 async def bench_offline(config: EngineConfig, workload: Workload, rounds: RoundPlan, display: BenchDisplay) -> BenchResult:
-    """Raises ConfigError, before anything is started, if the context is too short for the work."""
+    """Run all rounds. Raises ConfigError, before anything is started, if the context is too short for the requests."""
     args = resolve_model_args(config.model)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
-    if workload.longest > context:
+    if workload.max_positions > context:
         raise ConfigError(
-            f"--input-len and --output-len come to {workload.longest} positions, and the context has {context}; ask for less"
+            f"--input-len and --output-len come to {workload.max_positions} positions, and the context has {context}; use less"
         )
     recorder = StepRecorder()
-    alone = config.single_pipeline()
-    async with open_engine(alone, display.report, recorder.observe, display.loading) as engine:
+    async with open_engine(config.single_pipeline(), display.report, recorder.observe, display.loading) as engine:
 
-        async def one(number: int) -> Round:
+        async def run_one(number: int) -> Round:
             requests = workload.requests(number, args.vocab_size)
             display.begin_round(number, rounds, requests)
-            return Round(await _run(engine, requests, display.advance), recorder.taken(engine))
+            return Round(await _run(engine, requests, display.advance), recorder.take_usage(engine))
 
-        outcome = await rounds.run(one)
+        outcome = await rounds.run(run_one)
         engine.router.scheduler.check_integrity()
         return outcome
 
 
 async def _run(engine: Engine, requests: list[BenchRequest], advance: Callable[[int], None]) -> list[RequestTrace]:
-    """All at once."""
+    """Run all requests at once."""
     due_at = time.perf_counter()
     try:
         async with asyncio.TaskGroup() as group:

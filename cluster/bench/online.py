@@ -1,4 +1,4 @@
-"""``tramontane bench --url``: an OpenAI-compatible server, asked by streaming clients that do not wait for each other."""
+"""``tramontane bench --url``: load on an OpenAI-compatible server, by independent streaming clients."""
 
 import asyncio
 import json
@@ -16,13 +16,13 @@ from tramontane.cluster.bench.workload import BenchRequest, Workload, arrivals
 from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
-PATIENCE = httpx.Timeout(600, connect=10)  # between two pieces of an answer
-UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # a pool would delay what is due
+TIMEOUT = httpx.Timeout(600, connect=10)  # between two pieces of an answer
+UNLIMITED = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # a connection pool would delay requests
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPattern:
-    """``max_concurrency`` bounds what is being answered; what is due meanwhile waits, and its clock runs."""
+    """The load on the server. ``max_concurrency`` bounds the running requests; others wait, and their clocks run."""
 
     request_rate: float = float("inf")
     max_concurrency: int | None = None
@@ -35,35 +35,35 @@ class LoadPattern:
 
 
 def make_client(url: str, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    """Raises ConfigError as ``base_url`` does."""
-    return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE, limits=UNLIMITED)
+    """Return a client of the server. Raises ConfigError as ``base_url`` does."""
+    return httpx.AsyncClient(base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT, limits=UNLIMITED)
 
 
 async def bench_online(
     client: httpx.AsyncClient, workload: Workload, traffic: LoadPattern, rounds: RoundPlan, display: BenchDisplay
 ) -> BenchResult:
-    """Raises ConfigError if there is no such server, PipelineError if it answers nothing."""
+    """Run all rounds. Raises ConfigError if there is no such server, PipelineError if all requests of a round fail."""
     due = arrivals(workload.num_prompts, traffic.request_rate, workload.seed)
     async with client:
-        model, vocab_size = await _model_of(client)
+        model, vocab_size = await _fetch_model(client)
         if (vocab_size := traffic.vocab_size or vocab_size) is None:
-            display.note("the server does not tell its vocabulary, so prompts are text of about the length; --vocab-size says it")
-        asker = LoadGenerator(client, model, traffic.max_concurrency, display.advance)
+            display.note("the server does not report its vocabulary size, so prompts are text; --vocab-size gives it")
+        generator = LoadGenerator(client, model, traffic.max_concurrency, display.advance)
 
-        async def one(number: int) -> Round:
+        async def run_one(number: int) -> Round:
             requests = workload.requests(number, vocab_size)
             display.begin_round(number, rounds, requests)
-            traces = await asker.ask_all(requests, due)
+            traces = await generator.send_all(requests, due)
             if not (figures := BenchMetrics.of(traces)).num_completed:
                 worst = figures.failures[0]
                 raise PipelineError(f"all {len(traces)} requests failed, {worst.count} with {worst.kind}: {worst.example}")
             return Round(traces)
 
-        return await rounds.run(one)
+        return await rounds.run(run_one)
 
 
-async def _model_of(client: httpx.AsyncClient) -> tuple[str, int | None]:
-    """The first model's name, and the size of its vocabulary if the server tells it."""
+async def _fetch_model(client: httpx.AsyncClient) -> tuple[str, int | None]:
+    """Return the first model's name, and the size of its vocabulary if the server reports it."""
     try:
         answer = await client.get("/v1/models")
         raise_if_unauthorized(client, answer)
@@ -85,24 +85,25 @@ class LoadGenerator:
         self, client: httpx.AsyncClient, model: str, max_concurrency: int | None, advance: Callable[[int], None]
     ) -> None:
         self._client, self._model, self._advance = client, model, advance
-        self._places = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
+        self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
 
-    async def ask_all(self, requests: Sequence[BenchRequest], due: Sequence[float]) -> list[RequestTrace]:
+    async def send_all(self, requests: Sequence[BenchRequest], due: Sequence[float]) -> list[RequestTrace]:
+        """Send each request at its time, in seconds from now, and wait for all answers."""
         begin = time.perf_counter()
-        asked = (self._ask_when_due(request, begin + after) for request, after in zip(requests, due, strict=True))
-        return await asyncio.gather(*asked)
+        sent = (self._send_when_due(request, begin + after) for request, after in zip(requests, due, strict=True))
+        return await asyncio.gather(*sent)
 
-    async def _ask_when_due(self, request: BenchRequest, due_at: float) -> RequestTrace:
+    async def _send_when_due(self, request: BenchRequest, due_at: float) -> RequestTrace:
         await asyncio.sleep(due_at - time.perf_counter())
-        async with self._places:
+        async with self._slots:
             answer = _StreamTimes()
-            failure = await self._ask(request, answer)
+            failure = await self._send(request, answer)
         num_new = answer.usage.get("completion_tokens", len(answer.pieces_at))
         self._advance(request.num_new_tokens - len(answer.pieces_at))
         num_prompt = answer.usage.get("prompt_tokens", request.num_prompt_tokens)
         return RequestTrace(due_at, num_prompt, num_new, tuple(answer.pieces_at), failure)
 
-    async def _ask(self, request: BenchRequest, answer: "_StreamTimes") -> Failure | None:
+    async def _send(self, request: BenchRequest, answer: "_StreamTimes") -> Failure | None:
         try:
             async with self._client.stream("POST", "/v1/completions", json=self._body(request)) as response:
                 if response.status_code != httpx.codes.OK:
@@ -125,12 +126,14 @@ class LoadGenerator:
 
 
 class _StreamTimes:
+    """When pieces of one answer arrived, and its usage."""
+
     def __init__(self) -> None:
         self.pieces_at: list[float] = []
         self.usage: dict[str, int] = {}
 
     def take(self, event: dict[str, Any], now: float) -> bool:
-        """Whether it brought something of the text; the last event brings the usage alone."""
+        """Record an event. Return True if it has text: the last event has only the usage."""
         self.usage = event.get("usage") or self.usage
         if event.get("choices"):
             self.pieces_at.append(now)
@@ -138,7 +141,7 @@ class _StreamTimes:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    """Raises RemoteProtocolError if the stream ends before it says so."""
+    """Yield the events of the stream. Raises RemoteProtocolError if it ends early."""
     async for line in response.aiter_lines():
         if line == "data: [DONE]":
             return
@@ -148,7 +151,7 @@ async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
 
 
 def _message(body: bytes) -> str:
-    """OpenAI's, or the beginning of whatever it is."""
+    """Return the message of OpenAI's error object, else the start of the body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, LookupError, TypeError):

@@ -1,7 +1,4 @@
-"""What ``tramontane bench`` shows: how far it is, and at the end a table or JSON.
-
-``tramontane bench --plot``: one picture of the round that the figures are of.
-"""
+"""The output of ``tramontane bench``: progress, a table or JSON, and the plot of the median round."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +20,7 @@ from tramontane.router.engine.stage_usage import HopTime
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-
+BINS = 60
 LATENCIES = (
     ("ttft", "first token (TTFT)"),
     ("tpot", "per token (TPOT)"),
@@ -33,28 +30,31 @@ LATENCIES = (
 
 
 class BenchDisplay(Display):
-    """A bar for the tokens of every round in a terminal, a line for each round elsewhere; all on standard error."""
+    """Progress on standard error: in a terminal a bar for the tokens of every round, otherwise a line for each round."""
 
     def __init__(self) -> None:
         super().__init__(live=False)
         self._rounds_bar: Progress | None = None
 
     def begin_round(self, number: int, rounds: RoundPlan, requests: Sequence[BenchRequest]) -> None:
+        """Show the start of a round."""
         self.stop()
-        what = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
+        title = f"round {number + 1} of {rounds.total}" + (" (warm-up)" if number < rounds.num_warmups else "")
         if not self.stderr.is_terminal:
-            self.stderr.print(f"{what} ...")
+            self.stderr.print(f"{title} ...")
             return
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed} tokens"), TimeElapsedColumn())
         self._rounds_bar = Progress(*columns, console=self.stderr, transient=True)
-        self._rounds_bar.add_task(what, total=sum(request.num_new_tokens for request in requests))
+        self._rounds_bar.add_task(title, total=sum(request.num_new_tokens for request in requests))
         self._rounds_bar.start()
 
     def advance(self, num_tokens: int) -> None:
+        """Add tokens to the bar."""
         if self._rounds_bar is not None:
             self._rounds_bar.advance(self._rounds_bar.task_ids[0], num_tokens)
 
     def stop(self) -> None:
+        """Remove the bar."""
         if self._rounds_bar is not None:
             self._rounds_bar.stop()
             self._rounds_bar = None
@@ -62,11 +62,12 @@ class BenchDisplay(Display):
 
 
 def _latencies(figures: BenchMetrics) -> list[tuple[str, str, Latency]]:
-    found = zip(LATENCIES, (figures.ttft, figures.tpot, figures.itl, figures.e2e), strict=True)
-    return [(key, name, latency) for (key, name), latency in found if latency is not None]
+    pairs = zip(LATENCIES, (figures.ttft, figures.tpot, figures.itl, figures.e2e), strict=True)
+    return [(key, name, latency) for (key, name), latency in pairs if latency is not None]
 
 
 def render_report(outcome: BenchResult) -> Group:
+    """Render the metrics as tables."""
     figures = outcome.figures
     speed = Table("tokens/s, in and out", "in", "out", "requests/s", "seconds")
     in_s, out_s = figures.per_s(figures.num_prompt_tokens), figures.per_s(figures.num_new_tokens)
@@ -102,7 +103,10 @@ def _between_stages(bubble: float, hops: Sequence[HopTime]) -> str:
 
 
 def as_data(outcome: BenchResult) -> dict[str, Any]:
-    """The first five keys are those of ``vllm bench throughput``; the next ones, where it has them, of ``vllm bench serve``."""
+    """Return the metrics for JSON.
+
+    The first five keys are those of ``vllm bench throughput``, the next ones, if it has them, those of ``vllm bench serve``.
+    """
     figures, used = outcome.figures, outcome.round.pipeline
     data: dict[str, Any] = {
         "elapsed_time": figures.elapsed_s,
@@ -131,25 +135,22 @@ def as_data(outcome: BenchResult) -> dict[str, Any]:
     return data
 
 
-BINS = 60
-
-
 def save_plot(path: Path, outcome: BenchResult) -> None:
-    """Tokens per second over time, how many requests were answered within which time, and what the stages did."""
+    """Plot tokens per second over time, the distribution of latencies, and when the stages worked. Raises ConfigError."""
     from matplotlib.figure import Figure
 
     used = outcome.round.pipeline
-    picture = Figure(figsize=(9, 9 if used else 6), layout="constrained")
-    panels = picture.subplots(3 if used else 2, squeeze=False)[:, 0]
-    _speed(panels[0], outcome)
-    _latency(panels[1], outcome)
+    figure = Figure(figsize=(9, 9 if used else 6), layout="constrained")
+    panels = figure.subplots(3 if used else 2, squeeze=False)[:, 0]
+    _plot_speed(panels[0], outcome)
+    _plot_latency(panels[1], outcome)
     if used is not None:
-        _stages(panels[2], used)
-    save_figure(picture, path)
+        _plot_stages(panels[2], used)
+    save_figure(figure, path)
 
 
-def _speed(panel: "Axes", outcome: BenchResult) -> None:
-    """A piece of an answer counts for its share of the answer's tokens."""
+def _plot_speed(panel: "Axes", outcome: BenchResult) -> None:
+    """Plot tokens per second: a piece of an answer counts for its share of the answer's tokens."""
     done = [trace for trace in outcome.round.traces if trace.failure is None]
     begin = min(trace.due_at for trace in outcome.round.traces)
     at = np.concatenate([np.asarray(trace.pieces_at) - begin for trace in done])
@@ -159,7 +160,7 @@ def _speed(panel: "Axes", outcome: BenchResult) -> None:
     panel.set(xlabel="seconds", ylabel="new tokens/s", title=f"{outcome.figures.tokens_per_s:.0f} tokens/s in and out")
 
 
-def _latency(panel: "Axes", outcome: BenchResult) -> None:
+def _plot_latency(panel: "Axes", outcome: BenchResult) -> None:
     done = [trace for trace in outcome.round.traces if trace.failure is None]
     panel.ecdf([trace.ttft_s for trace in done], label="first token")
     panel.ecdf([trace.e2e_s for trace in done], label="whole answer")
@@ -167,8 +168,8 @@ def _latency(panel: "Axes", outcome: BenchResult) -> None:
     panel.legend()
 
 
-def _stages(panel: "Axes", used: PipelineUsage) -> None:
-    """Each stage's working times, one row per stage, by the stages' own clocks."""
+def _plot_stages(panel: "Axes", used: PipelineUsage) -> None:
+    """Plot when each stage worked, one row per stage, by the stages' own clocks."""
     begin = min(timing.started_at for timing in used.timings)
     for stage in used.plan.stages:
         spans = [(t.started_at - begin, t.busy_s) for t in used.timings if t.stage_id == stage.stage_id]

@@ -1,7 +1,4 @@
-"""What the requests of a benchmark add up to. Pure: no clock, no network, no Ray.
-
-The rounds of a benchmark: some to warm up, then those that count.
-"""
+"""Rounds of a benchmark, and the metrics of their requests. Pure: no clock, no network, no Ray."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -21,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """``kind`` is what failures are counted by: ``HTTP 429``."""
+    """A failed request. Failures are counted by ``kind``, such as ``HTTP 429``."""
 
     kind: str
     message: str
@@ -29,10 +26,10 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
-    """One request. All times are of one clock, in seconds.
+    """The times of one request, in seconds of one clock.
 
-    It counts from ``due_at``, when it was to be sent: a client that is late does not make the server look fast.
-    A piece of the answer may hold several tokens. A request that failed has no part in any figure but the failures.
+    They count from ``due_at``, when it was to be sent: a late client does not make the server look fast.
+    A piece of the answer may hold several tokens. Failed requests count in no metric but the failures.
     """
 
     due_at: float
@@ -48,29 +45,30 @@ class RequestTrace:
 
     @property
     def e2e_s(self) -> float:
+        """Time to the last token."""
         return self.pieces_at[-1] - self.due_at
 
     @property
     def itls_s(self) -> list[float]:
-        """Between one piece and the next, as a reader sees them."""
+        """Times between one piece and the next, as a reader sees them."""
         return [later - earlier for earlier, later in pairwise(self.pieces_at)]
 
     @property
     def tpot_s(self) -> float:
-        """Per token after the first piece; only where there are several tokens."""
+        """Time per token after the first piece; only defined for several tokens."""
         return (self.pieces_at[-1] - self.pieces_at[0]) / (self.num_new_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """``percentiles_s`` are those of ``PERCENTILES``."""
+    """Mean and percentiles; ``percentiles_s`` are those of ``PERCENTILES``."""
 
     mean_s: float
     percentiles_s: tuple[float, ...]
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Self | None:
-        """None if there is nothing to tell."""
+        """Summarize; None if there are no values."""
         if not seconds:
             return None
         return cls(float(np.mean(seconds)), tuple(float(at) for at in np.percentile(seconds, PERCENTILES)))
@@ -78,6 +76,8 @@ class Latency:
 
 @dataclass(frozen=True, slots=True)
 class FailureCount:
+    """The failures of one kind, with the first message."""
+
     kind: str
     count: int
     example: str
@@ -85,7 +85,7 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True)
 class BenchMetrics:
-    """Of one round: from the first request's due time to the last token."""
+    """The metrics of one round, from the first request's due time to the last token."""
 
     elapsed_s: float
     num_completed: int
@@ -99,6 +99,7 @@ class BenchMetrics:
 
     @classmethod
     def of(cls, traces: Sequence[RequestTrace]) -> Self:
+        """Summarize the requests of a round."""
         done = [trace for trace in traces if trace.failure is None]
         begin = min((trace.due_at for trace in traces), default=0.0)
         return cls(
@@ -115,32 +116,34 @@ class BenchMetrics:
 
     @property
     def num_failed(self) -> int:
+        """Failed requests."""
         return sum(failed.count for failed in self.failures)
 
     @property
     def tokens_per_s(self) -> float:
-        """In and out."""
+        """Tokens in and out per second."""
         return self.per_s(self.num_prompt_tokens + self.num_new_tokens)
 
     def per_s(self, number: int) -> float:
+        """Return a number per second of the round."""
         return number / self.elapsed_s if self.elapsed_s else 0.0
 
 
 def count_failures(failures: Iterable[Failure]) -> tuple[FailureCount, ...]:
-    """By kind, the most frequent first, each with the first message."""
+    """Count failures by kind, the most frequent first, each with the first message."""
     seen = list(failures)
     examples = {failure.kind: failure.message for failure in reversed(seen)}
     return tuple(FailureCount(kind, count, examples[kind]) for kind, count in Counter(f.kind for f in seen).most_common())
 
 
 def median_index(speeds: Sequence[float]) -> int:
-    """Which round stands for all: the one of median speed, the slower of two."""
+    """Return the index of the round with the median speed, the slower of two."""
     return sorted(range(len(speeds)), key=speeds.__getitem__)[(len(speeds) - 1) // 2]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineUsage:
-    """What only our own engine tells: how its stages were used."""
+    """The usage of the stages, known only of an engine of our own."""
 
     plan: PipelinePlan
     usage: UsageMeter
@@ -150,13 +153,15 @@ class PipelineUsage:
 
 @dataclass(frozen=True, slots=True)
 class Round:
+    """The requests of one round; ``pipeline`` is None for a server."""
+
     traces: Sequence[RequestTrace]
     pipeline: PipelineUsage | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """One round of several, the one of median speed, so that its figures belong together; ``speeds`` are of all, in order."""
+    """The round of median speed, so that its metrics belong together; ``speeds`` are those of all rounds, in order."""
 
     round: Round
     figures: BenchMetrics
@@ -166,22 +171,25 @@ class BenchResult:
 
 @dataclass(frozen=True, slots=True)
 class RoundPlan:
+    """Rounds to warm up, and those that count. Raises ConfigError for numbers that are too small."""
+
     num_warmups: int
     num_repeats: int
 
     def __post_init__(self) -> None:
-        for name, value, least in (("warmups", self.num_warmups, 0), ("repeats", self.num_repeats, 1)):
-            if value < least:
-                raise ConfigError(f"--{name} is {value}; it must be at least {least}")
+        for name, value, minimum in (("warmups", self.num_warmups, 0), ("repeats", self.num_repeats, 1)):
+            if value < minimum:
+                raise ConfigError(f"--{name} is {value}; it must be at least {minimum}")
 
     @property
     def total(self) -> int:
+        """Number of rounds."""
         return self.num_warmups + self.num_repeats
 
-    async def run(self, one: Callable[[int], Awaitable[Round]]) -> BenchResult:
-        """One after the other; each is told its number, from 0."""
-        rounds = [await one(number) for number in range(self.total)][self.num_warmups :]
+    async def run(self, run_one: Callable[[int], Awaitable[Round]]) -> BenchResult:
+        """Run the rounds one after the other; ``run_one`` gets the number of the round, from 0."""
+        rounds = [await run_one(number) for number in range(self.total)][self.num_warmups :]
         figures = [BenchMetrics.of(done.traces) for done in rounds]
         speeds = tuple(each.tokens_per_s for each in figures)
-        chosen = median_index(speeds)
-        return BenchResult(rounds[chosen], figures[chosen], speeds, self.num_warmups)
+        median = median_index(speeds)
+        return BenchResult(rounds[median], figures[median], speeds, self.num_warmups)

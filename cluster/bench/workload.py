@@ -1,4 +1,4 @@
-"""What a benchmark asks for, and when. Pure: the same seed gives the same work."""
+"""The requests of a benchmark and their times. Pure: the same seed gives the same requests."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ import numpy as np
 
 from tramontane.proto.errors import ConfigError
 
-WORDS = ("wind", "sea", "sun", "rain", "hill", "stone", "road", "house", "door", "light", "night", "day")
+WORDS = ("wind", "sea", "sun", "rain", "hill", "stone", "road", "house", "gate", "light", "night", "day")
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """Text where nobody says how many token ids there are; it is about as long as it should be then."""
+    """One request. The prompt is text, of about the given length, if the size of the vocabulary is unknown."""
 
     prompt: tuple[int, ...] | str
     num_prompt_tokens: int
@@ -22,7 +22,10 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``range_ratio`` 0: every prompt and answer has exactly its length; 0.5: anything from half of it to one and a half."""
+    """All requests of a benchmark.
+
+    ``range_ratio`` 0: every prompt and answer has exactly its length. 0.5: any length from half of it to one and a half.
+    """
 
     num_prompts: int = 64
     input_len: int = 128
@@ -40,12 +43,12 @@ class Workload:
             raise ConfigError(f"--seed is {self.seed}; bench needs one that is not negative")
 
     @property
-    def longest(self) -> int:
+    def max_positions(self) -> int:
         """Positions that a request may need."""
         return self._bounds(self.input_len)[1] + self._bounds(self.output_len)[1]
 
     def requests(self, number: int, vocab_size: int | None) -> list[BenchRequest]:
-        """Of one round: every round has the same lengths, and other tokens, so that no cache of prompts can help."""
+        """Return the requests of one round: all rounds have the same lengths, but other tokens, so that no prompt cache helps."""
         lengths = np.random.default_rng(self.seed)
         ins, outs = (
             lengths.integers(*self._bounds(n), self.num_prompts, endpoint=True) for n in (self.input_len, self.output_len)
@@ -54,7 +57,7 @@ class Workload:
         return [BenchRequest(_prompt(tokens, int(i), vocab_size), int(i), int(o)) for i, o in zip(ins, outs, strict=True)]
 
     def _bounds(self, length: int) -> tuple[int, int]:
-        """128 with a ratio of 0.25: 96 to 160."""
+        """Return the shortest and the longest length: 96 and 160 for 128 with a ratio of 0.25."""
         return max(1, math.ceil(length * (1 - self.range_ratio))), math.floor(length * (1 + self.range_ratio))
 
 
@@ -65,7 +68,7 @@ def _prompt(tokens: np.random.Generator, length: int, vocab_size: int | None) ->
 
 
 def arrivals(num_requests: int, rate: float, seed: int) -> Sequence[float]:
-    """Seconds after the beginning: a Poisson process of ``rate`` requests a second, or (infinity) all of them at 0."""
+    """Return seconds from the start: a Poisson process of ``rate`` requests per second, or (infinity) all of them at 0."""
     if not rate > 0:
         raise ConfigError(f"--request-rate is {rate}; it must be above 0, or inf for all requests at once")
     gaps = np.random.default_rng(seed).exponential(1 / rate, num_requests)

@@ -1,10 +1,10 @@
-"""The command's first lines: Ctrl-C is one line also while the rest is being imported, which takes a second."""
+"""The entry point of the command, which handles Ctrl-C also while the rest is imported."""
 
 import sys
 
 
 def main() -> None:
-    """Entry point of ``tramontane``."""
+    """Run the ``tramontane`` command."""
     try:
         from tramontane.cluster.cli.main import main as run
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""``tramontane batch``."""
+"""``tramontane batch``: submit and follow batch jobs of a running server."""
 
 import json
 import sys
@@ -6,87 +6,77 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from tramontane.cluster.console.batch_client import ResumableFile, StdoutSink
-from tramontane.cluster.console.options import flag, option
-from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers
+from tramontane.cluster.console.batch_client import BatchClient, ResumableFile, StdoutSink
+from tramontane.cluster.console.options import Json, flag, option
+from tramontane.cluster.console.server_client import DEFAULT_URL, Key, KeyFile, Url, auth_headers
 from tramontane.proto.errors import ConfigError, PipelineError
 from tramontane.router.batch.store import LineError, summarize_line_errors
 
-if TYPE_CHECKING:
-    from tramontane.cluster.console.batch_client import BatchClient
+RATE_WINDOW_S = 60.0
+MIN_TABLE_WIDTH = 100  # characters: the longest row of a list
 
-RATE_OVER_S = 60.0
-MAX_TABLE = 100  # characters that the longest row of a list may need
-
-Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
-Json = Annotated[bool, flag("--json", help="Machine-readable output on standard output.")]
-JobId = Annotated[str, typer.Argument(metavar="ID", help="As submit and list say it.")]
-HERE = "http://127.0.0.1:8000"
+JobId = Annotated[str, typer.Argument(metavar="ID", help="ID of the job, as submit and list print it.")]
 STANDARD_OUTPUT = "-"
 
-batch = typer.Typer(
-    name="batch", help="Batch jobs of a running server: files of requests, worked off whatever happens meanwhile."
-)
+batch = typer.Typer(name="batch", add_completion=False)
 console = Console(stderr=True, highlight=False)
 
 
 @contextmanager
-def _client(url: str, key: str | None, key_file: Path | None) -> "Iterator[BatchClient]":
-    from tramontane.cluster.console.batch_client import BatchClient  # brings an HTTP client
-
+def _client(url: str, key: str | None, key_file: Path | None) -> Iterator[BatchClient]:
     with BatchClient(url, auth_headers(key, key_file), lambda text: console.print(text, style="yellow", markup=False)) as client:
         yield client
 
 
 @batch.command()
 def submit(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL as OpenAI's batches have it.")],
-    endpoint: Annotated[str, option("--endpoint", help="What the lines are requests to.")] = "/v1/completions",
-    any_order: Annotated[bool, flag("--any-order", help="Results as they are ready, not in the order of input.")] = False,
-    url: Url = HERE,
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file, in the format of OpenAI's batches.")],
+    endpoint: Annotated[str, option("--endpoint", help="Endpoint of the requests.")] = "/v1/completions",
+    any_order: Annotated[bool, flag("--any-order", help="Write results as they are ready, not in the order of input.")] = False,
+    url: Url = DEFAULT_URL,
     key: Key = None,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a file of requests, one a line; prints the job's ID."""
+    """Submit a file of requests, one per line, and print the job's ID."""
     with _client(url, key, key_file) as client:
         job = client.submit(file, not any_order, endpoint)
     if as_json:
         print(json.dumps(job))
     if job["status"] == "failed":
-        rest = f"all of them: tramontane batch results {job['id']}"
-        raise ConfigError(f"{file} cannot be run: {_why_failed(job)}; {rest}")
+        all_errors = f"all errors: tramontane batch results {job['id']}"
+        raise ConfigError(f"{file} cannot be run: {_why_failed(job)}; {all_errors}")
     if not as_json:
         print(job["id"])
 
 
 @batch.command()
-def status(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """How far a job is."""
+def status(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Print the progress of a job."""
     with _client(url, key, key_file) as client:
         job = client.get(job_id)
     print(json.dumps(job) if as_json else _line(job))
 
 
 @batch.command()
-def watch(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """A job's progress, until it has ended. Interrupting this does not harm the job."""
+def watch(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Show the progress of a job until it has ended. An interrupt does not affect the job."""
     with _client(url, key, key_file) as client:
-        job = _watched_json(client, job_id) if as_json else _watched(client, job_id)
+        job = _watch_json(client, job_id) if as_json else _watch(client, job_id)
     if job["status"] == "failed":
         raise PipelineError(f"the job {job_id} has failed: {_why_failed(job)}")
     if not as_json:
         print(_line(job))
 
 
-def _watched_json(client: "BatchClient", job_id: str) -> dict[str, Any]:
+def _watch_json(client: BatchClient, job_id: str) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for job in client.watch(job_id):
         if job != last:
@@ -95,7 +85,7 @@ def _watched_json(client: "BatchClient", job_id: str) -> dict[str, Any]:
     return last
 
 
-def _watched(client: "BatchClient", job_id: str) -> dict[str, Any]:
+def _watch(client: BatchClient, job_id: str) -> dict[str, Any]:
     rate = TextColumn("{task.fields[rate]}")
     columns = (
         TextColumn("{task.description}"),
@@ -106,7 +96,7 @@ def _watched(client: "BatchClient", job_id: str) -> dict[str, Any]:
         TimeRemainingColumn(),
     )
     job: dict[str, Any] = {}
-    with Progress(*columns, console=console, speed_estimate_period=RATE_OVER_S) as progress:
+    with Progress(*columns, console=console, speed_estimate_period=RATE_WINDOW_S) as progress:
         task = progress.add_task(job_id, total=None, rate="")
         for job in client.watch(job_id):
             counts = job["request_counts"]
@@ -126,41 +116,43 @@ def results(
         option(
             "-o",
             "--output",
-            help="A file; until it is whole it is called FILE.ID.part, with which an interrupted command goes on. "
-            "- : standard output.",
+            help="File. Until it is complete it is named FILE.ID.part, which a command after an interrupt continues. "
+            "-: standard output.",
         ),
     ] = STANDARD_OUTPUT,
-    url: Url = HERE,
+    url: Url = DEFAULT_URL,
     key: Key = None,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """Every line's answer or error, as the job goes on; ends with the job."""
-    is_shown = output == STANDARD_OUTPUT
+    """Write the answer or error of every line, as they are ready, until the job has ended."""
+    to_stdout = output == STANDARD_OUTPUT
     try:
         with _client(url, key, key_file) as client:
-            num_lines = client.results(job_id, StdoutSink(sys.stdout.buffer) if is_shown else ResumableFile(Path(output), job_id))
+            num_lines = client.results(
+                job_id, StdoutSink(sys.stdout.buffer) if to_stdout else ResumableFile(Path(output), job_id)
+            )
     except BrokenPipeError:
         raise
     except OSError as error:
-        where = "standard output" if is_shown else output
+        where = "standard output" if to_stdout else output
         raise ConfigError(f"{where} cannot be written: {error.strerror}") from error
-    if is_shown:
+    if to_stdout:
         console.print(f"{num_lines} line{'s' * (num_lines != 1)}", markup=False)
     else:
-        said = {"id": job_id, "output": output, "lines": num_lines}
-        print(json.dumps(said) if as_json else f"{num_lines} line{'s' * (num_lines != 1)} in {output}")
+        summary = {"id": job_id, "output": output, "lines": num_lines}
+        print(json.dumps(summary) if as_json else f"{num_lines} line{'s' * (num_lines != 1)} in {output}")
 
 
 @batch.command(name="list")
 def list_jobs(
-    limit: Annotated[int, option("--limit", help="The newest so many.")] = 20,
-    url: Url = HERE,
+    limit: Annotated[int, option("--limit", help="Number of jobs.")] = 20,
+    url: Url = DEFAULT_URL,
     key: Key = None,
     key_file: KeyFile = None,
     as_json: Json = False,
 ) -> None:
-    """The newest jobs."""
+    """List the newest jobs."""
     with _client(url, key, key_file) as client:
         jobs = client.list(limit)
     if as_json:
@@ -172,14 +164,14 @@ def list_jobs(
         counts = job["request_counts"]
         created = datetime.fromtimestamp(job["created_at"]).strftime("%Y-%m-%d %H:%M")
         table.add_row(job["id"], job["status"], created, *(str(counts[name]) for name in ("total", "completed", "failed")))
-    shown = Console(highlight=False, file=sys.stdout)
-    shown.width = max(shown.width, MAX_TABLE)  # rather wrapped by the terminal than cut
-    shown.print(table)
+    stdout = Console(highlight=False, file=sys.stdout)
+    stdout.width = max(stdout.width, MIN_TABLE_WIDTH)  # the terminal wraps rows instead of rich cutting them
+    stdout.print(table)
 
 
 @batch.command()
-def cancel(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
-    """Begin no more lines of a job; each of the rest ends with an error that says so."""
+def cancel(job_id: JobId, url: Url = DEFAULT_URL, key: Key = None, key_file: KeyFile = None, as_json: Json = False) -> None:
+    """Start no more lines of a job; the remaining ones end with an error that reports it."""
     with _client(url, key, key_file) as client:
         job = client.cancel(job_id)
     print(json.dumps(job) if as_json else _line(job))
@@ -188,11 +180,11 @@ def cancel(job_id: JobId, url: Url = HERE, key: Key = None, key_file: KeyFile = 
 def _line(job: dict[str, Any]) -> str:
     counts, status = job["request_counts"], job["status"]
     not_answered = "cancelled or with an error" if status in ("cancelling", "cancelled") else "with an error"
-    how_far = f"{counts['total']} lines, {counts['completed']} answered, {counts['failed']} {not_answered}"
-    return f"{job['id']} {status}: {how_far}{f'; {_why_failed(job)}' * (status == 'failed')}"
+    progress = f"{counts['total']} lines, {counts['completed']} answered, {counts['failed']} {not_answered}"
+    return f"{job['id']} {status}: {progress}{f'; {_why_failed(job)}' * (status == 'failed')}"
 
 
 def _why_failed(job: dict[str, Any]) -> str:
-    told = (job["errors"] or {"data": []})["data"]
-    problems = [LineError(each["line"], each["code"], each["message"]) for each in told]
+    errors = (job["errors"] or {"data": []})["data"]
+    problems = [LineError(each["line"], each["code"], each["message"]) for each in errors]
     return summarize_line_errors(problems, job["request_counts"]["total"])

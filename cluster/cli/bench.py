@@ -1,69 +1,60 @@
-"""``tramontane bench``."""
+"""``tramontane bench``: measure an engine of its own, or a running server."""
 
 import asyncio
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
+from tramontane.cluster.bench.report import BenchDisplay, as_data, render_report, save_plot
+from tramontane.cluster.bench.results import BenchResult, RoundPlan
+from tramontane.cluster.bench.workload import Workload
 from tramontane.cluster.common.signals import cancel_on_signal
-from tramontane.cluster.console.options import (
-    BATCHING,
-    PIPELINE,
-    RUN_OPTIONS,
-    explicit_options,
-    load_config,
-    option,
-    with_options,
-)
+from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
+from tramontane.cluster.console.options import explicit_options, flags_of, load_config, option, with_options
 from tramontane.cluster.console.plotting import check_plot_target
 from tramontane.cluster.console.server_client import Key, KeyFile, auth_headers
 from tramontane.proto.errors import ConfigError
 
-if TYPE_CHECKING:
-    from tramontane.cluster.bench.results import BenchResult
-
-ONLINE = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
-OF_ENGINE = {*PIPELINE, *BATCHING, *RUN_OPTIONS} - {"seed", "json", "config"}
+ENGINE_KEYS = flags_of(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys)
+ONLY_ENGINE = {*ENGINE_KEYS} - {"seed", "json"}
+ONLY_SERVER = ("request_rate", "max_concurrency", "vocab_size", "key", "key_file")
 
 
-@with_options(PIPELINE, BATCHING, RUN_OPTIONS)
+@with_options(*ENGINE_KEYS)
 def bench(
     context: typer.Context,
     num_prompts: Annotated[int, option("--num-prompts", help="Requests of a round.")] = 64,
     input_len: Annotated[int, option("--input-len", help="Tokens of a prompt.")] = 128,
     output_len: Annotated[int, option("--output-len", help="New tokens of an answer.")] = 64,
     range_ratio: Annotated[
-        float, option("--range-ratio", help="0: fixed lengths. 0.5: any, from half of the length to one and a half.")
+        float, option("--range-ratio", help="0: fixed lengths. 0.5: any length from half of it to one and a half.")
     ] = 0.0,
-    warmups: Annotated[int | None, option("--warmups", help="Rounds that do not count. Default 1; with --url 0.")] = None,
+    warmups: Annotated[int | None, option("--warmups", help="Rounds that do not count. Default: 1; with --url 0.")] = None,
     repeats: Annotated[
-        int | None, option("--repeats", help="Rounds, of which the one of median speed is shown. Default 3; with --url 1.")
+        int | None, option("--repeats", help="Rounds, of which the one of median speed is shown. Default: 3; with --url 1.")
     ] = None,
     url: Annotated[
-        str | None, option("--url", help="An OpenAI-compatible server to ask, instead of an engine of its own.")
+        str | None, option("--url", help="Measure this OpenAI-compatible server instead of an engine of its own.")
     ] = None,
     request_rate: Annotated[
-        float | None, option("--request-rate", help="With --url: requests a second, at random times. Default: all at once.")
+        float | None, option("--request-rate", help="With --url: requests per second, at random times. Default: all at once.")
     ] = None,
     max_concurrency: Annotated[
-        int | None, option("--max-concurrency", help="With --url: requests that are under way at once. Default: any number.")
+        int | None, option("--max-concurrency", help="With --url: requests in progress at once. Default: any number.")
     ] = None,
     vocab_size: Annotated[
-        int | None, option("--vocab-size", help="With --url: prompts are token ids below it. Default: asked of the server.")
+        int | None, option("--vocab-size", help="With --url: prompts are token ids below it. Default: the server's.")
     ] = None,
     key: Key = None,
     key_file: KeyFile = None,
     plot: Annotated[Path | None, option("--plot", help="Write a picture: .png, .svg or .pdf.")] = None,
 ) -> None:
     """Measure tokens per second, latencies and how busy the stages are, on random prompts."""
-    from tramontane.cluster.bench.report import BenchDisplay
-    from tramontane.cluster.bench.results import RoundPlan
-    from tramontane.cluster.bench.workload import Workload
-
     _check_flags(explicit_options(context), url)
     rounds = RoundPlan(*(default if n is None else n for n, default in ((warmups, 0 if url else 1), (repeats, 1 if url else 3))))
     if plot is not None:
@@ -73,12 +64,12 @@ def bench(
         display = BenchDisplay()
         try:
             if url is None:
-                from tramontane.cluster.bench.offline import bench_offline  # brings Ray
+                from tramontane.cluster.bench.offline import (
+                    bench_offline,  # imports Ray, which a server's benchmark does not need
+                )
 
                 measuring = bench_offline(settings, workload, rounds, display)
             else:
-                from tramontane.cluster.bench.online import LoadPattern, bench_online, make_client
-
                 rate = float("inf") if request_rate is None else request_rate
                 traffic = LoadPattern(rate, max_concurrency, vocab_size)
                 measuring = bench_online(make_client(url, auth_headers(key, key_file)), workload, traffic, rounds, display)
@@ -88,9 +79,7 @@ def bench(
     _show(outcome, plot, settings.json_output)
 
 
-def _show(outcome: "BenchResult", plot: Path | None, as_json: bool) -> None:
-    from tramontane.cluster.bench.report import as_data, render_report, save_plot
-
+def _show(outcome: BenchResult, plot: Path | None, as_json: bool) -> None:
     if plot is not None:
         save_plot(plot, outcome)
     if as_json:
@@ -100,12 +89,12 @@ def _show(outcome: "BenchResult", plot: Path | None, as_json: bool) -> None:
 
 
 def _check_flags(given: Collection[str], url: str | None) -> None:
-    """Some are for a server that is already there, most for an engine of bench's own."""
-    if wrong := [name for name in ONLINE if name in given and url is None]:
+    """Raise ConfigError for options that need a server without --url, or an engine with it."""
+    if wrong := [name for name in ONLY_SERVER if name in given and url is None]:
         raise ConfigError(f"{_flags(wrong)}: only for a server; give its --url")
-    if url and (wrong := [name for name in given if name in OF_ENGINE]):
+    if url and (wrong := [name for name in given if name in ONLY_ENGINE]):
         raise ConfigError(
-            f"{_flags(wrong)}: only for an engine of bench's own; the one behind --url has been started with its own"
+            f"{_flags(wrong)}: only for an engine of bench's own; the server of --url was started with its own options"
         )
 
 

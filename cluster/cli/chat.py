@@ -1,7 +1,4 @@
-"""A conversation with a model: what is said comes in lines, what is answered goes to standard output.
-
-``tramontane chat``.
-"""
+"""``tramontane chat``: a conversation with a model, from lines of input to answers on standard output."""
 
 import asyncio
 import json
@@ -17,18 +14,10 @@ from typing import IO, Annotated, Any, TextIO
 import typer
 
 from tramontane.cluster.common.signals import Interrupts
-from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import DEMO_MODEL, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.options import (
-    PIPELINE,
-    RUN_OPTIONS,
-    Temperature,
-    TopK,
-    TopP,
-    load_config,
-    option,
-    with_options,
-)
+from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
 from tramontane.cluster.console.prompts import text_model_args
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.errors import RequestError
@@ -37,13 +26,39 @@ from tramontane.router.tokenization.chat import ChatMessage, Conversation
 from tramontane.router.tokenization.loader import load_chat_template, require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets what was said"
-OF_THE_DEMO = "the demo model was trained on plays: it will go on in their tone, but cannot converse"
+HELP = "Ctrl-D or /exit ends the conversation, Ctrl-C an answer; /reset forgets the conversation so far"
+DEMO_NOTE = "the demo model was trained on plays: it continues in their tone, but cannot converse"
+
+
+@with_options(*flags_of(PipelineKeys, ExpertKeys, RunKeys))
+def chat(
+    context: typer.Context,
+    system: Annotated[str | None, option("--system", help="System message.")] = None,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.")] = 1024,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+) -> None:
+    """Hold a conversation: each line of standard input is a message; a terminal has history and editing."""
+    with load_config(context) as settings:
+        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        display = Display(live=False)
+        in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
+        messages = TerminalInput() if in_terminal else lines_of_stdin()
+        try:
+            asyncio.run(run_chat(settings, system, sampling, messages, display))
+        finally:
+            display.stop()
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Return True for a terminal; a closed stream is None."""
+    return stream is not None and stream.isatty()
 
 
 @dataclass(slots=True)
 class ChatReply:
-    """Grows while it is made; what Ctrl-C ends stays as far as it came."""
+    """One answer, which grows; Ctrl-C ends it as far as it has come."""
 
     text: str = ""
     num_tokens: int = 0
@@ -51,12 +66,12 @@ class ChatReply:
 
 
 async def run_chat(
-    config: EngineConfig, system: str | None, sampling: SamplingParams, said: AsyncIterator[str], display: Display
+    config: EngineConfig, system: str | None, sampling: SamplingParams, messages: AsyncIterator[str], display: Display
 ) -> None:
-    """Answer until nothing more is said.
+    """Answer until there are no more messages.
 
-    Raises UserError if there can be no conversation with this model, and, where nobody sits at a
-    terminal, for a line that cannot be answered.
+    Raises UserError if there can be no conversation with this model, and, if the messages do not come from a
+    terminal, for one that cannot be answered.
     """
     interrupts = Interrupts()
     args = text_model_args(config)
@@ -64,24 +79,23 @@ async def run_chat(
     tokenizer = require_tokenizer(config.model, args.vocab_size)
     prompt = load_chat_template(config.model, tokenizer)
     head = (ChatMessage("system", system),) if system else ()
-    prompt.encode((*head, ChatMessage("user", "?")))  # what cannot be asked at all is refused before anything starts
-    alone = config.single_pipeline()
-    async with open_engine(alone, display.report, show_loading=display.loading) as engine:
+    prompt.encode((*head, ChatMessage("user", "?")))  # a template that refuses every message does so before anything starts
+    async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
         display.stop()
-        if isinstance(said, TerminalInput):
+        if isinstance(messages, TerminalInput):
             display.note(HELP)
         if config.model == DEMO_MODEL:
-            display.note(OF_THE_DEMO)
+            display.note(DEMO_NOTE)
         conversation = Conversation(prompt, engine.plan.max_model_len, sampling.max_tokens, head)
-        part = interrupts if isinstance(said, TerminalInput) else None
-        chat = _Chat(engine, tokenizer, sampling, conversation, part, display, as_json=config.json_output)
-        async for line in said:
+        ctrl_c = interrupts if isinstance(messages, TerminalInput) else None
+        conversation_loop = _Chat(engine, tokenizer, sampling, conversation, ctrl_c, display, as_json=config.json_output)
+        async for line in messages:
             if line.strip() == "/exit":
                 break
             try:
-                await chat.handle_line(line)
+                await conversation_loop.handle_line(line)
             except RequestError as error:
-                if not isinstance(said, TerminalInput):
+                if not isinstance(messages, TerminalInput):
                     raise
                 display.note(str(error))
 
@@ -99,34 +113,34 @@ class _Chat:
         as_json: bool,
     ) -> None:
         self._engine, self._tokenizer, self._sampling = engine, tokenizer, sampling
-        self._conversation = self._nothing_said = conversation
+        self._conversation = self._empty_conversation = conversation
         self._interrupts, self._display, self._as_json = interrupts, display, as_json
 
     async def handle_line(self, line: str) -> None:
         if line.strip() == "/reset":
-            self._conversation = self._nothing_said
+            self._conversation = self._empty_conversation
             return
         self._tokenizer.check_length(line, self._conversation.context)
-        asked, prompt_ids = await asyncio.to_thread(self._conversation.with_question, line)
-        if asked.num_dropped > self._conversation.num_dropped:
+        extended, prompt_ids = await asyncio.to_thread(self._conversation.with_question, line)
+        if extended.num_dropped > self._conversation.num_dropped:
             self._display.note("the conversation has outgrown the context; its oldest questions and answers are forgotten")
         answer = ChatReply()
         await self._interruptible(self._answer(prompt_ids, answer))
-        self._conversation = asked.with_answer(answer.text)
+        self._conversation = extended.with_answer(answer.text)
         print(_as_json(prompt_ids, answer) if self._as_json else "", flush=True)
         if answer.finish is FinishReason.LENGTH and answer.num_tokens < self._sampling.max_tokens:
             self._display.note(f"the answer ends at the context of {self._conversation.context} positions")
 
     async def _interruptible(self, work: Coroutine[Any, Any, None]) -> None:
-        """Where somebody sits at a terminal, Ctrl-C ends it and nothing else."""
-        part = asyncio.create_task(work)
+        """Run until it is done; in a terminal, Ctrl-C ends it and nothing else."""
+        task = asyncio.create_task(work)
         try:
-            with self._interrupts.cancelling_only(part) if self._interrupts else nullcontext():
-                await asyncio.wait({part})
+            with self._interrupts.cancelling_only(task) if self._interrupts else nullcontext():
+                await asyncio.wait({task})
         finally:
-            part.cancel()
-        if not part.cancelled():
-            part.result()  # raises what went wrong
+            task.cancel()
+        if not task.cancelled():
+            task.result()  # raises the error, if there was one
 
     async def _answer(self, prompt_ids: tuple[int, ...], answer: ChatReply) -> None:
         decoder = self._tokenizer.decoder(is_text_start=True)
@@ -153,10 +167,10 @@ def _as_json(prompt_ids: tuple[int, ...], answer: ChatReply) -> str:
 
 
 class TerminalInput:
-    """Lines as somebody types them, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
+    """Lines typed into a terminal, with editing and history; Ctrl-C at the prompt is Ctrl-D."""
 
     def __init__(self) -> None:
-        from prompt_toolkit import PromptSession  # only where somebody types
+        from prompt_toolkit import PromptSession  # slow to import, and only terminals need it
 
         self._session: PromptSession[str] = PromptSession()
 
@@ -174,15 +188,15 @@ class TerminalInput:
 
 
 def _own_stdin() -> IO[bytes]:
-    """Not Python's own object, which it locks when it ends, while our thread may still be reading."""
+    """Return a copy of standard input: Python locks its own object at exit, while our thread may still be reading."""
     try:
         return open(os.dup(sys.stdin.fileno()), "rb")
-    except UnsupportedOperation:  # it is no file
+    except UnsupportedOperation:  # it is not a file
         return sys.stdin.buffer
 
 
 async def lines_of_stdin() -> AsyncIterator[str]:
-    """Each when it is asked for, blank ones aside. A thread of its own waits for them: nothing else ends that wait."""
+    """Yield the lines that are not blank, as they come. A daemon thread reads them, since nothing can end that read."""
     loop = asyncio.get_running_loop()
     lines: asyncio.Queue[bytes] = asyncio.Queue()
     wanted = threading.Semaphore()  # one line is read ahead
@@ -192,7 +206,7 @@ async def lines_of_stdin() -> AsyncIterator[str]:
         loop.call_soon_threadsafe(lines.put_nowait, line)
 
     def read() -> None:
-        with suppress(OSError, RuntimeError):  # it cannot be read; nobody listens any more
+        with suppress(OSError, RuntimeError):  # it cannot be read; the loop is closed
             for line in _own_stdin() if sys.stdin else ():
                 hand_over(line)
         with suppress(RuntimeError):
@@ -209,30 +223,3 @@ async def lines_of_stdin() -> AsyncIterator[str]:
             raise RequestError(f"line {number} of standard input is not valid UTF-8") from None
         if text.strip():
             yield text
-
-
-@with_options(PIPELINE, RUN_OPTIONS)
-def chat(
-    context: typer.Context,
-    system: Annotated[str | None, option("--system", help="What the model is told before the conversation.")] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per answer.")] = 1024,
-    temperature: Temperature = 0.7,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-) -> None:
-    """Talk with a model: each line of standard input is what you say, in a terminal with history and editing."""
-
-    with load_config(context) as settings:
-        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
-        display = Display(live=False)
-        in_terminal = _is_terminal(sys.stdin) and _is_terminal(sys.stdout) and not settings.json_output
-        said = TerminalInput() if in_terminal else lines_of_stdin()
-        try:
-            asyncio.run(run_chat(settings, system, sampling, said, display))
-        finally:
-            display.stop()
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """A closed one is None."""
-    return stream is not None and stream.isatty()

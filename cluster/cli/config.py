@@ -1,31 +1,53 @@
-"""``tramontane config``: what flags and a file come to."""
+"""``tramontane config``: the configuration that flags and a file result in, and the page that describes all keys."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from tramontane.cluster.config.engine_config import SECRETS, ConfigFile, EngineConfig
-from tramontane.cluster.console.options import (
-    BATCHING,
-    PIPELINE,
-    RUN_OPTIONS,
-    SERVING,
-    explicit_options,
-    load_config,
-    with_options,
-)
+from tramontane.cluster.config.engine_config import GROUPS, SECRETS, ConfigFile, EngineConfig
+from tramontane.cluster.config.key import extra
+from tramontane.cluster.console.options import default_text, explicit_options, flag, flags_of, load_config, with_options
 
 HIDDEN = "***"
+FLAG, AS_CODE = re.compile(r"--[a-z]+(-[a-z]+)*( direct| dummy)?"), r"`\g<0>`"
 COMMENTS_FROM = 44  # columns
+INTRODUCTION = """# Configuration
+
+<!-- Written by: tramontane config --markdown. Edit the descriptions in cluster/config/ instead. -->
+
+Every option below is a key of one validated configuration. A value comes from the command line, else from the YAML file
+of `--config FILE`, else from the default. In the file a key is written without dashes in front:
+
+```yaml
+model: /models/Mixtral-8x7B-v0.1
+stages: 4
+max_num_seqs: 128
+```
+
+Unknown keys are refused. `tramontane config` takes the same options, and prints the resulting configuration with the
+source of each value; its output is itself such a file. `plan` and `simulate` read only those keys of a file that are
+options of theirs. A [Ray Serve config](deploy/ray-serve.md) has the keys as `args`, except those marked "not in a Ray
+Serve config".
+
+Keys without an option can only be set in a file. `tramontane COMMAND --help` lists the options of each command;
+[Command line](cli.md) describes the options that are not keys.
+"""
 
 
-@with_options(PIPELINE, BATCHING, RUN_OPTIONS, SERVING)
-def config(context: typer.Context) -> None:
-    """Print the configuration that these options, a --config file and the defaults come to; it is itself such a file."""
+@with_options(*flags_of(*GROUPS))
+def config(
+    context: typer.Context,
+    markdown: Annotated[bool, flag("--markdown", help="Print the page of the documentation that describes all keys.")] = False,
+) -> None:
+    """Print the configuration that options, a --config file and the defaults result in; it is itself such a file."""
+    if markdown:
+        print(INTRODUCTION + "".join(_markdown()), end="")
+        return
     with load_config(context) as settings:
-        values = _redacted(settings)
+        values = _redact(settings)
     if settings.json_output:
         print(json.dumps(values))
         return
@@ -33,14 +55,14 @@ def config(context: typer.Context) -> None:
         print(line)
 
 
-def _redacted(settings: EngineConfig) -> dict[str, Any]:
-    """Every key but ``json``, which is not the configuration's but this command's. What may be secret is HIDDEN."""
+def _redact(settings: EngineConfig) -> dict[str, Any]:
+    """Return every key but ``json``, which belongs to this command; values that may be secret are HIDDEN."""
     values = settings.model_dump(mode="json", by_alias=True, exclude={"json_output"})
     return values | {key: HIDDEN for key in (*SECRETS, "api_key") if values[key]}
 
 
 def _sources(context: typer.Context) -> dict[str, str]:
-    """Where a value is from that is no default."""
+    """Return where the values come from that are not defaults."""
     path = context.params["config"]
     in_file = dict.fromkeys(ConfigFile.read(path).keys, str(path)) if path else {}
     flags = {name: f"--{name.replace('_', '-')}" for name in explicit_options(context) if context.params[name] != ()}
@@ -48,9 +70,24 @@ def _sources(context: typer.Context) -> dict[str, str]:
 
 
 def _lines(values: Mapping[str, Any], sources: Mapping[str, str]) -> Iterator[str]:
-    """YAML. JSON's scalars and lists are YAML's, too."""
+    """Yield YAML, of which JSON's scalars and lists are a part."""
     for key, value in values.items():
         if value == HIDDEN:
             yield f"# {key} is given by {sources[key]} and not shown"
         else:
             yield f"{f'{key}: {json.dumps(value, ensure_ascii=False)}':<{COMMENTS_FROM}}  # {sources.get(key, 'default')}"
+
+
+def _markdown() -> Iterator[str]:
+    """Yield a table for each group of keys."""
+    for group in GROUPS:
+        yield f"\n## {group.title}\n\n| option | key | default | meaning |\n|---|---|---|---|\n"
+        for name, field in group.model_fields.items():
+            words, key = extra(field), field.alias or name
+            option = f"--{key.replace('_', '-')}" if words["has_flag"] else "none"
+            default = default_text(field) or "off"
+            if not words["unset"] and default != "off":
+                default = f"`{default}`"
+            note = "" if words["in_serve_config"] else " Not in a Ray Serve config."
+            cells = (option, f"`{key}`", default, f"{field.description}{note}")
+            yield f"| {' | '.join(FLAG.sub(AS_CODE, cell) for cell in cells)} |\n"

@@ -1,16 +1,29 @@
-"""``tramontane generate``: prompts in, text out, while it is made."""
+"""``tramontane generate``: continue prompts, and print each text as it grows."""
 
 import asyncio
+import sys
 import time
 from dataclasses import replace
+from typing import Annotated
 
 import psutil
+import typer
 from rich.segment import Segments
 
+from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_keys import BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
 from tramontane.cluster.console.display import Display, sanitize
-from tramontane.cluster.console.prompts import Prompt, encode_prompts
-from tramontane.cluster.console.run_summary import Completion, ExpertIds, GenerateResult
+from tramontane.cluster.console.options import Temperature, TopK, TopP, flags_of, load_config, option, with_options
+from tramontane.cluster.console.prompts import Prompt, encode_prompts, read_prompts
+from tramontane.cluster.console.run_summary import (
+    Completion,
+    ExpertIds,
+    GenerateResult,
+    as_json,
+    render_summary,
+    truncation_note,
+)
 from tramontane.cluster.console.token_colors import TokenColors, check_layer
 from tramontane.cluster.pipeline.engine import Engine, open_engine
 from tramontane.proto.request import ExpertChoices, SamplingParams, SequenceRequest
@@ -18,24 +31,57 @@ from tramontane.router.engine.active_request import by_layer
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
-async def generate(
+@with_options(*flags_of(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys))
+def generate(
+    context: typer.Context,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Prompts. Without any, each line of standard input is one, except blank lines; with any, it is not read."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per prompt.")] = 128,
+    temperature: Temperature = 0.8,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    show_experts: Annotated[
+        int | None, option("--show-experts", help="Color each token by the heaviest of its experts in this layer.")
+    ] = None,
+) -> None:
+    """Continue prompts, all of them at once, and print how busy the stages were."""
+    with load_config(context) as settings:
+        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
+        display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
+        try:
+            run = run_generate(settings, read_prompts(prompts), sampling, display, show_experts)
+            outcome = asyncio.run(cancel_on_signal(run))
+        finally:
+            display.stop()
+    if (note := truncation_note(outcome, max_tokens)) is not None:
+        display.note(note)
+    if settings.json_output:
+        print(as_json(outcome))
+    else:
+        display.stderr.print(render_summary(outcome))
+
+
+async def run_generate(
     config: EngineConfig, prompts: list[Prompt], sampling: SamplingParams, display: Display, show_experts: int | None = None
 ) -> GenerateResult:
-    """Run all prompts at once; ``show_experts`` is a layer by whose experts to colour them.
+    """Run all prompts at once; ``show_experts`` is the layer whose experts color the tokens.
 
-    Raises UserError before anything is started if one of them cannot be served.
+    Raises UserError before anything is started if one of the prompts cannot be served.
     """
-    born = psutil.Process().create_time()
-    colours = None
+    started_at = psutil.Process().create_time()
+    colors = None
     if show_experts is not None:
-        colours = TokenColors(show_experts, check_layer(config, show_experts))
+        colors = TokenColors(show_experts, check_layer(config, show_experts))
         sampling = replace(sampling, return_experts=(show_experts,))
     tokenizer, prompt_ids = encode_prompts(config, prompts)
-    alone = config.single_pipeline()
-    async with open_engine(alone, display.report, show_loading=display.loading) as engine:
-        ready = time.time()
-        display.start([prompt.text for prompt in prompts], colours)
-        run = _GenerateRun(engine, tokenizer, sampling, display, colours)
+    async with open_engine(config.single_pipeline(), display.report, show_loading=display.loading) as engine:
+        ready_at = time.time()
+        display.start([prompt.text for prompt in prompts], colors)
+        run = _GenerateRun(engine, tokenizer, sampling, display, colors)
         try:
             async with asyncio.TaskGroup() as group:
                 pairs = enumerate(zip(prompts, prompt_ids, strict=True))
@@ -45,15 +91,16 @@ async def generate(
         finally:
             display.stop()
         engine.router.scheduler.check_integrity()
-        return GenerateResult(tuple(t.result() for t in tasks), engine, ready - born, run.first_token_at - born)
+        completions = tuple(task.result() for task in tasks)
+        return GenerateResult(completions, engine, ready_at - started_at, run.first_token_at - started_at)
 
 
 class _GenerateRun:
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display, colours: TokenColors | None
+        self, engine: Engine, tokenizer: Tokenizer, sampling: SamplingParams, display: Display, colors: TokenColors | None
     ) -> None:
         self.engine, self.tokenizer, self.sampling, self.display = engine, tokenizer, sampling, display
-        self.colours = colours
+        self.colors = colors
         self.first_token_at = float("inf")
 
     async def complete(self, index: int, prompt: str, prompt_ids: tuple[int, ...]) -> Completion:
@@ -74,11 +121,11 @@ class _GenerateRun:
         assert finish is not None
         num_prompt, end = len(prompt_ids), len(prompt_ids) + len(token_ids) - 1
         chosen = by_layer(experts, 0, num_prompt), by_layer(experts, num_prompt, end)
-        self.display.end(index, self._painted([*self.tokenizer.pieces(prompt_ids), *pieces], chosen))
+        self.display.end(index, self._colorize([*self.tokenizer.pieces(prompt_ids), *pieces], chosen))
         return Completion(prompt, "".join(pieces), tuple(token_ids), finish, *chosen)
 
-    def _painted(self, pieces: list[str], chosen: tuple[ExpertIds, ExpertIds]) -> Segments | None:
-        if self.colours is None:
+    def _colorize(self, pieces: list[str], chosen: tuple[ExpertIds, ExpertIds]) -> Segments | None:
+        if self.colors is None:
             return None
-        heaviest = [ids[0] for told in chosen for of_layer in told.values() for ids in of_layer]
-        return self.colours.colorize(list(map(sanitize, pieces)), heaviest)
+        heaviest = [ids[0] for experts in chosen for layer in experts.values() for ids in layer]
+        return self.colors.colorize(list(map(sanitize, pieces)), heaviest)

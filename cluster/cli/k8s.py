@@ -1,14 +1,14 @@
-"""``tramontane k8s``: the pods of a Kubernetes cluster that a model takes, as a kustomize overlay."""
+"""``tramontane k8s``: the pods that a model needs, as a kustomize overlay."""
 
 import re
 from importlib.metadata import version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
 
-from tramontane.cluster.console.options import BATCHING, PIPELINE, flag, option, with_options
+from tramontane.cluster.config.engine_keys import BatchingKeys
+from tramontane.cluster.console.options import flag, flags_of, key_option, option, with_options
 from tramontane.cluster.deploy.k8s_overlay import FILES, MARK, Overlay, overlay_files
 from tramontane.cluster.deploy.k8s_pods import WorkerPodSpec
 from tramontane.cluster.deploy.planned_cluster import (
@@ -21,44 +21,47 @@ from tramontane.cluster.deploy.planned_cluster import (
 )
 from tramontane.proto.errors import ConfigError
 
-ALIKE = ("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_memory", "threads_per_stage", "link")
-SHARED = MappingProxyType(
-    {name: PIPELINE[name] for name in (*ALIKE, "step_timeout", "expert_actors", "expert_replicas", "config")}
+# Pods are alike: the keys that they share are options of this command and of cluster-yaml.
+SHARED_KEYS = (
+    *("stages", "dtype", "quantize", "max_model_len", "page_size", "kv_cache_memory", "threads_per_stage", "link"),
+    *("step_timeout", "expert_actors", "expert_replicas"),
 )
-COMMAND_OPTIONS = {
+FIXED_KEYS = {  # which a file of --config must not have
     *("placement_timeout", "ingress_replicas", "api_key_file", "replicas", "max_replicas"),
     *("expert_memory", "gpu_speed", "stages_per_gpu"),  # pods and their GPUs are alike, and have a stage each
 }
 IMAGE_NAME = re.compile(r"\S+:[\w.-]+")
 
+ModelHere = Annotated[
+    Path | None,
+    key_option("model", help="Checkpoint folder here, or a published geometry, as for plan. Default: the demo model."),
+]
+ThreadsThere = Annotated[int | None, key_option("threads_per_stage", help="CPU threads of a stage. Default: 4, or 1 with --cpu.")]
 
-@with_options(SHARED, BATCHING)
+
+@with_options(*SHARED_KEYS, *flags_of(BatchingKeys))
 def k8s(
     context: typer.Context,
-    stages: Annotated[int, typer.Option("--stages", min=1, help="Pods of a pipeline, one for each stage.")],
-    gpu_memory: Annotated[str, option("--gpu-memory", help="Of each GPU, one per stage and expert actor: 24GiB.")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write the overlay to.")],
-    model: Annotated[
-        Path | None, option("--model", help="Checkpoint folder, or a geometry, as for plan. Default: the demo.")
-    ] = None,
+    stages: Annotated[int, key_option("stages", min=1, help="Pods of a pipeline, one for each stage.")],
+    gpu_memory: Annotated[str, key_option("gpu_memory", help="Memory of each GPU, one per stage and expert actor: 24GiB.")],
+    out: Annotated[Path, option("--out", "-o", help="Folder to write the overlay to.")],
+    model: ModelHere = None,
     cpu: Annotated[bool, flag("--cpu", help="Without GPUs; --gpu-memory is what each stage may use.")] = False,
-    threads_per_stage: Annotated[
-        int | None, option("--threads-per-stage", help="CPU threads of a stage. Default 4, or 1 with --cpu.")
-    ] = None,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Pipelines.")] = 1,
-    max_replicas: Annotated[int | None, typer.Option("--max-replicas", min=1, help="Pipelines when there is much to do.")] = None,
-    redis: Annotated[bool, flag("--redis", help="Ray's head keeps its state in Redis, and may die.")] = False,
-    image: Annotated[str | None, option("--image", help="NAME:TAG of the image made by k8s/Dockerfile.")] = None,
-    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, as seen from --out.")] = "../..",
+    threads_per_stage: ThreadsThere = None,
+    replicas: Annotated[int, key_option("replicas", min=1, help="Pipelines.")] = 1,
+    max_replicas: Annotated[int | None, key_option("max_replicas", min=1, help="Pipelines under high load.")] = None,
+    redis: Annotated[bool, flag("--redis", help="Ray's head keeps its state in Redis, and may be replaced.")] = False,
+    image: Annotated[str | None, option("--image", help="NAME:TAG of the image that k8s/Dockerfile builds.")] = None,
+    base: Annotated[str, option("--base", help="The folder k8s/ of Tramontane, relative to --out.")] = "../..",
 ) -> None:
     """Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage."""
     _check_folder(out)
     if max_replicas is not None and max_replicas < replicas:
-        raise ConfigError(f"--max-replicas is {max_replicas}, and --replicas is {replicas}; there are never fewer")
+        raise ConfigError(f"--max-replicas is {max_replicas}; it must be at least --replicas, which is {replicas}")
     image = image or f"registry.example.com/tramontane:{version('tramontane')}-{'cpu' if cpu else 'cuda'}"
     if not IMAGE_NAME.fullmatch(image):
         raise ConfigError(f"--image is {image!r}; it must have a tag, such as registry.example.com/tramontane:1")
-    args = application_args(context, COMMAND_OPTIONS)
+    args = application_args(context, FIXED_KEYS)
     args.setdefault("threads_per_stage", 1 if cpu else THREADS)
     config = planned_config(args, model, replicas)
     workers = WorkerPodSpec(config.threads_per_stage or 1, config.gpu_memory[0] if config.gpu_memory else 0, not cpu)
@@ -70,7 +73,7 @@ def k8s(
         num_stages=len(plan.stages),
         num_experts=config.expert_actors,
         workers=workers,
-        places=plan.max_num_seqs,
+        slots=plan.max_num_seqs,
         replicas=replicas,
         max_replicas=max_replicas or replicas,
         redis=redis,
@@ -79,10 +82,10 @@ def k8s(
     )
     _write(overlay_files(overlay), out)
     pods = (len(plan.stages) + config.expert_actors) * replicas
-    typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, and the doors and the head; kubectl apply -k {out}")
+    typer.echo(f"wrote {out}: {pods} pods with {gpu_memory} each, the ingress pods and the head; kubectl apply -k {out}")
     needed = out / base / "base"
-    if "//" not in base and not needed.is_dir():  # a URL is for kubectl to look at
-        typer.echo(f"that needs {needed}, which is not there: copy Tramontane's k8s/ to {out / base}, or give --base")
+    if "//" not in base and not needed.is_dir():  # kubectl reads URLs
+        typer.echo(f"the overlay needs {needed}, which does not exist: copy Tramontane's k8s/ to {out / base}, or give --base")
 
 
 def _write(files: dict[str, str], out: Path) -> None:
@@ -95,7 +98,7 @@ def _write(files: dict[str, str], out: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """What the command has not written it does not overwrite."""
+    """Raise ConfigError if a file is there that the command has not written."""
     for path in (out / name for name in FILES):
         if path.is_file() and not path.read_text(encoding="utf-8").startswith(MARK):
             raise ConfigError(f"{path} was not written by this command; choose another --out")

@@ -1,56 +1,94 @@
-"""The ``tramontane`` command."""
+"""The ``tramontane`` command, which imports the module of a command when that command runs."""
 
 import asyncio
 import io
 import os
-import signal
 import sys
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from importlib.metadata import version
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
-from tramontane.cluster.cli.batch import batch
-from tramontane.cluster.cli.bench import bench
-from tramontane.cluster.cli.chat import chat
-from tramontane.cluster.cli.cluster_yaml import cluster_yaml
-from tramontane.cluster.cli.config import config
-from tramontane.cluster.cli.drain import drain
-from tramontane.cluster.cli.experts import experts
-from tramontane.cluster.cli.k8s import k8s
-from tramontane.cluster.cli.make_random import make_random
-from tramontane.cluster.cli.plan import plan
-from tramontane.cluster.cli.simulate import simulate
-from tramontane.cluster.cli.top import top
-from tramontane.cluster.cli.trace import trace
-from tramontane.cluster.common.signals import INTERRUPTED, cancel_on_signal
-from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.options import (
-    BATCHING,
-    PIPELINE,
-    RUN_OPTIONS,
-    SERVING,
-    Temperature,
-    TopK,
-    TopP,
-    flag,
-    load_config,
-    option,
-    with_options,
-)
-from tramontane.cluster.console.prompts import read_prompts
-from tramontane.cluster.console.run_summary import as_json, render_summary, truncation_note
+from tramontane.cluster.common.signals import INTERRUPTED
 from tramontane.cluster.console.secrets import hide_secrets_in_title
 from tramontane.proto.errors import TramontaneError, UserError
-from tramontane.proto.request import SamplingParams
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+# What each command is for. The command make-random is the function make_random of the module make_random, but for MODULES.
+COMMANDS = MappingProxyType(
+    {
+        "generate": "Continue prompts, all of them at once, and print how busy the stages were.",
+        "serve": "Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted.",
+        "chat": "Hold a conversation: each line of standard input is a message.",
+        "batch": "Submit and follow batch jobs of a running server.",
+        "plan": "Show how a model would be split over GPUs, from its configuration alone.",
+        "config": "Print the configuration that options, a --config file and the defaults result in.",
+        "bench": "Measure tokens per second, latencies and how busy the stages are, on random prompts.",
+        "simulate": "Compare scheduling policies: the real scheduler on a modelled pipeline.",
+        "top": "Show what the pipelines of a running server do, until interrupted.",
+        "trace": "Record what the stages of a running server do for some seconds, as a trace for Perfetto.",
+        "experts": "Show how the tokens of a running server are distributed over its experts.",
+        "drain": "Let the application on a running cluster finish its requests and refuse new ones.",
+        "k8s": "Write a kustomize overlay that serves a model by the KubeRay operator, one pod for each stage.",
+        "cluster-yaml": "Write a file for ray up: a cluster that serves a model, one machine for each stage.",
+        "make-random": "Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests.",
+    }
+)
+MODULES = MappingProxyType({"drain": "serve"})
+
+
+class LazyCommands(Mapping[str, Any]):
+    """The commands by name; looking one up imports its module."""
+
+    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 - typer's class of commands is private
+        if name not in COMMANDS:
+            raise KeyError(name)
+        function_name = name.replace("-", "_")
+        module = import_module(f"tramontane.cluster.cli.{MODULES.get(name, function_name)}")
+        command = getattr(module, function_name)
+        if not isinstance(command, typer.Typer):
+            function, command = command, typer.Typer(add_completion=False)
+            command.command(name)(function)
+        built = get_command(command)
+        built.help = COMMANDS[name]
+        return built
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class LazyGroup(TyperGroup):
+    """A group whose help needs no command's module."""
+
+    def __init__(self, **details: Any) -> None:  # noqa: ANN401 - typer's own
+        super().__init__(**details | {"commands": LazyCommands()})
+
+    def list_commands(self, _ctx: Any) -> list[str]:  # noqa: ANN401
+        """Return the names, in the order of the help."""
+        return list(COMMANDS)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ANN401 - typer's classes of them are private
+        """Show the commands with the words of ``COMMANDS``."""
+        shown: list[Any] = [TyperCommand(name, help=text) for name, text in COMMANDS.items()]
+        TyperGroup(name=self.name, commands=shown, params=self.params, help=self.help).format_help(ctx, formatter)
+
+
+app = typer.Typer(cls=LazyGroup, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback(invoke_without_command=True)
 def tramontane(
     context: typer.Context,
-    show_version: Annotated[bool, flag("--version", help="Print the version and exit.", is_eager=True)] = False,
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, metavar="")
+    ] = False,
 ) -> None:
     """Serve Mistral-family models as a pipeline of Ray actors."""
     if show_version:
@@ -59,84 +97,8 @@ def tramontane(
         typer.echo(context.get_help())
 
 
-@app.command()
-@with_options(PIPELINE, BATCHING, RUN_OPTIONS)
-def generate(
-    context: typer.Context,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="Prompts. Without any, each line of standard input is one, blank lines aside; with any, it is not read."
-        ),
-    ] = None,
-    max_tokens: Annotated[int, option("--max-tokens", help="New tokens per prompt.")] = 128,
-    temperature: Temperature = 0.8,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    show_experts: Annotated[
-        int | None, option("--show-experts", help="Colour each token by the heaviest of its experts in this layer.")
-    ] = None,
-) -> None:
-    """Continue prompts, all of them at once, and print how busy the stages were."""
-    from tramontane.cluster.cli.generate import generate as run_generate  # brings Ray, which other commands do not need
-
-    with load_config(context) as settings:
-        sampling = SamplingParams(max_tokens, temperature, top_p, top_k, seed=settings.seed)
-        display = Display(live=sys.stdout.isatty(), silent=settings.json_output)
-        try:
-            run = run_generate(settings, read_prompts(prompts), sampling, display, show_experts)
-            outcome = asyncio.run(cancel_on_signal(run))
-        finally:
-            display.stop()
-    if (note := truncation_note(outcome, max_tokens)) is not None:
-        display.note(note)
-    if settings.json_output:
-        print(as_json(outcome))
-    else:
-        display.stderr.print(render_summary(outcome))
-
-
-@app.command()
-@with_options(PIPELINE, BATCHING, SERVING)
-def serve(
-    context: typer.Context,
-    json: Annotated[bool | None, flag("--json", help="The line that says it is ready as JSON.")] = None,
-) -> None:
-    """Serve an OpenAI-compatible HTTP API, and gRPC, until interrupted."""
-    from tramontane.cluster.serving.server import run_server  # brings Ray Serve, which generate does not need
-
-    display = Display(live=False)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        with load_config(context) as settings:
-            run_server(settings, display.report, display.loading, lambda served: _print_ready(display, served.to_line()))
-    finally:
-        display.stop()
-
-
-app.command()(chat)
-app.command()(bench)
-app.command()(config)
-app.command()(drain)
-app.add_typer(batch)
-app.command()(plan)
-app.command()(k8s)
-app.command()(cluster_yaml)
-app.command()(experts)
-app.command()(top)
-app.command()(trace)
-app.command()(make_random)
-app.command()(simulate)
-
-
-def _print_ready(display: Display, line: str) -> None:
-    display.stop()
-    print(line, flush=True)
-
-
 def main() -> None:
-    """Entry point: a user's mistake is one line and exit code 2, a failed pipeline one line and exit code 1."""
+    """Run the command line: a user's mistake is one line and exit code 2, a failed pipeline one line and exit code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character must not end the run
@@ -144,15 +106,15 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except typer.TyperException as error:
-        code = _print_error(error.format_message().replace("Value error, ", ""), 2)  # pydantic's, in typer
+        code = _print_error(error.format_message().replace("Value error, ", ""), 2)  # pydantic's words, within typer's
     except TramontaneError as error:
         code = _print_error(str(error), 2 if isinstance(error, UserError) else 1)
     except (typer.Abort, KeyboardInterrupt, asyncio.CancelledError):
         code = INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
-    if code == INTERRUPTED:  # typer's answer to Ctrl-C
+    if code == INTERRUPTED:  # typer returns the same for Ctrl-C
         _print_error("interrupted", code)
     sys.exit(code or 0)
 

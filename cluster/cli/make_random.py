@@ -1,4 +1,4 @@
-"""Commands about models rather than pipelines."""
+"""``tramontane make-random``: write a checkpoint of random weights."""
 
 import signal
 from enum import StrEnum
@@ -12,15 +12,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from tramontane.proto.byte_size import format_bytes
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.presets import PRESETS, preset, tiny_variant
+from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 
 class Scale(StrEnum):
+    """The size of the checkpoint."""
+
     FULL = "full"
     SMALL = "small"
 
 
 class LayoutName(StrEnum):
+    """The files of the checkpoint."""
+
     HF = "hf"
     MISTRAL = "mistral"
 
@@ -29,14 +34,12 @@ LAYOUTS = {LayoutName.HF: Layout.HUGGING_FACE, LayoutName.MISTRAL: Layout.MISTRA
 
 
 def make_random(
-    like: Annotated[str, typer.Option("--like", help=f"Whose geometry: {', '.join(PRESETS)}.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not hold anything.")],
+    like: Annotated[str, typer.Option("--like", help=f"Published geometry: {', '.join(PRESETS)}.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must be empty.")],
     scale: Annotated[Scale, typer.Option("--scale", help="small: the same shape ratios in about a megabyte.")] = Scale.FULL,
     layout: Annotated[LayoutName, typer.Option("--layout", help="Hugging Face's files or Mistral's own.")] = LayoutName.HF,
 ) -> None:
     """Write a checkpoint of random weights (without a tokenizer), for benchmarks and tests."""
-    from tramontane.workers.weights.random_checkpoint import write_random_checkpoint  # brings torch
-
     args = preset(like)
     if scale is Scale.SMALL:
         args = tiny_variant(args)

@@ -1,7 +1,4 @@
-"""``tramontane simulate``: our policy and published ones on a modelled pipeline, before anything is bought.
-
-A picture of simulated runs: when the stages worked, and what requests waited for.
-"""
+"""``tramontane simulate``: compare scheduling policies on a modelled pipeline, before anything is bought."""
 
 import asyncio
 import json
@@ -10,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.progress import Progress
@@ -19,7 +15,7 @@ from rich.table import Column, Table
 from tramontane.cluster.common.signals import cancel_on_signal
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.console.display import Display
-from tramontane.cluster.console.options import ConfigDefaults, flag, option
+from tramontane.cluster.console.options import ConfigDefaults, Json, flag, key_option, option
 from tramontane.cluster.console.plotting import check_plot_target, save_figure
 from tramontane.proto.errors import ConfigError
 from tramontane.router.scheduling.policy import BatchWork
@@ -30,47 +26,56 @@ from tramontane.router.simulation.traffic import LengthDistribution, TrafficMode
 if TYPE_CHECKING:
     from tramontane.cluster.bench.calibration import Calibration
 
-
 ASSUMED_HOP_S = 2e-4
 CALIBRATED_STAGES = 2
 CALIBRATION_REQUESTS = 48
 PROMPT_SPREAD, ANSWER_SPREAD = 1.0, 0.8
-LONGEST = 10  # times the mean
+MAX_LENGTH_RATIO = 10  # of the longest request to the mean
+MAX_LENGTH = 100_000
+PLOTTED_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
 
 
 def simulate(
-    stages: Annotated[int, typer.Option("--stages", min=1, max=64, help="Of the modelled pipeline.")] = 8,
-    num_requests: Annotated[int, typer.Option("--num-requests", min=1, max=100_000, help="How many.")] = 300,
-    input_len: Annotated[int, typer.Option("--input-len", min=1, max=100_000, help="Mean tokens of a prompt.")] = 800,
-    output_len: Annotated[int, typer.Option("--output-len", min=1, max=100_000, help="Mean tokens of an answer.")] = 200,
+    stages: Annotated[int, key_option("stages", min=1, max=64, help="Stages of the modelled pipeline.")] = 8,
+    num_requests: Annotated[int, option("--num-requests", min=1, max=100_000, help="Number of requests.")] = 300,
+    input_len: Annotated[int, option("--input-len", min=1, max=MAX_LENGTH, help="Mean tokens of a prompt.")] = 800,
+    output_len: Annotated[int, option("--output-len", min=1, max=MAX_LENGTH, help="Mean tokens of an answer.")] = 200,
     request_rate: Annotated[
-        float | None, typer.Option("--request-rate", min=1e-6, help="Per second. Default: all are there at once.")
+        float | None, option("--request-rate", min=1e-6, help="Requests per second. Default: all arrive at once.")
     ] = None,
-    burst: Annotated[int, typer.Option("--burst", min=1, max=100_000, help="So many come together.")] = 1,
-    max_num_seqs: Annotated[int, typer.Option("--max-num-seqs", min=1, max=2**14, help="Sequences at once.")] = 128,
+    burst: Annotated[int, option("--burst", min=1, max=100_000, help="Requests that arrive together.")] = 1,
+    max_num_seqs: Annotated[int, key_option("max_num_seqs", min=1, max=2**14, help="Sequences admitted at once.")] = 128,
     max_num_batched_tokens: Annotated[
-        int, typer.Option("--max-num-batched-tokens", min=1, max=2**20, help="Our policy's; the others have their own.")
+        int,
+        key_option(
+            "max_num_batched_tokens",
+            min=1,
+            max=2**20,
+            help="Tokens in one micro-batch of our policy; the others have their own bounds.",
+        ),
     ] = 1024,
     itl_target_ms: Annotated[
-        float | None, typer.Option("--itl-target-ms", min=1e-3, help="Our policy's bound on the time between tokens.")
+        float | None, key_option("itl_target_ms", min=1e-3, help="Our policy's bound on the time between tokens. Default: none.")
     ] = None,
-    noise: Annotated[float, typer.Option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.")] = 0.05,
-    calibrate: Annotated[bool, flag("--calibrate", help="Measure what stages take on two real ones here.")] = False,
-    model: Annotated[Path | None, option("--model", help="With --calibrate: checkpoint folder. Default: the demo model.")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of lengths and arrivals.")] = 0,
+    noise: Annotated[float, option("--noise", min=0, max=1, help="Deviation of a step's time, as a share of it.")] = 0.05,
+    calibrate: Annotated[bool, flag("--calibrate", help="Measure the times of stages on two real ones here.")] = False,
+    model: Annotated[
+        Path | None, key_option("model", help="With --calibrate: checkpoint folder. Default: the built-in demo model.")
+    ] = None,
+    seed: Annotated[int, key_option("seed", min=0, help="Seed of lengths and arrivals.")] = 0,
     plot: Annotated[Path | None, option("--plot", help="Write a picture (.png, .svg or .pdf) to this file.")] = None,
     config: ConfigDefaults = None,
-    as_json: Annotated[bool, flag("--json", help="Machine-readable output on standard output.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """Compare scheduling policies: the real scheduler against a modelled pipeline."""
+    """Compare scheduling policies: the real scheduler on a modelled pipeline."""
     if model is not None and not calibrate:
         raise ConfigError("--model is for --calibrate; give both or none")
     if plot is not None:
         check_plot_target(plot)
     traffic = TrafficModel(
         num_requests,
-        LengthDistribution(input_len, PROMPT_SPREAD, LONGEST * input_len),
-        LengthDistribution(output_len, ANSWER_SPREAD, LONGEST * output_len),
+        LengthDistribution(input_len, PROMPT_SPREAD, MAX_LENGTH_RATIO * input_len),
+        LengthDistribution(output_len, ANSWER_SPREAD, MAX_LENGTH_RATIO * output_len),
         request_rate,
         burst,
     )
@@ -87,7 +92,7 @@ def simulate(
 
 
 def default_cost_model(num_stages: int) -> Callable[[BatchWork], list[float]]:
-    """Of a stage of a 7B model over eight large GPUs: its weights are read in 0.4 ms, and then every token costs.
+    """Return the cost model of a 7B model over eight large GPUs: weights are read in 0.4 ms, and then every token costs.
 
     256 decodes that see 1,000 keys each take 0.4 + 256 * 0.004 + 256,000 * 0.000006 = 3.0 ms.
     """
@@ -100,7 +105,7 @@ def default_cost_model(num_stages: int) -> Callable[[BatchWork], list[float]]:
 
 
 def _calibrate(model: Path | None) -> "Calibration":
-    from tramontane.cluster.bench.calibration import calibrate  # brings Ray, which simulation does not need
+    from tramontane.cluster.bench.calibration import calibrate  # imports Ray, which simulation does not need
 
     config = EngineConfig.build(None, {"model": model, "stages": CALIBRATED_STAGES})
     traffic = TrafficModel(
@@ -134,7 +139,7 @@ def _print(outcomes: Sequence[tuple[Summary, SimTrace]], measured: "Calibration 
     if measured:
         errors = ", ".join(f"{name.replace('_', ' ')} {error:+.0%}" for name, error in measured.relative_errors.items())
         console.print(
-            f"costs: the mean of {CALIBRATED_STAGES} real stages here, hops of {_milliseconds(measured.hop_s)} ms. "
+            f"costs: the mean of {CALIBRATED_STAGES} real stages here, with hops of {_milliseconds(measured.hop_s)} ms. "
             f"Against a real run of other requests the model is off by: {errors}",
             soft_wrap=True,
         )
@@ -142,27 +147,24 @@ def _print(outcomes: Sequence[tuple[Summary, SimTrace]], measured: "Calibration 
         console.print("costs: assumed, of a 7B model over eight large GPUs; --calibrate measures them here", soft_wrap=True)
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:,.0f}"
-
-
-SHOWN_STEPS = 60  # micro-batches in the middle of a run whose times are drawn
-
-
 def plot_runs(path: Path, traces: Sequence[SimTrace], names: Sequence[str]) -> None:
-    """A row per policy: which stage worked when, and the distribution of the time between tokens."""
+    """Draw a row per policy: which stage worked when, and the distribution of the time between tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 2.4 * len(traces)), layout="constrained")
     rows = figure.subplots(len(traces), 2, squeeze=False, width_ratios=[3, 1])
     for (work, gaps), trace, name in zip(rows, traces, names, strict=True):
         middle = len(trace.timings) // 2
-        shown = trace.timings[middle : middle + SHOWN_STEPS]
+        shown = trace.timings[middle : middle + PLOTTED_STEPS]
         start = min(timing.started_at for timings in shown for timing in timings)
         for stage in range(len(shown[0])):
             spans = [((timings[stage].started_at - start) * 1000, timings[stage].busy_s * 1000) for timings in shown]
             work.broken_barh(spans, (stage + 0.6, 0.8), facecolors=["#3b6ea5", "#9cc3e6"] * (len(spans) // 2 + 1))
         work.set(title=name, ylabel="stage", xlabel="ms")
-        gaps.hist([seconds * 1000 for seconds in trace.between_tokens_s()], bins=60, color="#3b6ea5")
+        gaps.hist([seconds * 1000 for seconds in trace.itl_s()], bins=60, color="#3b6ea5")
         gaps.set(title="between tokens", xlabel="ms", yscale="log")
     save_figure(figure, path)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.3g}" if seconds < 1 else f"{seconds * 1000:,.0f}"

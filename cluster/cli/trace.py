@@ -1,9 +1,7 @@
-"""``tramontane trace``.
+"""``tramontane trace``: record what stages do, as JSON with trace events, which Perfetto and chrome://tracing open.
 
-A trace of the stages in the format that Perfetto and chrome://tracing open: JSON with trace events.
-
-A pipeline is a process of it, a stage is a thread, a stage's work on a micro-batch is a slice, and an arrow follows each
-micro-batch through its stages. Times are microseconds since the trace began.
+A pipeline is a process of the trace, a stage is a thread, a stage's work on a micro-batch is a slice, and an arrow follows
+each micro-batch through its stages. Times are microseconds since the trace began.
 """
 
 import json
@@ -19,28 +17,43 @@ import httpx
 from rich.console import Console
 
 from tramontane.cluster.console.options import option
-from tramontane.cluster.console.server_client import Key, KeyFile, ask_activity, auth_headers, client_of, last_seen
+from tramontane.cluster.console.server_client import (
+    DEFAULT_URL,
+    Key,
+    KeyFile,
+    Url,
+    ask_activity,
+    auth_headers,
+    last_seen,
+    make_client,
+)
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity, MicroBatchModel, PipelineActivity
 
 MAX_SECONDS = 3600.0
-ASK_EVERY_S = 0.5  # a server tells of 1000 micro-batches at once
-HEAD = '{"otherData": {"writer": "tramontane trace"'  # what a trace begins with
+POLL_INTERVAL_S = 0.5  # a server reports 1000 micro-batches at once
+WRITER = {"writer": "tramontane trace"}
+FILE_START = '{"otherData": {"writer": "tramontane trace"'
+MAX_LANES = 1000  # threads of one stage
+# Start and end of a stage's work are not read from one clock: its next work may seem to start this much before the end.
+CLOCK_TOLERANCE_S = 1e-3
+
+Event = dict[str, Any]
 
 
 def trace(
-    output: Annotated[Path, option("-o", "--output", help="The file to write. One that is no trace of ours is left alone.")],
-    seconds: Annotated[float, option("--seconds", help="How long to watch.")] = 5.0,
-    url: Annotated[str, option("--url", help="A server that tramontane serve started.")] = "http://127.0.0.1:8000",
+    output: Annotated[Path, option("-o", "--output", help="File to write. A file that is not such a trace is not overwritten.")],
+    seconds: Annotated[float, option("--seconds", help="Length of the recording.")] = 5.0,
+    url: Url = DEFAULT_URL,
     key: Key = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Write what the stages of a running server do for some seconds, as a trace for Perfetto."""
+    """Record what the stages of a running server do for some seconds, as a trace for Perfetto."""
     if not 0 < seconds <= MAX_SECONDS:
         raise ConfigError(f"--seconds is {seconds:g}; it must be more than 0 and at most {MAX_SECONDS:g}")
     _check_file(output)
-    status = Console(stderr=True, highlight=False).status(f"watching for {seconds:g} s")
-    with client_of(url, auth_headers(key, key_file)) as client, status:
+    status = Console(stderr=True, highlight=False).status(f"recording for {seconds:g} s")
+    with make_client(url, auth_headers(key, key_file)) as client, status:
         data = build_trace(list(_poll(client, seconds)))
     if not num_slices(data):
         raise PipelineUnavailableError(
@@ -51,30 +64,30 @@ def trace(
 
 
 def _poll(client: httpx.Client, seconds: float) -> Iterator[Activity]:
-    """From the beginning to the first that is after the end, by the server's clock."""
-    look = ask_activity(client)
-    ends_at = look.now + seconds
-    yield look
-    while look.now < ends_at:
-        time.sleep(min(ASK_EVERY_S, ends_at - look.now))
-        look = ask_activity(client, last_seen(look))
-        yield look
+    """Yield snapshots until the first after the end, by the server's clock."""
+    snapshot = ask_activity(client)
+    ends_at = snapshot.now + seconds
+    yield snapshot
+    while snapshot.now < ends_at:
+        time.sleep(min(POLL_INTERVAL_S, ends_at - snapshot.now))
+        snapshot = ask_activity(client, last_seen(snapshot))
+        yield snapshot
 
 
 def _check_file(output: Path) -> None:
-    """Before anything is watched. Raises ConfigError."""
+    """Check, before the recording, that the file can be written. Raises ConfigError."""
     if not output.parent.is_dir():
         raise ConfigError(f"-o {output}: there is no folder {output.parent}")
     try:
-        if output.exists() and not _begins_a_trace(output):
+        if output.exists() and not _is_trace(output):
             raise ConfigError(f"{output} was not written by this command; choose another -o")
     except OSError as error:
         raise ConfigError(f"-o {output} cannot be read: {error.strerror}") from error
 
 
-def _begins_a_trace(file: Path) -> bool:
+def _is_trace(file: Path) -> bool:
     with file.open("rb") as opened:
-        return opened.read(len(HEAD)) == HEAD.encode()
+        return opened.read(len(FILE_START)) == FILE_START.encode()
 
 
 def _write(output: Path, data: dict[str, Any]) -> None:
@@ -84,16 +97,9 @@ def _write(output: Path, data: dict[str, Any]) -> None:
         raise ConfigError(f"-o {output} cannot be written: {error.strerror}") from error
 
 
-MARK = {"writer": "tramontane trace"}
-LANES = 1000  # threads that one stage may have
-CLOCKS_S = 1e-3  # by which a stage's next work may seem to begin before the last has ended: the two times are not of one clock
-
-Event = dict[str, Any]
-
-
 @dataclass(frozen=True, slots=True)
 class StageSlice:
-    """Of one stage on one micro-batch; ``began_s`` is since the trace began."""
+    """The work of one stage on one micro-batch; ``began_s`` counts from the start of the trace."""
 
     batch: MicroBatchModel
     stage: int
@@ -103,36 +109,43 @@ class StageSlice:
 
     @property
     def ended_s(self) -> float:
+        """End, in seconds since the start of the trace."""
         return self.began_s + self.elapsed_s
 
 
-def build_trace(looks: Sequence[Activity]) -> dict[str, Any]:
-    """Of what began since the first look, whichever of them tells it."""
-    began_at = looks[0].now
-    names = sorted({pipeline.name for look in looks for pipeline in look.pipelines})
+def build_trace(snapshots: Sequence[Activity]) -> dict[str, Any]:
+    """Return the trace of what began since the first snapshot, from all of them."""
+    began_at = snapshots[0].now
+    names = sorted({pipeline.name for snapshot in snapshots for pipeline in snapshot.pipelines})
     events: list[Event] = []
     for process, name in enumerate(names, 1):
-        told = [(look.now - began_at, pipeline) for look in looks for pipeline in look.pipelines if pipeline.name == name]
-        events += [_meta("process_name", process, 0, name=name), *_pipeline(process, [each for _, each in told], began_at)]
-        events += [_counter(process, at_s, pipeline) for at_s, pipeline in told]
-    other = MARK | {"began_at": datetime.fromtimestamp(began_at, UTC).isoformat()}
+        reports = [
+            (snapshot.now - began_at, pipeline)
+            for snapshot in snapshots
+            for pipeline in snapshot.pipelines
+            if pipeline.name == name
+        ]
+        events += [_metadata("process_name", process, 0, name=name), *_pipeline(process, [each for _, each in reports], began_at)]
+        events += [_counter(process, at_s, pipeline) for at_s, pipeline in reports]
+    other = WRITER | {"began_at": datetime.fromtimestamp(began_at, UTC).isoformat()}
     return {"otherData": other, "displayTimeUnit": "ms", "traceEvents": events}
 
 
 def num_slices(data: dict[str, Any]) -> int:
+    """Return how many slices the trace has."""
     return sum(event["ph"] == "X" for event in data["traceEvents"])
 
 
-def _pipeline(process: int, told: Sequence[PipelineActivity], began_at: float) -> Iterator[Event]:
-    """A router that begins anew counts from 1 again, but in a later epoch."""
-    batches = {(batch.epoch, batch.number): batch for pipeline in told for batch in pipeline.micro_batches}
+def _pipeline(process: int, reports: Sequence[PipelineActivity], began_at: float) -> Iterator[Event]:
+    """Yield the events of one pipeline. A router that restarts numbers micro-batches from 1 again, in a later epoch."""
+    batches = {(batch.epoch, batch.number): batch for pipeline in reports for batch in pipeline.micro_batches}
     slices: dict[tuple[int, int], list[Event]] = {key: [] for key in batches}
-    for stage in told[0].stages:
-        works = [work for batch in batches.values() for work in _works(batch, began_at) if work.stage == stage.stage]
+    for stage in reports[0].stages:
+        works = [work for batch in batches.values() for work in _stage_slices(batch, began_at) if work.stage == stage.stage]
         for number, lane in enumerate(assign_lanes(works)):
-            thread = stage.stage * LANES + number
-            yield _meta("thread_name", process, thread, name=stage.label + (f" ({number + 1})" if number else ""))
-            yield _meta("thread_sort_index", process, thread, sort_index=thread)
+            thread = stage.stage * MAX_LANES + number
+            yield _metadata("thread_name", process, thread, name=stage.label + (f" ({number + 1})" if number else ""))
+            yield _metadata("thread_sort_index", process, thread, sort_index=thread)
             for work, event in zip(lane, _slices(process, thread, lane), strict=True):
                 slices[work.batch.epoch, work.batch.number].append(event)
                 yield event
@@ -140,29 +153,29 @@ def _pipeline(process: int, told: Sequence[PipelineActivity], began_at: float) -
         yield from _arrow(f"{process}.{epoch}.{number}", path)
 
 
-def _works(batch: MicroBatchModel, began_at: float) -> Iterator[StageSlice]:
+def _stage_slices(batch: MicroBatchModel, began_at: float) -> Iterator[StageSlice]:
     for stage, started_at, busy_s, elapsed_s in batch.stages:
         if started_at >= began_at:
             yield StageSlice(batch, stage, started_at - began_at, busy_s, elapsed_s)
 
 
 def assign_lanes(works: Iterable[StageSlice]) -> list[list[StageSlice]]:
-    """Slices of a thread must not overlap; a stage that waits for expert actors has two micro-batches at once.
+    """Assign slices to lanes in which they do not overlap: a stage that waits for expert actors has two at a time.
 
     0..3, 1..4 and 3..5 are [0..3, 3..5] and [1..4].
     """
-    found: list[list[StageSlice]] = []
+    lanes: list[list[StageSlice]] = []
     for work in sorted(works, key=lambda each: each.began_s):
-        free = next((lane for lane in found if lane[-1].ended_s <= work.began_s + CLOCKS_S), None)
+        free = next((lane for lane in lanes if lane[-1].ended_s <= work.began_s + CLOCK_TOLERANCE_S), None)
         if free is None:
-            found.append([work])
+            lanes.append([work])
         else:
             free.append(work)
-    return found
+    return lanes
 
 
 def _slices(process: int, thread: int, lane: Sequence[StageSlice]) -> Iterator[Event]:
-    """Each ends when the next begins, at the latest."""
+    """Yield the events of slices, each of which ends when the next begins, at the latest."""
     for work, next_work in pairwise([*lane, None]):
         assert work is not None
         ended_s = work.ended_s if next_work is None else min(work.ended_s, next_work.began_s)
@@ -179,11 +192,11 @@ def _kind(batch: MicroBatchModel) -> str:
 
 
 def _arrow(key: str, path: Sequence[Event]) -> Iterator[Event]:
-    """From the middle of each slice to that of the next stage's."""
+    """Yield an arrow from the middle of each slice to that of the next stage's."""
     if len(path) < 2:
         return
-    for place, event in enumerate(path):
-        end = {"ph": "s"} if place == 0 else {"ph": "f", "bp": "e"} if place == len(path) - 1 else {"ph": "t"}
+    for index, event in enumerate(path):
+        end = {"ph": "s"} if index == 0 else {"ph": "f", "bp": "e"} if index == len(path) - 1 else {"ph": "t"}
         at = round(event["ts"] + event["dur"] / 2, 3)
         yield end | {"name": "micro-batch", "cat": "flow", "id": key, "pid": event["pid"], "tid": event["tid"], "ts": at}
 
@@ -193,7 +206,7 @@ def _counter(process: int, at_s: float, pipeline: PipelineActivity) -> Event:
     return {"ph": "C", "name": "sequences", "pid": process, "tid": 0, "ts": _us(at_s), "args": args}
 
 
-def _meta(kind: str, process: int, thread: int, **args: object) -> Event:
+def _metadata(kind: str, process: int, thread: int, **args: object) -> Event:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "ts": 0, "args": args}
 
 

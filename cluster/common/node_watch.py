@@ -1,4 +1,4 @@
-"""Which nodes are gone: their systems cannot close the connections of those who wait for something from there."""
+"""Detection of dead nodes, whose operating systems cannot close the connections of peers that wait for an answer."""
 
 import asyncio
 import logging
@@ -9,43 +9,47 @@ import ray
 
 logger = logging.getLogger(__name__)
 
-ASK_EVERY_S = 1.0
-ACK_TIMEOUT_S = 2.0  # whoever is asked says at once on which node that is
-UNKNOWN_FOR_S = 30.0  # Ray Serve may still ask a door of a node that has died, until it has looked
+POLL_INTERVAL_S = 1.0
+ACK_TIMEOUT_S = 2.0  # a living peer announces its node at once
+RECENT_DEATH_S = 30.0  # for so long Ray Serve may still send requests to a replica on a node that has died
 
 
 class DeadNodeWatcher:
-    """As Ray has declared them dead. It is asked while somebody wants to know, and once for all of them."""
+    """Nodes that Ray has declared dead. Ray is asked only while a caller waits, and once for all callers."""
 
-    def __init__(self, ask: Callable[[], set[str]] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._ask, self._clock = ask or _dead_nodes, clock
-        self._asked_at = -ASK_EVERY_S
-        self._asking: asyncio.Task[set[str]] | None = None
+    def __init__(self, list_dead: Callable[[], set[str]] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._list_dead, self._clock = list_dead or _dead_nodes, clock
+        self._polled_at = -POLL_INTERVAL_S
+        self._poll: asyncio.Task[set[str]] | None = None
         self._died_at: dict[str, float] = {}
 
     async def wait_until_dead(self, node: Callable[[], str | None]) -> None:
-        """Until that is among them; or, where whoever was asked has not even said its node, until that could be."""
+        """Wait until a peer's node is declared dead.
+
+        While ``node`` returns None, as the peer has not announced its node, ACK_TIMEOUT_S have to pass; then the death of
+        any node within RECENT_DEATH_S before the call, or since, ends the wait.
+        """
         began = self._clock()
         while True:
-            await asyncio.sleep(ASK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self._refresh()
             if (known := node()) is not None:
                 if known in self._died_at:
                     return
-            elif self._clock() - began >= ACK_TIMEOUT_S and any(at > began - UNKNOWN_FOR_S for at in self._died_at.values()):
+            elif self._clock() - began >= ACK_TIMEOUT_S and any(at > began - RECENT_DEATH_S for at in self._died_at.values()):
                 return
 
     async def _refresh(self) -> None:
-        if self._asking is None or (self._asking.done() and self._clock() - self._asked_at >= ASK_EVERY_S):
-            self._asked_at = self._clock()
-            self._asking = asyncio.create_task(asyncio.to_thread(self._ask))
+        if self._poll is None or (self._poll.done() and self._clock() - self._polled_at >= POLL_INTERVAL_S):
+            self._polled_at = self._clock()
+            self._poll = asyncio.create_task(asyncio.to_thread(self._list_dead))
         try:
-            found = await asyncio.shield(self._asking)
-        except Exception as error:  # of Ray, whose head node may be away: nobody is lost for that
-            logger.warning("lost nodes could not be looked for: %s", error)
+            dead = await asyncio.shield(self._poll)
+        except Exception as error:  # of Ray, while its head node is away: no node counts as dead for that
+            logger.warning("Ray could not list the cluster's nodes, so dead ones are not detected: %s", error)
             return
-        for dead in found:
-            self._died_at.setdefault(dead, self._asked_at)
+        for node in dead:
+            self._died_at.setdefault(node, self._polled_at)
 
 
 def _dead_nodes() -> set[str]:

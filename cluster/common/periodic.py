@@ -1,4 +1,4 @@
-"""Work that goes on beside what the command waits for."""
+"""Threads that repeat a function."""
 
 import logging
 import threading
@@ -10,10 +10,10 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def run_periodically(every_s: float, work: Callable[[], None]) -> Iterator[None]:
-    """While the block runs, a thread does the work, for the first time after ``every_s``; what it raises ends it."""
+def run_periodically(interval_s: float, work: Callable[[], None]) -> Iterator[None]:
+    """Call ``work`` in a thread while the block runs, first after ``interval_s``; an exception ends the thread."""
     stopped = threading.Event()
-    thread = _repeating(every_s, work, stopped)
+    thread = _start_thread(interval_s, work, stopped)
     try:
         yield
     finally:
@@ -21,22 +21,22 @@ def run_periodically(every_s: float, work: Callable[[], None]) -> Iterator[None]
         thread.join()
 
 
-def start_periodic_thread(every_s: float, work: Callable[[], None]) -> None:
-    """As ``run_periodically``, until the process ends; what the work raises is logged, and it goes on."""
+def start_periodic_thread(interval_s: float, work: Callable[[], None]) -> None:
+    """Call ``work`` in a thread until the process ends; an exception is logged, and the next call follows."""
 
     @wraps(work)
-    def tried() -> None:
+    def guarded() -> None:
         try:
             work()
         except Exception:
-            logger.warning("%s failed", work.__qualname__, exc_info=True)
+            logger.warning("%s failed; the next attempt is in %g s", work.__qualname__, interval_s, exc_info=True)
 
-    _repeating(every_s, tried, threading.Event())
+    _start_thread(interval_s, guarded, threading.Event())
 
 
-def _repeating(every_s: float, work: Callable[[], None], stopped: threading.Event) -> threading.Thread:
+def _start_thread(interval_s: float, work: Callable[[], None], stopped: threading.Event) -> threading.Thread:
     def repeat() -> None:
-        while not stopped.wait(every_s):
+        while not stopped.wait(interval_s):
             work()
 
     thread = threading.Thread(target=repeat, name=work.__qualname__, daemon=True)

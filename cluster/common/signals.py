@@ -1,4 +1,4 @@
-"""What Ctrl-C, SIGTERM and a closed terminal end."""
+"""Handling of Ctrl-C, SIGTERM and a closed terminal (SIGHUP)."""
 
 import asyncio
 import queue
@@ -8,35 +8,38 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # the exit status of a command that was interrupted
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Result = TypeVar("Result")
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Made inside the work that they end. Everything is removed first then, also if one presses again."""
+    """Signal handlers that cancel the asyncio task which creates them.
+
+    Only the first signal cancels it, so that a second one does not interrupt the clean-up.
+    """
 
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._work = task
         self._part: asyncio.Task[Any] | None = None
-        self._stopping = False
+        self._is_stopping = False
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGINT, self._interrupt)
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
 
     def stop(self) -> None:
-        """End the work."""
-        if not self._stopping:
-            self._stopping = True
+        """Cancel the task, once."""
+        if not self._is_stopping:
+            self._is_stopping = True
             self._work.cancel()
 
     @contextmanager
     def cancelling_only(self, part: "asyncio.Task[Any]") -> Iterator[None]:
-        """Meanwhile Ctrl-C ends this part of the work, and the rest goes on."""
+        """Make Ctrl-C cancel only ``part`` while the block runs; other signals cancel everything."""
         self._part = part
         try:
             yield
@@ -51,23 +54,23 @@ class Interrupts:
 
 
 class SignalCounter:
-    """Ctrl-C, SIGTERM and a closed terminal break nothing off while this is entered: they are counted."""
+    """A context in which the signals interrupt nothing and are queued instead."""
 
     def __init__(self) -> None:
-        self._heard: queue.SimpleQueue[int] = queue.SimpleQueue()  # which a handler may use, whatever it interrupts
+        self._received: queue.SimpleQueue[int] = queue.SimpleQueue()  # reentrant, so that a handler may use it
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, lambda heard, _: self._heard.put(heard)) for number in ENDING}
+        self._previous = {number: signal.signal(number, lambda number, _: self._received.put(number)) for number in SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
-    def wait_next(self, within_s: float | None = None) -> bool:
-        """Waits for the next one; whether it came in time."""
+    def wait_next(self, timeout_s: float | None = None) -> bool:
+        """Wait for the next signal; return False if none arrives in time."""
         try:
-            self._heard.get(timeout=within_s)
+            self._received.get(timeout=timeout_s)
         except queue.Empty:
             return False
         return True
@@ -75,31 +78,31 @@ class SignalCounter:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """What the first Ctrl-C meets here is finished before it counts; a second one breaks it off.
+    """Finish the block before the first Ctrl-C raises KeyboardInterrupt; a second one interrupts the block.
 
-    So for all signals that Python answers with KeyboardInterrupt. An event loop has its own way to hear of them.
+    The same holds for every signal that Python answers with KeyboardInterrupt. Signal handlers of an event loop are left alone.
     """
-    heard: list[int] = []
+    received: list[int] = []
 
-    def hold(number: int, _frame: object) -> None:
-        if heard:
+    def defer(number: int, _frame: object) -> None:
+        if received:
             raise KeyboardInterrupt
-        heard.append(number)
+        received.append(number)
 
-    in_main = threading.current_thread() is threading.main_thread()  # others may not, and are not interrupted
-    held = [number for number in ENDING if in_main and signal.getsignal(number) is signal.default_int_handler]
-    for number in held:
-        signal.signal(number, hold)
+    in_main = threading.current_thread() is threading.main_thread()  # others may not set handlers, and are not interrupted
+    deferred = [number for number in SIGNALS if in_main and signal.getsignal(number) is signal.default_int_handler]
+    for number in deferred:
+        signal.signal(number, defer)
     try:
         yield
     finally:
-        for number in held:
+        for number in deferred:
             signal.signal(number, signal.default_int_handler)
-    if heard:
+    if received:
         raise KeyboardInterrupt
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, Result]) -> Result:
-    """The work, ended by any of them."""
+    """Await ``work``; any of the signals cancels it."""
     Interrupts()
     return await work

@@ -1,4 +1,4 @@
-"""Who may ask: keys, given to the command or kept in a file that may change while the server runs."""
+"""API keys: from the command line, or from a file that may change while the server runs."""
 
 import hashlib
 import hmac
@@ -21,44 +21,46 @@ Stamp = tuple[int, ...]
 
 
 class ApiKeys:
-    """Looks at the file whenever it is asked, and reads it when it has changed.
+    """The keys that clients may use; the file is checked at every request and read again when it has changed.
 
-    A file that can no longer be used changes nothing: those who had a key keep it, and nobody else gets in. What is kept
-    are digests: no key is in this object. Without keys and file everybody may ask.
+    A file that has become invalid changes nothing: the keys that were valid remain so. Only digests are kept, no keys.
+    Without keys and file every request is allowed. Raises ConfigError, without a key in its message, for keys and files
+    that cannot be used.
     """
 
     def __init__(self, keys: Iterable[SecretStr] = (), file: Path | None = None) -> None:
-        """Raises ConfigError for keys and files that cannot be used; the message has no key in it."""
-        given = [key.get_secret_value() for key in keys]
-        if len(given) > MAX_KEYS or not all(map(KEY.fullmatch, given)):
+        texts = [key.get_secret_value() for key in keys]
+        if len(texts) > MAX_KEYS or not all(map(KEY.fullmatch, texts)):
             raise ConfigError(f"--api-key must be printable ASCII without spaces, at most {MAX_KEYS} times")
-        self._given = frozenset(map(_digest, given))
+        self._fixed = frozenset(map(_digest, texts))
         self._file = file
         self._file_version: Stamp | None = None
         in_file: frozenset[bytes] = frozenset()
         if file is not None:
             self._file_version, in_file = _file_version(file), _digests(file)
-        self._known = sorted(self._given | in_file)
+        self._known = sorted(self._fixed | in_file)
 
     @property
     def is_enabled(self) -> bool:
-        return bool(self._given) or self._file is not None
+        """True if requests need a key."""
+        return bool(self._fixed) or self._file is not None
 
     def allows(self, authorization: str | None) -> bool:
+        """Return True if the header has a valid key, or none is needed."""
         return self.authenticate(authorization) is not None
 
     def authenticate(self, authorization: str | None) -> int | None:
-        """A number for the key that a header ``Authorization: Bearer KEY`` has; None: it has none of them.
+        """Return a number for the key in the header ``Authorization: Bearer KEY``; None if it has no valid key.
 
-        It says nothing about the key: keys are numbered from 1. Where there are not several it is 0, also without any key.
-        However a header differs, that takes the same time.
+        Keys are numbered from 1, in an order that reveals nothing about them. The number is 0 if there are not several,
+        or none is needed. Invalid headers take the same time, however they differ.
         """
         if not self.is_enabled:
             return 0
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
-        given = _digest(key.strip())
-        number = sum(place * hmac.compare_digest(given, digest) for place, digest in enumerate(self._known, 1))
+        digest_of_key = _digest(key.strip())
+        number = sum(index * hmac.compare_digest(digest_of_key, digest) for index, digest in enumerate(self._known, 1))
         if not number or scheme.lower() != "bearer":
             return None
         return number if len(self._known) > 1 else 0
@@ -69,11 +71,11 @@ class ApiKeys:
         stamp = _file_version(self._file)
         if stamp == self._file_version:
             return
-        self._file_version = stamp  # a file that cannot be used is said so once, not by every request
+        self._file_version = stamp  # so that an invalid file is logged once, and not at every request
         try:
-            self._known = sorted(self._given | _digests(self._file))
+            self._known = sorted(self._fixed | _digests(self._file))
         except ConfigError as error:
-            logger.warning("%s; the keys that it had before are still good", error)
+            logger.warning("%s; the keys that were read before remain valid", error)
 
 
 def _digest(key: str) -> bytes:
@@ -81,7 +83,7 @@ def _digest(key: str) -> bytes:
 
 
 def _file_version(file: Path) -> Stamp:
-    """Changes with the file; empty where there is none."""
+    """Return what changes with the file; empty if there is no file."""
     try:
         status = file.stat()
     except OSError:
@@ -94,7 +96,7 @@ def _digests(file: Path) -> frozenset[bytes]:
 
 
 def read_key_file(file: Path) -> list[str]:
-    """One key per line; blank lines and lines that begin with # are none. Raises ConfigError."""
+    """Read one key per line, except blank lines and lines that begin with #. Raises ConfigError."""
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE + 1)
@@ -109,5 +111,5 @@ def read_key_file(file: Path) -> list[str]:
     if len(content) > MAX_FILE or len(keys) > MAX_KEYS:
         raise ConfigError(f"--api-key-file {file} holds more than {MAX_KEYS} keys")
     if bad := [number for number, key in keys.items() if not KEY.fullmatch(key)]:
-        raise ConfigError(f"--api-key-file {file}: line {bad[0]} is no key; keys are printable and have no spaces")
+        raise ConfigError(f"--api-key-file {file}: line {bad[0]} is not a key; keys are printable ASCII without spaces")
     return list(keys.values())

@@ -1,151 +1,63 @@
-"""The one validated configuration: every flag of the command line is a key of it."""
+"""The validated configuration, and the files that give it."""
 
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import ValidationError
 
-from tramontane.cluster.config.expert_load import ExpertLoad, parse_load_option
-from tramontane.cluster.config.logging import LogFormat, LogLevel, LogSettings
-from tramontane.cluster.config.parsers import (
-    absolute_database,
-    absolute_folder,
-    expert_sizes,
-    gpu_speeds,
-    parse_api_keys,
-    parse_gpu_memory,
-    url_prefixes,
-)
+from tramontane.cluster.config.engine_keys import DEMO_MODEL, BatchingKeys, ExpertKeys, PipelineKeys, RunKeys
+from tramontane.cluster.config.key import KeyGroup, keys_with
+from tramontane.cluster.config.logging import LogSettings
+from tramontane.cluster.config.parsers import absolute_database, absolute_folder
+from tramontane.cluster.config.serving_keys import JobKeys, LoggingKeys, ScalingKeys, ServingKeys
 from tramontane.proto.errors import ConfigError
-from tramontane.proto.model_args import Quantization
 from tramontane.proto.model_folder import RandomWeights, WeightSource, is_preset
-from tramontane.proto.plan import Link
 
-PIPELINE_KEYS = {  # what makes a pipeline what it is; the other keys are the router's and the doors'
-    *("model", "load_format", "stages", "stages_per_gpu", "dtype", "quantize", "max_model_len", "max_num_seqs"),
-    *("page_size", "kv_cache_memory", "threads_per_stage", "link", "gpu_memory", "gpu_speed"),
-    *("expert_actors", "expert_replicas", "expert_memory", "expert_load", "ping_pong"),
-}
+GROUPS: tuple[type[KeyGroup], ...] = (
+    *(PipelineKeys, ExpertKeys, BatchingKeys, RunKeys, ServingKeys, ScalingKeys, JobKeys, LoggingKeys),
+)
 SECRETS = {"jobs_database", "jobs_storage"}  # which may hold a password
-DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
-
-# Bounds beyond which a number can only be a slip: what is allotted in advance must stay small.
-PositiveInt = Annotated[int, Field(ge=1, le=2**24)]
-SmallInt = Annotated[int, Field(ge=1, le=2**14)]
-MAX_STAGES_PER_GPU = 64  # stages on one GPU, of which each is a process
-Seconds = Annotated[float, Field(ge=0, le=86_400)]
 
 
-class EngineConfig(BaseModel):
-    """How a pipeline is built. None means: chosen from the model and the machines."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    model: Path = DEMO_MODEL
-    load_format: Literal["auto", "dummy"] = "auto"
-    stages: SmallInt | None = None
-    stages_per_gpu: Annotated[int, Field(ge=1, le=MAX_STAGES_PER_GPU)] = 1
-    local: bool = False
-    address: str | None = None
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    quantize: Quantization | None = None
-    max_model_len: PositiveInt | None = None
-    max_num_seqs: SmallInt = 64
-    max_num_batched_tokens: PositiveInt = 512
-    max_in_flight: SmallInt | None = Field(None, description="micro-batches in flight; measured if not given")
-    itl_target_ms: Annotated[float, Field(gt=0)] | None = Field(None, description="time between a sequence's tokens")
-    step_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(30.0, description="seconds until a micro-batch is given up")
-    page_size: PositiveInt = 16
-    kv_cache_memory: ByteSize | None = Field(None, description="bytes per stage, such as 512MiB")
-    threads_per_stage: SmallInt | None = None
-    placement_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds until there must be room")
-    gpu_memory: Annotated[tuple[int, ...] | None, BeforeValidator(parse_gpu_memory)] = Field(
-        None, description="of each stage, or of all"
-    )
-    gpu_speed: Annotated[tuple[int, ...] | None, BeforeValidator(gpu_speeds)] = Field(None, description="of each stage, relative")
-    link: Link = "object-store"
-    expert_actors: Annotated[int, Field(ge=0, le=2**14)] = Field(0, description="0: experts inside the stages")
-    expert_replicas: Literal["auto"] | SmallInt = Field(1, description="of every expert; auto: of those that have most to do")
-    expert_memory: Annotated[tuple[int, ...] | None, BeforeValidator(expert_sizes)] = Field(
-        None, description="of each expert actor, or of all"
-    )
-    expert_load: Annotated[ExpertLoad | None, BeforeValidator(parse_load_option)] = Field(
-        None, description="a file of measured load"
-    )
-    move_experts: bool = Field(False, description="clients may, by POST /experts")
-    ping_pong: SmallInt = Field(2, description="micro-batches a stage keeps open while experts on actors of their own work")
-    seed: int = 0
-    served_model_name: Annotated[str, Field(min_length=1)] | None = None
-    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    grpc_port: Annotated[int, Field(ge=0, le=65535)] = Field(9000, description="0: no gRPC")
-    replicas: SmallInt = 1
-    max_replicas: SmallInt | None = Field(
-        None, description="pipelines when there is much to do; as many as replicas if not given"
-    )
-    target_load: Annotated[float, Field(gt=0, le=100)] = Field(0.75, description="how full each is to be; above 1 some wait")
-    target_tokens: PositiveInt | None = Field(
-        None, description="that each is to have in flight, if they are to count beside that"
-    )
-    upscale_delay: Seconds = Field(30.0, description="seconds for which more pipelines have to be wanted")
-    downscale_delay: Seconds = Field(600.0, description="seconds for which fewer have to be enough")
-    ingress_replicas: SmallInt = 1
-    max_queued_requests: Annotated[int, Field(ge=0, le=2**24)] = Field(256, description="sequences waiting for a place")
-    max_queued_tokens: PositiveInt = Field(2**17, description="prompt tokens waiting for a place")
-    max_body_bytes: PositiveInt = Field(8 * 2**20, description="of one HTTP request")
-    stream_writes_per_s: PositiveInt | None = Field(None, description="of one ingress replica; 50 per core if not given")
-    drain_timeout: Annotated[float, Field(ge=0, le=86_400)] | None = Field(None, description="seconds; 30, deployed by Serve 600")
-    slow_reader_timeout: Annotated[float, Field(gt=0, le=86_400)] = Field(60.0, description="seconds without reading an answer")
-    api_key: Annotated[tuple[SecretStr, ...], BeforeValidator(parse_api_keys)] = Field((), description="shown by nothing")
-    api_key_file: Path | None = Field(None, description="one key per line, read again when it changes")
-    jobs_database: Annotated[SecretStr, Field(min_length=1)] | None = Field(
-        None, description="of batch jobs: sqlite or postgresql"
-    )
-    jobs_storage: Annotated[SecretStr, Field(min_length=1)] | None = Field(None, description="of batch jobs' files, by fsspec")
-    jobs_concurrency: SmallInt | None = Field(
-        None, description="lines of batch jobs in progress; a quarter more than run at once"
-    )
-    jobs_retention: Annotated[int, Field(ge=0, le=2**14)] = Field(30, description="days; 0: for ever")
-    jobs_url_prefixes: Annotated[tuple[str, ...], BeforeValidator(url_prefixes)] = Field((), description="clients may name")
-    log_format: LogFormat = Field("text", description="of what the log says; json: an object a line")
-    log_level: LogLevel = Field("warning", description="of Tramontane's own lines")
-    tracing_exporter: Annotated[str, Field(min_length=1)] | None = Field(None, description="of spans; none: no tracing")
-    tracing_sampling_ratio: Annotated[float, Field(ge=0, le=1)] = Field(0.01, description="of requests without a trace")
-    json_output: bool = Field(False, alias="json")
+class EngineConfig(
+    LoggingKeys, JobKeys, ScalingKeys, ServingKeys, RunKeys, BatchingKeys, ExpertKeys, PipelineKeys
+):  # backwards: pydantic takes the fields of the last base first
+    """All keys, flat. None means: chosen from the model and the machines."""
 
     @classmethod
     def key_names(cls) -> set[str]:
-        """As they are written in a file and in ``build``'s flags."""
+        """Return the keys as files and flags have them."""
         return {field.alias or name for name, field in cls.model_fields.items()}
 
     @property
     def model_name(self) -> str:
-        """What ``/v1/models`` says."""
+        """The name of the model in ``/v1/models``."""
         return self.served_model_name or ("demo" if self.model.resolve() == DEMO_MODEL.resolve() else self.model.resolve().name)
 
     @property
     def max_pipelines(self) -> int:
-        """Pipelines that there may be at once."""
+        """The largest number of pipelines at a time."""
         return self.max_replicas or self.replicas
 
     def single_pipeline(self) -> Self:
-        """Of a file that was written for ``serve``: one pipeline."""
+        """Return the configuration with one pipeline: the file may have been written for ``serve``."""
         return self.model_copy(update={"replicas": 1, "max_replicas": None})
 
     @property
     def weights(self) -> WeightSource:
-        """Where every stage gets its own."""
+        """Where every stage gets its weights from."""
         return RandomWeights() if self.load_format == "dummy" else self.model.resolve()
 
     @property
     def logs(self) -> LogSettings:
+        """What the processes log, and how."""
         return LogSettings(self.log_format, self.log_level)
 
     def with_absolute_paths(self) -> Self:
-        """The same files, for processes that run elsewhere."""
+        """Return the configuration for processes with another working directory."""
         model = self.model if is_preset(self.model) else self.model.resolve()
         return self.model_copy(
             update={
@@ -157,12 +69,15 @@ class EngineConfig(BaseModel):
         )
 
     def without_secrets(self) -> Self:
-        """For those who need none."""
+        """Return the configuration without API keys, for processes that check none."""
         return self.model_copy(update={"api_key": (), "api_key_file": None})
 
     @classmethod
     def build(cls, file: "ConfigFile | None", flags: dict[str, Any]) -> Self:
-        """Keys of the file, if there is one, overridden by flags that were given (None: it was not)."""
+        """Merge the keys of the file, if there is one, with the flags that were given (None: not given), which override it.
+
+        Raises ConfigError for values that are not allowed, alone or together.
+        """
         keys = (file.keys if file else {}) | _given(flags)
         try:
             config = cls(**keys)
@@ -170,14 +85,12 @@ class EngineConfig(BaseModel):
             raise ConfigError("; ".join(_format_error(problem) for problem in error.errors())) from None
         if config.max_pipelines < config.replicas:
             raise ConfigError(
-                f"--max-replicas is {config.max_replicas}, and --replicas is {config.replicas}; there are never fewer"
+                f"--max-replicas is {config.max_replicas}; it must be at least --replicas, which is {config.replicas}"
             )
         if config.local and config.address:
             raise ConfigError("--local runs without Ray, so --address cannot be used with it")
         if config.local and config.link == "direct":
-            raise ConfigError(
-                "--local keeps the stages in one process, where nothing travels, so --link direct cannot be used with it"
-            )
+            raise ConfigError("--local keeps all stages in one process without links, so --link direct cannot be used with it")
         if config.local and config.expert_actors:
             raise ConfigError("--local keeps everything in one process, so --expert-actors cannot be used with it")
         if config.load_format == "auto" and is_preset(config.model):
@@ -188,32 +101,40 @@ class EngineConfig(BaseModel):
         return config
 
 
+PIPELINE_KEYS = keys_with(EngineConfig, defines_pipeline=True)
+CLI_ONLY_KEYS = keys_with(EngineConfig, in_serve_config=False)
+
+
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What ``--config`` names: YAML of keys and values."""
+    """The YAML file of ``--config``: keys and values."""
 
     path: Path
     keys: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> Self:
+        """Read the file. Raises ConfigError if it cannot be read, is not valid YAML or has unknown keys."""
         try:
             keys = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except OSError as error:
             raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
         except yaml.MarkedYAMLError as error:
-            raise ConfigError(f"--config {path} is not valid YAML{_place(error)}") from None
+            raise ConfigError(f"--config {path} is not valid YAML{_position(error)}") from None
         except (yaml.YAMLError, UnicodeDecodeError):
             raise ConfigError(f"--config {path} is not valid YAML: it holds characters that are not allowed") from None
         if not isinstance(keys, dict):
             raise ConfigError(f"--config {path} must hold keys and values, such as 'stages: 2'")
         keys = {str(key).replace("-", "_"): value for key, value in keys.items()}
         if unknown := [key for key in keys if key not in EngineConfig.key_names()]:
-            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key of the configuration; README lists them")
+            raise ConfigError(f"{', '.join(unknown)} (in {path}): no such key; docs/configuration.md lists all keys")
         return cls(path, keys)
 
     def named_in(self, message: str, flags: dict[str, Any]) -> str:
-        """``--stages is 9`` becomes ``stages (in file.yaml) is 9``, if the file gave it and no flag did."""
+        """Name the options of a message as the file does: ``--stages is 9`` becomes ``stages (in file.yaml) is 9``.
+
+        An option that was given as a flag keeps its dashes.
+        """
 
         def name(option: re.Match[str]) -> str:
             key = option[1].replace("-", "_")
@@ -223,12 +144,12 @@ class ConfigFile:
 
 
 def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """A flag that may be repeated is () where nobody gives it."""
+    """Return the flags that were given: the others are None, or () where a flag may be repeated."""
     return {name: value for name, value in flags.items() if value is not None and value != ()}
 
 
-def _place(error: yaml.MarkedYAMLError) -> str:
-    """Where, and not what is there: it may be a key."""
+def _position(error: yaml.MarkedYAMLError) -> str:
+    """Return where the error is, without the text there, which may be an API key."""
     mark = error.problem_mark or error.context_mark
     return f": line {mark.line + 1}, column {mark.column + 1}" if mark else ""
 
@@ -236,7 +157,7 @@ def _place(error: yaml.MarkedYAMLError) -> str:
 def _format_error(problem: Any) -> str:  # noqa: ANN401 - pydantic's ErrorDetails is private
     name = "--" + "-".join(str(part) for part in problem["loc"]).replace("_", "-")
     if problem["type"] == "extra_forbidden":
-        return f"{problem['loc'][0]} is not a key of the configuration; README lists them"
+        return f"{problem['loc'][0]} is not a key of the configuration; docs/configuration.md lists all keys"
     if problem["loc"][0] in SECRETS:
         return f"{name} must be a text that is not empty"
     if problem["type"].startswith("byte_size"):

@@ -1,4 +1,4 @@
-"""What the log of each process looks like, and where it goes."""
+"""Log settings of every process: format, level, and where records go."""
 
 import logging
 from collections.abc import Mapping
@@ -10,33 +10,33 @@ from tramontane.cluster.ray_internals.core import json_formatter
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-ROOT_LOGGER = "tramontane"  # above all loggers of ours
+ROOT_LOGGER = "tramontane"  # the parent of all loggers of ours
 TEXT = "%(levelname)s %(asctime)s %(component)s -- %(message)s"
-MORE_FIELDS = ("name", "created")  # beside Ray's: whose line it is, and when, in seconds since 1970
+MORE_FIELDS = ("name", "created")  # in addition to Ray's: the logger, and the time in seconds since 1970
 
 
 @dataclass(frozen=True, slots=True)
 class LogSettings:
-    """As flags and configuration say."""
+    """The format and the level, as flags and configuration give them."""
 
     format: LogFormat = "text"
     level: LogLevel = "warning"
 
     def for_ray_serve(self) -> dict[str, Any]:
-        """Its ``LoggingConfig``. Its own lines only where something is wrong: doors say what they have answered."""
+        """Return Ray Serve's ``LoggingConfig``. It logs warnings only: our ingress has an access log of its own."""
         quiet = {"log_level": "WARNING", "enable_access_log": False}
         as_json = {"encoding": "JSON", "additional_log_standard_attrs": list(MORE_FIELDS)}
         return quiet | as_json if self.format == "json" else quiet
 
     def to_stderr(self, component: str, **fields: object) -> None:
-        """Of this process, which is no replica of Ray Serve's. Ray keeps an actor's standard error beside its own logs."""
+        """Log to standard error, in processes that are no replicas of Ray Serve. Ray keeps an actor's next to its own logs."""
         handler = logging.StreamHandler()
         handler.setFormatter(json_formatter(MORE_FIELDS) if self.format == "json" else logging.Formatter(TEXT))
         handler.addFilter(ContextFilter({"component": component, **fields}))
         self.install(handler)
 
     def install(self, handler: logging.Handler) -> None:
-        """All that is ours, and to nobody else."""
+        """Send the records of our loggers to this handler only."""
         own = logging.getLogger(ROOT_LOGGER)
         own.handlers[:] = [handler]
         own.setLevel(self.level.upper())
@@ -44,12 +44,13 @@ class LogSettings:
 
 
 class ContextFilter(logging.Filter):
-    """Lets everything pass, with these fields, which say where it comes from."""
+    """A filter that passes all records and adds these fields to them."""
 
     def __init__(self, fields: Mapping[str, object]) -> None:
         super().__init__()
         self._fields = fields
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Add the fields."""
         vars(record).update(self._fields)
         return True

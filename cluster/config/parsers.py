@@ -1,7 +1,4 @@
-"""Values of the configuration that are written in more than one way.
-
-Where batch jobs are kept, as it was given.
-"""
+"""Parsers of values that can be written in several ways, and paths of batch jobs."""
 
 import re
 from pathlib import Path
@@ -10,41 +7,47 @@ from pydantic import ByteSize, SecretStr, TypeAdapter, ValidationError
 
 from tramontane.proto.errors import ConfigError
 
+MIN_GPU_BYTES = 2**10  # 24 without a unit is a mistake
+MAX_GPU_SPEED = 10_000
+MAX_EXPERT_REPLICAS = 2**14
+PASSWORD = re.compile(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", re.IGNORECASE)
+
 
 def has_password(url: str) -> bool:
-    """Before the host, or as a parameter: ``postgresql://me:secret@host/jobs``, ``postgresql://host/jobs?password=secret``."""
-    return bool(re.search(r"://[^@/]*:.*@|[?&][^=]*(pass|secret|token|key)[^=]*=", url, re.IGNORECASE))
+    """Return True if a password is before the host or a parameter.
+
+    ``postgresql://me:secret@host/jobs`` and ``postgresql://host/jobs?password=secret`` have one.
+    """
+    return bool(PASSWORD.search(url))
 
 
-def absolute_database(given: SecretStr) -> SecretStr:
-    """``sqlite:///jobs.sqlite`` with the folder where it is from here; three slashes and a path that begins with none."""
-    url = given.get_secret_value()
-    driver, mark, path = url.partition(":///")
+def absolute_database(url: SecretStr) -> SecretStr:
+    """Return ``sqlite:///jobs.sqlite`` with the absolute path: three slashes and a path without one in front are relative."""
+    text = url.get_secret_value()
+    driver, mark, path = text.partition(":///")
     is_relative = driver.startswith("sqlite") and mark and path and not path.startswith(("/", ":memory:", "file:"))
-    return SecretStr(f"{driver}{mark}{Path.cwd() / path}") if is_relative else given
+    return SecretStr(f"{driver}{mark}{Path.cwd() / path}") if is_relative else url
 
 
-def absolute_folder(given: SecretStr) -> SecretStr:
-    url = given.get_secret_value()
-    path = url.removeprefix("file://").removeprefix("file:")
-    return given if "::" in path or "://" in path else SecretStr(str(Path(path).expanduser().absolute()))
+def absolute_folder(url: SecretStr) -> SecretStr:
+    """Return the absolute path of a folder; other URLs stay as they are."""
+    text = url.get_secret_value()
+    path = text.removeprefix("file://").removeprefix("file:")
+    return url if "::" in path or "://" in path else SecretStr(str(Path(path).expanduser().absolute()))
 
 
-SMALLEST_GPU = 2**10  # bytes; 24 without a unit is a slip
+def parse_gpu_memory(value: object) -> tuple[int, ...] | None:
+    """Return bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
+    return None if value is None else tuple(_parse_size(part, "--gpu-memory") for part in _parts(value))
 
 
-def parse_gpu_memory(given: object) -> tuple[int, ...] | None:
-    """Bytes, from ``24GiB,24GiB,80GiB`` or a file's list. Raises ConfigError."""
-    return None if given is None else tuple(_size(part, "--gpu-memory") for part in _parts(given))
-
-
-def expert_sizes(given: object) -> tuple[int, ...] | None:
-    """As ``parse_gpu_memory``."""
-    return None if given is None else tuple(_size(part, "--expert-memory") for part in _parts(given))
+def parse_expert_memory(value: object) -> tuple[int, ...] | None:
+    """Return bytes, as ``parse_gpu_memory`` does. Raises ConfigError."""
+    return None if value is None else tuple(_parse_size(part, "--expert-memory") for part in _parts(value))
 
 
 def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int, ...]:
-    """Raises ConfigError if there is neither one for all nor one for each."""
+    """Return one size per actor. Raises ConfigError if there is neither one for all nor one for each."""
     if len(sizes) not in (1, num_actors):
         raise ConfigError(
             f"--expert-memory is for {len(sizes)} actors and --expert-actors is {num_actors}; "
@@ -53,22 +56,30 @@ def for_each_expert_actor(sizes: tuple[int, ...], num_actors: int) -> tuple[int,
     return sizes if len(sizes) > 1 else sizes * num_actors
 
 
-def gpu_speeds(given: object) -> tuple[int, ...] | None:
-    """Whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
-    return None if given is None else tuple(_speed(part) for part in _parts(given))
+def parse_expert_replicas(value: object) -> object:
+    """Return a number, or ``auto``. Raises ConfigError."""
+    text = str(value)
+    if text != "auto" and not (text.isdecimal() and 1 <= int(text) <= MAX_EXPERT_REPLICAS):
+        raise ConfigError(f"--expert-replicas is {value!r}; it must be a whole number from 1 to {MAX_EXPERT_REPLICAS}, or auto")
+    return text if text == "auto" else int(text)
 
 
-def parse_api_keys(given: object) -> tuple[SecretStr, ...]:
-    """From a text or a list of them. Raises ConfigError, which does not repeat them."""
-    keys = [key for key in (given if isinstance(given, list | tuple) else [given]) if key is not None]
+def parse_gpu_speed(value: object) -> tuple[int, ...] | None:
+    """Return whole numbers, from ``1,1,3`` or a file's list. Raises ConfigError."""
+    return None if value is None else tuple(_parse_speed(part) for part in _parts(value))
+
+
+def parse_api_keys(value: object) -> tuple[SecretStr, ...]:
+    """Return keys, from a text or a list of them. Raises ConfigError, which does not repeat them."""
+    keys = [key for key in (value if isinstance(value, list | tuple) else [value]) if key is not None]
     if not all(isinstance(key, str | SecretStr) for key in keys):
         raise ConfigError("--api-key must be a text, or a list of texts; in a file, between quotes")
     return tuple(key if isinstance(key, SecretStr) else SecretStr(str(key)) for key in keys)
 
 
-def url_prefixes(given: object) -> tuple[str, ...]:
-    """Of ``file:///data/in,s3://bucket/in`` or a file's list. Raises ConfigError, which does not repeat them."""
-    prefixes = tuple(part for part in _parts(given) if part) if given else ()
+def parse_url_prefixes(value: object) -> tuple[str, ...]:
+    """Return prefixes, from ``file:///data/in,s3://bucket/in`` or a list. Raises ConfigError, which does not repeat them."""
+    prefixes = tuple(part for part in _parts(value) if part) if value else ()
     if any(map(has_password, prefixes)):
         raise ConfigError(
             "--jobs-url-prefixes has a password, which clients would have to name too; "
@@ -77,21 +88,21 @@ def url_prefixes(given: object) -> tuple[str, ...]:
     return prefixes
 
 
-def _parts(given: object) -> list[str]:
-    return [str(part).strip() for part in (given if isinstance(given, list | tuple) else str(given).split(","))]
+def _parts(value: object) -> list[str]:
+    return [str(part).strip() for part in (value if isinstance(value, list | tuple) else str(value).split(","))]
 
 
-def _size(text: str, name: str) -> int:
+def _parse_size(text: str, flag: str) -> int:
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
-    if size < SMALLEST_GPU:
-        raise ConfigError(f"{name} has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
+    if size < MIN_GPU_BYTES:
+        raise ConfigError(f"{flag} has {text!r}; it must be a size such as 24GiB, or sizes with commas between them")
     return size
 
 
-def _speed(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10_000:
+def _parse_speed(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_GPU_SPEED:
         raise ConfigError(f"--gpu-speed has {text!r}; it must be whole numbers from 1, such as 1,1,3")
     return int(text)

@@ -1,24 +1,24 @@
-"""What Ray and Ray Serve are started with. Without Ray, for those who only write it down."""
+"""Settings of Ray and Ray Serve. Imports no Ray, for the commands that only write the settings to files."""
 
 from types import MappingProxyType
 
-MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # of a client; Ray Serve's own messages, in which it travels on, may have 4 MiB
-# Ray Serve on fewer threads, over gRPC, and with a controller that looks around less often than ten times a second:
-# about 1.25 times the streamed tokens on two cores. And without listening to headers that clients send.
+MAX_GRPC_MESSAGE = 4 * 2**20 - 2**16  # bytes from a client; Ray Serve forwards it in messages of its own, of up to 4 MiB
+# Ray Serve on fewer threads, over gRPC, and with a controller that runs its loop less often than ten times a second:
+# about 1.25 times the streamed tokens on two cores. The proxy ignores Ray Serve's headers if clients send them.
 SERVE_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.3",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that does nothing any more would keep its pipeline
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a router that hangs would keep its pipeline
     "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE": str(MAX_GRPC_MESSAGE),
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "tramontane.cluster.serve_patches.proxy:proxy_middlewares",
 }
-RAY_SETTINGS = MappingProxyType(  # of a cluster: the head tells all other nodes
+RAY_SETTINGS = MappingProxyType(  # of a cluster: the head passes them to all other nodes
     {
-        "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB ride inline
-        "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is seen at once
-        "health_check_initial_delay_ms": 1000,  # a dead node is seen within three or four seconds
+        "max_direct_call_object_size": 2**20,  # hidden states up to 1 MiB are sent inline
+        "timeout_ms_task_wait_for_death_info": 0,  # a dead stage is reported at once
+        "health_check_initial_delay_ms": 1000,  # a dead node is reported within three or four seconds
         "health_check_period_ms": 1000,
         "health_check_timeout_ms": 1000,
         "health_check_failure_threshold": 3,

@@ -1,7 +1,4 @@
-"""Batch jobs of a running server, over HTTP: what ``tramontane batch`` asks, again and again where the connection is lost.
-
-Where ``tramontane batch results`` writes: whole lines, each once, however often the connection is lost.
-"""
+"""The client of batch jobs, which retries, and the outputs of results: whole lines, each once, across lost connections."""
 
 import time
 import uuid
@@ -16,34 +13,43 @@ import httpx
 from tramontane.cluster.console.server_client import base_url, raise_if_unauthorized
 from tramontane.proto.errors import ConfigError, PipelineError
 
+TIMEOUT = httpx.Timeout(30.0, read=600.0)  # the server stores a job of a million lines before it answers
+RETRY_TIMEOUT_S = 600.0  # since the first failure, or the last time that the server asked to retry
+MIN_WAIT_S, MAX_WAIT_S = 0.5, 10.0
+WATCH_INTERVAL_S = 1.0
+ENDED = ("completed", "cancelled", "failed", "expired")
+RETRY_STATUSES = (429, 500, 502, 503, 504)
+Job = dict[str, Any]
+
 
 class ResultSink(Protocol):
-    """Lines come in pieces, cut anywhere."""
+    """An output of results. Lines arrive in pieces, cut anywhere."""
 
     def count_lines(self) -> int:
-        """How many there are, after what follows the last of them was cut off."""
+        """Return the number of whole lines, after an incomplete one behind them was cut off."""
         ...
 
     def appending(self) -> AbstractContextManager[Callable[[bytes], object]]:
-        """Gives what takes a piece."""
+        """Open the output; the context is the function that appends a piece."""
         ...
 
     def finish(self) -> None:
-        """All lines have come."""
+        """Complete the output: all lines have arrived."""
         ...
 
     def discard(self) -> None:
-        """They are not what was asked for."""
+        """Remove the output: the lines are not those of the job."""
         ...
 
 
 class ResumableFile:
-    """A file that has another name until it is whole, and stays when the command is interrupted: the next one goes on with it."""
+    """A file with another name until it is complete; an interrupted command leaves it, and the next one continues it."""
 
     def __init__(self, file: Path, job_id: str) -> None:
         self._file, self._part = file, file.with_name(f"{file.name}.{job_id}.part")
 
     def count_lines(self) -> int:
+        """Count the whole lines, and truncate the file behind them."""
         if not self._part.exists():
             return 0
         num_lines = end = position = 0
@@ -58,57 +64,56 @@ class ResumableFile:
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[bytes], object]]:
+        """Open the file."""
         with self._part.open("ab") as part:
             yield part.write
 
     def finish(self) -> None:
+        """Give the file its name."""
         self._part.replace(self._file)
 
     def discard(self) -> None:
+        """Delete the file."""
         self._part.unlink()
 
 
 class StdoutSink:
-    """Standard output, most likely. What was written cannot be taken back, so a line is written when it is whole."""
+    """Standard output. Nothing can be removed from it, so a line is written once it is complete."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._begun, self._num_lines = stream, bytearray(), 0
+        self._stream, self._incomplete, self._num_lines = stream, bytearray(), 0
 
     def count_lines(self) -> int:
-        self._begun.clear()
+        """Return the number of lines written."""
+        self._incomplete.clear()
         return self._num_lines
 
     @contextmanager
     def appending(self) -> Iterator[Callable[[bytes], object]]:
+        """Return the function that appends a piece."""
         yield self._write
 
     def _write(self, piece: bytes) -> None:
-        self._begun += piece
+        self._incomplete += piece
         if (end := piece.rfind(b"\n") + 1) > 0:
-            end += len(self._begun) - len(piece)
-            self._stream.write(self._begun[:end])
+            end += len(self._incomplete) - len(piece)
+            self._stream.write(self._incomplete[:end])
             self._stream.flush()
             self._num_lines += piece.count(b"\n")
-            del self._begun[:end]
+            del self._incomplete[:end]
 
     def finish(self) -> None:
-        """There is nothing behind the last whole line."""
+        """Do nothing: all lines have been written."""
 
     def discard(self) -> None:
-        """It was read already, perhaps."""
-
-
-TIMEOUT = httpx.Timeout(30.0, read=600.0)  # a job of a million lines is stored before the server answers
-PATIENCE_S = 600.0  # from the first failure on, or the last time that the server asked to come back
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
-WATCH_EVERY_S = 1.0
-ENDED = ("completed", "cancelled", "failed", "expired")
-LATER = (429, 500, 502, 503, 504)
-Job = dict[str, Any]
+        """Do nothing: the lines may have been read."""
 
 
 class BatchClient:
-    """``notice`` is told when a connection is lost. Errors of the server are ConfigError, a server that is gone PipelineError."""
+    """A client that retries, and calls ``notice`` when a connection is lost.
+
+    Methods raise ConfigError for errors that the server reports, PipelineError if the server does not answer.
+    """
 
     def __init__(self, url: str, headers: dict[str, str], notice: Callable[[str], None]) -> None:
         self._http = httpx.Client(base_url=base_url(url), timeout=TIMEOUT, headers=headers)
@@ -122,7 +127,8 @@ class BatchClient:
         self._http.close()
 
     def submit(self, file: Path, keeps_order: bool, endpoint: str) -> Job:
-        key = uuid.uuid4().hex  # the server knows by it what it has heard before
+        """Upload the file and create a job of it."""
+        key = uuid.uuid4().hex  # with which the server recognizes a retry
 
         def upload() -> httpx.Response:
             with file.open("rb") as opened:
@@ -136,13 +142,15 @@ class BatchClient:
         return self._with_retries(lambda: self._http.post("/v1/batches", json=body, headers={"idempotency-key": key}))
 
     def get(self, job_id: str) -> Job:
+        """Return the job."""
         return self._with_retries(lambda: self._http.get(f"/v1/batches/{job_id}"))
 
     def cancel(self, job_id: str) -> Job:
+        """Cancel the job."""
         return self._with_retries(lambda: self._http.post(f"/v1/batches/{job_id}/cancel"))
 
     def list(self, limit: int) -> list[Job]:
-        """The newest first."""
+        """Return at most ``limit`` jobs, the newest first."""
         jobs: list[Job] = []
         while len(jobs) < limit:
             query: dict[str, Any] = {"limit": min(100, limit - len(jobs))}
@@ -154,16 +162,16 @@ class BatchClient:
         return jobs
 
     def watch(self, job_id: str) -> Iterator[Job]:
-        """Until it has ended."""
+        """Yield the job at intervals until it has ended."""
         while True:
             job = self.get(job_id)
             yield job
             if job["status"] in ENDED:
                 return
-            time.sleep(WATCH_EVERY_S)
+            time.sleep(WATCH_INTERVAL_S)
 
     def results(self, job_id: str, output: ResultSink) -> int:
-        """Waits for the job's end. What was lost with a connection, or an earlier command, is not asked for again."""
+        """Write all results, as they are ready, and return their number. Those that the output has are not sent again."""
         num_lines = output.count_lines()
         while True:
             before = num_lines
@@ -173,13 +181,13 @@ class BatchClient:
             except (httpx.HTTPError, _RetryLater) as error:
                 num_lines = output.count_lines()
                 if num_lines == before:
-                    self.get(job_id)  # waits for the server, or gives up
-                self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); going on")
-                time.sleep(FIRST_WAIT_S)
+                    self.get(job_id)  # retries until the server answers, or raises
+                self._notice(f"the connection was lost after {num_lines} results ({error or type(error).__name__}); reconnecting")
+                time.sleep(MIN_WAIT_S)
         total = self.get(job_id)["request_counts"]["total"]
         if num_lines != total:
             output.discard()
-            raise PipelineError(f"{num_lines} results came of a job of {total} lines; ask for them again")
+            raise PipelineError(f"the server sent {num_lines} results of a job of {total} lines; run the command again")
         output.finish()
         return num_lines
 
@@ -197,33 +205,31 @@ class BatchClient:
                     num_lines += piece.count(b"\n")
         return num_lines
 
-    def _with_retries(self, ask: Callable[[], httpx.Response]) -> Job:
-        wait, failing_since = FIRST_WAIT_S, None
+    def _with_retries(self, send: Callable[[], httpx.Response]) -> Job:
+        wait, failing_since = MIN_WAIT_S, None
         while True:
             try:
-                answer = ask()
+                answer = send()
                 self._has_answered = True
                 if answer.status_code == httpx.codes.OK:
-                    return _parsed(answer)
+                    return _parse(answer)
                 self._raise_for_status(answer)
             except (httpx.TransportError, _RetryLater) as error:
                 why = str(error) or type(error).__name__
-                is_slip = (
-                    isinstance(error, httpx.ConnectError) and not self._has_answered
-                )  # rather than a server that starts again
-                if is_slip:
+                is_wrong_url = isinstance(error, httpx.ConnectError) and not self._has_answered  # and not a server that restarts
+                if is_wrong_url:
                     raise PipelineError(
                         f"nothing answers at --url {self._http.base_url}: {why}; is tramontane serve running there? "
                         "If it is elsewhere, give its --url"
                     ) from error
-                is_at_work = isinstance(error, _RetryLater) and error.is_at_work
-                failing_since = time.monotonic() if failing_since is None or is_at_work else failing_since
-                if time.monotonic() - failing_since > PATIENCE_S:
+                is_busy = isinstance(error, _RetryLater) and error.is_busy
+                failing_since = time.monotonic() if failing_since is None or is_busy else failing_since
+                if time.monotonic() - failing_since > RETRY_TIMEOUT_S:
                     raise PipelineError(f"--url {self._http.base_url} does not answer: {why}") from error
-                if wait == FIRST_WAIT_S:
-                    self._notice(f"no answer ({why}); trying again for up to {PATIENCE_S / 60:.0f} minutes")
+                if wait == MIN_WAIT_S:
+                    self._notice(f"no answer ({why}); trying again for up to {RETRY_TIMEOUT_S / 60:.0f} minutes")
             time.sleep(wait)
-            wait = min(2 * wait, LONGEST_WAIT_S)
+            wait = min(2 * wait, MAX_WAIT_S)
 
     def _raise_for_status(self, answer: httpx.Response) -> None:
         raise_if_unauthorized(self._http, answer)
@@ -231,24 +237,24 @@ class BatchClient:
             message = str(answer.json()["error"]["message"])
         except (ValueError, LookupError, TypeError, RecursionError):
             message = f"{answer.status_code} {answer.reason_phrase}"
-        if answer.status_code in LATER:
+        if answer.status_code in RETRY_STATUSES:
             raise _RetryLater(message, answer.status_code == httpx.codes.TOO_MANY_REQUESTS)
         raise ConfigError(f"--url {self._http.base_url}: {message}")
 
 
 class _RetryLater(Exception):
-    """The server cannot do it now. ``is_at_work``: it says so itself, and that it will be able to."""
+    """The server cannot answer now. ``is_busy``: it reported so itself, and that a retry can succeed."""
 
-    def __init__(self, message: str, is_at_work: bool) -> None:
+    def __init__(self, message: str, is_busy: bool) -> None:
         super().__init__(message)
-        self.is_at_work = is_at_work
+        self.is_busy = is_busy
 
 
-def _parsed(answer: httpx.Response) -> Job:
+def _parse(answer: httpx.Response) -> Job:
     try:
         parsed = answer.json()
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        raise ConfigError(f"{answer.url} is no Tramontane server: its answer is not a JSON object")
+        raise ConfigError(f"{answer.url} is not a Tramontane server: its answer is not a JSON object")
     return parsed

@@ -1,4 +1,4 @@
-"""What a person sees of ``generate``: text on standard output, everything else on standard error."""
+"""The terminal output of commands: text on standard output, progress and notes on standard error."""
 
 import sys
 from collections.abc import Sequence
@@ -23,9 +23,11 @@ LIVE_LINES = 4  # of each prompt's text, while several grow at once
 
 
 class Display:
-    """``live``: standard output is a terminal. One prompt streams anywhere; several stream in a terminal
-    and are otherwise printed as blocks, in input order, each as soon as it is its turn. What is to be coloured is always
-    a block, since colours are known only afterwards."""
+    """Progress, and the texts of prompts.
+
+    ``live`` means that standard output is a terminal. One prompt always streams. Several stream in a terminal, and are
+    otherwise printed as blocks in input order. Colored texts are always blocks, since colors are known only at the end.
+    """
 
     def __init__(self, live: bool, silent: bool = False) -> None:
         self.stderr = Console(stderr=True, highlight=False)
@@ -33,27 +35,27 @@ class Display:
         self._live_wanted, self._silent = live, silent
         self._status: Status | None = None
         self._bars: Progress | None = None
-        self._quarters_told = 0
+        self._quarters_reported = 0
         self._live: Live | None = None
         self._streams = False  # one text, written as it grows
         self._texts: list[str] = []
-        self._painted: dict[int, Segments] = {}
+        self._colored: dict[int, Segments] = {}
         self._ended: list[bool] = []
         self._printed = 0
 
-    def report(self, what: str) -> None:
-        """Say what is being waited for."""
+    def report(self, activity: str) -> None:
+        """Show what the command waits for."""
         self._stop_bars()
         if self._status is None and self.stderr.is_terminal:
-            self._status = self.stderr.status(what)
+            self._status = self.stderr.status(activity)
             self._status.start()
         elif self._status is not None:
-            self._status.update(what)
+            self._status.update(activity)
         else:
-            self.stderr.print(f"{what} ...")
+            self.stderr.print(f"{activity} ...")
 
     def loading(self, stages: Sequence["LoadProgress"]) -> None:
-        """How far every stage is: bars in a terminal; elsewhere a line for each quarter of all their bytes."""
+        """Show how far every stage is: bars in a terminal, otherwise a line for each quarter of all their bytes."""
         if self.stderr.is_terminal:
             if self._bars is None:
                 self._start_bars(stages)
@@ -61,25 +63,25 @@ class Display:
             for task, stage in zip(self._bars.task_ids, stages, strict=True):
                 self._bars.update(task, completed=stage.num_bytes)
             return
-        total = sum(stage.of_bytes for stage in stages)
+        total = sum(stage.total_bytes for stage in stages)
         quarters = 4 * sum(stage.num_bytes for stage in stages) // total
-        if self._quarters_told < quarters < 4:
-            self._quarters_told = quarters
+        if self._quarters_reported < quarters < 4:
+            self._quarters_reported = quarters
             self.stderr.print(f"loaded {quarters * 25}% of {format_bytes(total)} ...")
 
-    def note(self, what: str) -> None:
-        """One line, however long."""
-        self.stderr.print(f"note: {what}", markup=False, soft_wrap=True)
+    def note(self, text: str) -> None:
+        """Print a note on one line, however long."""
+        self.stderr.print(f"note: {text}", markup=False, soft_wrap=True)
 
-    def start(self, prompts: list[str], colours: "TokenColors | None" = None) -> None:
-        """With ``colours``, where a terminal can show them, ``end`` brings the texts in theirs."""
+    def start(self, prompts: list[str], colors: "TokenColors | None" = None) -> None:
+        """Start to show texts. With ``colors`` and in a terminal, ``end`` gets the colored texts."""
         self._stop_waiting()
         self._texts, self._ended = list(prompts), [False] * len(prompts)
         if self._silent:
             return
-        if colours is not None:
-            self._explain(colours)
-        self._streams = len(prompts) == 1 and not (colours and self._live_wanted)
+        if colors is not None:
+            self._explain(colors)
+        self._streams = len(prompts) == 1 and not (colors and self._live_wanted)
         if self._streams:
             self._write(prompts[0])
         elif self._live_wanted:
@@ -87,14 +89,16 @@ class Display:
             self._live.start()
 
     def add(self, index: int, piece: str) -> None:
+        """Append a piece to a text."""
         self._texts[index] += piece
         if self._streams:
             self._write(piece)
 
-    def end(self, index: int, painted: Segments | None = None) -> None:
+    def end(self, index: int, colored: Segments | None = None) -> None:
+        """Mark a text as complete."""
         self._ended[index] = True
-        if painted is not None and self._live_wanted:
-            self._painted[index] = painted
+        if colored is not None and self._live_wanted:
+            self._colored[index] = colored
         if self._live is None:
             self._print_blocks()
 
@@ -112,20 +116,20 @@ class Display:
             return
         while self._printed < len(self._texts) and self._ended[self._printed]:
             self._write("\n" if self._printed else "")
-            if self._printed in self._painted:
-                self.stdout.print(self._painted[self._printed], soft_wrap=True)
+            if self._printed in self._colored:
+                self.stdout.print(self._colored[self._printed], soft_wrap=True)
             elif not self._streams:
                 self._write(self._texts[self._printed])
             self._write("\n")
             self._printed += 1
 
-    def _explain(self, colours: "TokenColors") -> None:
-        self.stderr.print(colours.legend(), soft_wrap=True)
+    def _explain(self, colors: "TokenColors") -> None:
+        self.stderr.print(colors.legend(), soft_wrap=True)
         if not self._live_wanted:
-            self.note("standard output is no terminal, so its text is not coloured; --json tells the experts")
+            self.note("standard output is not a terminal, so its text is not colored; --json lists the experts")
 
     def _render_tails(self) -> Group:
-        """The last lines of every text, so that all of them fit on the screen."""
+        """Return the last lines of every text, so that all texts fit on the screen."""
         width = max(self.stdout.width - 2, 10)
         blocks = []
         for number, text in enumerate(self._texts, start=1):
@@ -134,11 +138,11 @@ class Display:
         return Group(*blocks)
 
     def _start_bars(self, stages: Sequence["LoadProgress"]) -> None:
-        self._stop_waiting()  # one thing at a time can be live
+        self._stop_waiting()  # rich can show only one live display at a time
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
         self._bars = Progress(*columns, console=self.stderr, transient=True)
         for stage in stages:
-            self._bars.add_task(stage.label, total=stage.of_bytes)
+            self._bars.add_task(stage.label, total=stage.total_bytes)
         self._bars.start()
 
     def _stop_bars(self) -> None:
@@ -158,7 +162,7 @@ class Display:
 
 
 def sanitize(text: str) -> str:
-    """Where a terminal reads standard output, without what could give it orders: a model may say anything."""
+    """Remove control characters if standard output is a terminal, since a model can emit any text."""
     if sys.stdout is None or not sys.stdout.isatty():
         return text
     return text.translate(STRIP_CONTROL)

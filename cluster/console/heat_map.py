@@ -1,4 +1,4 @@
-"""Which experts the tokens go to, for a terminal: a row per layer, a column per expert, as many as fit; the others below."""
+"""A heat map of expert load for a terminal: a row per layer, a column per expert, in blocks that fit the width."""
 
 from rich.text import Text
 
@@ -6,7 +6,7 @@ from tramontane.cluster.config.expert_load import ExpertLoad
 
 LABEL, CELL = 6, 6  # characters
 BUSIEST = "*"  # of its layer
-SHADES = (  # up to so many times its layer's mean an expert looks so
+SHADES = (  # upper bound of load over the layer's mean, and its style
     (0.5, "white on grey11"),
     (0.8, "white on grey27"),
     (1.25, "white on dark_green"),
@@ -17,15 +17,16 @@ SHADES = (  # up to so many times its layer's mean an expert looks so
 
 
 def heat_map(load: ExpertLoad, width: int) -> Text:
-    """Each cell: percent of the tokens that its layer's experts were given. No line is longer than ``width`` characters,
-    if it is 12 at least.
+    """Render in each cell the percentage of its layer's tokens.
+
+    No line is longer than ``width`` characters, which must be at least 12.
 
     20 experts in 80 characters are two blocks of ten.
     """
     num_experts = max(map(len, load))
     num_blocks = -(-num_experts // max((width - LABEL) // CELL, 1))
-    wide = -(-num_experts // num_blocks)
-    blocks = [range(first, min(first + wide, num_experts)) for first in range(0, num_experts, wide)]
+    block_size = -(-num_experts // num_blocks)
+    blocks = [range(first, min(first + block_size, num_experts)) for first in range(0, num_experts, block_size)]
     return Text("\n\n").join(_block(load, experts) for experts in blocks)
 
 
@@ -48,12 +49,12 @@ def _row(layer: int, tokens: tuple[int, ...], experts: range) -> Text:
 
 
 def cell_style(times: float) -> str:
-    """The look of an expert that does so many times its layer's mean."""
+    """Return the style of an expert with ``times`` its layer's mean load."""
     return next(style for limit, style in SHADES if times <= limit)
 
 
 def legend() -> Text:
-    """What the shades mean, in at most 70 characters."""
+    """Return what the shades mean, in at most 70 characters."""
     text = Text("times the layer's mean: ")
     for limit, style in SHADES[:-1]:
         text.append(f" to {limit:g} ", style)
@@ -61,10 +62,10 @@ def legend() -> Text:
 
 
 def busiest_summary(load: ExpertLoad) -> str:
-    """Of all layers, the expert that does most beside its layer's mean."""
+    """Return the expert with the highest load relative to its layer's mean, over all layers."""
     shares = ((tokens, sum(tokens), layer) for layer, tokens in enumerate(load))
     peaks = [(max(tokens) * len(tokens) / total, layer, tokens.index(max(tokens))) for tokens, total, layer in shares if total]
     if not peaks:
-        return "no expert has been given a token"
+        return "no expert has received a token"
     times, layer, expert = max(peaks, key=lambda peak: peak[0])
     return f"busiest: expert {expert} of layer {layer}, {times:.2f} times its layer's mean"

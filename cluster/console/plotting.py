@@ -1,4 +1,4 @@
-"""What ``--plot`` needs: matplotlib, which is an extra, and a file that can be written."""
+"""Checks and output of ``--plot``, which needs matplotlib, an extra."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_plot_target(path: Path) -> None:
-    """Before anything is measured. Raises ConfigError if the picture could not be written."""
+    """Check, before anything is measured, that the figure can be written. Raises ConfigError."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it with: pip install 'tramontane[plot]'")
     from matplotlib.backend_bases import FigureCanvasBase
@@ -23,9 +23,9 @@ def check_plot_target(path: Path) -> None:
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
 
 
-def save_figure(picture: "Figure", path: Path) -> None:
-    """Raises ConfigError if the file cannot be written."""
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Write the figure. Raises ConfigError if the file cannot be written."""
     try:
-        picture.savefig(path)
+        figure.savefig(path)
     except OSError as error:
         raise ConfigError(f"--plot {path} cannot be written: {error.strerror}") from error

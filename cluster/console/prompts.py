@@ -1,4 +1,4 @@
-"""Where prompts come from, and what is refused before anything is started for them."""
+"""Prompts from arguments or standard input, validated before anything is started."""
 
 import sys
 from dataclasses import dataclass
@@ -13,22 +13,22 @@ from tramontane.router.tokenization.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """``where`` is how errors name it: ``prompt 2``, or ``line 3 of standard input``."""
+    """A prompt; ``source`` names it in errors: ``prompt 2``, or ``line 3 of standard input``."""
 
     text: str
     source: str
 
 
 def read_prompts(arguments: list[str] | None) -> list[Prompt]:
-    """Arguments, or else the lines of standard input that are not blank."""
-    if arguments:  # standard input may be anything then, also a pipe that never ends
+    """Return the arguments, or without any the lines of standard input that are not blank."""
+    if arguments:  # standard input is not read: it may be a pipe that never ends
         return [Prompt(text, f"prompt {number}") for number, text in enumerate(arguments, start=1)]
     lines = enumerate(_lines_of_stdin(), start=1)
     return [Prompt(line, f"line {number} of standard input") for number, line in lines if line.strip()]
 
 
 def _lines_of_stdin() -> list[str]:
-    """Counted as editors count them: a form feed or a Unicode separator does not end a line."""
+    """Return lines as editors count them: form feeds and Unicode separators do not end a line."""
     if sys.stdin is None or sys.stdin.isatty():
         return []
     data = sys.stdin.buffer.read()
@@ -40,7 +40,7 @@ def _lines_of_stdin() -> list[str]:
 
 
 def text_model_args(config: EngineConfig) -> ModelArgs:
-    """Of a model that may have a tokenizer. Raises UserError."""
+    """Return the arguments of a model that may have a tokenizer. Raises UserError."""
     if is_preset(config.model):
         raise ConfigError(
             f"--model {config.model} is a geometry without a tokenizer, so text cannot be turned into tokens; "
@@ -50,7 +50,7 @@ def text_model_args(config: EngineConfig) -> ModelArgs:
 
 
 def encode_prompts(config: EngineConfig, prompts: list[Prompt]) -> tuple[Tokenizer, list[tuple[int, ...]]]:
-    """Tokenize, and refuse what could never run: cheaper than starting a pipeline for it."""
+    """Tokenize. Raises UserError for prompts that could never run, before a pipeline is started for them."""
     args = text_model_args(config)
     context = min(config.max_model_len or args.max_seq_len, args.max_seq_len)
     tokenizer = require_tokenizer(config.model, args.vocab_size)

@@ -1,4 +1,4 @@
-"""What a run came to: tables for people, data for programs."""
+"""The summary of a run: tables for people, JSON for programs."""
 
 import json
 from dataclasses import dataclass
@@ -15,13 +15,12 @@ from tramontane.router.engine.stage_usage import UsageMeter
 if TYPE_CHECKING:
     from tramontane.cluster.pipeline.engine import Engine
 
-
-ExpertIds = dict[str, list[tuple[int, ...]]]  # by layer, token by token
+ExpertIds = dict[str, list[tuple[int, ...]]]  # layer to the experts of each token
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """``experts`` are those of the new tokens but the last one; empty like ``prompt_experts`` where nobody asked for them."""
+    """One answer. ``experts`` are those of the new tokens except the last; empty, as ``prompt_experts``, if not requested."""
 
     prompt: str
     text: str
@@ -33,7 +32,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """Everything a finished run has to tell. Seconds count from the start of the process."""
+    """A finished run. Seconds count from the start of the process."""
 
     completions: tuple[Completion, ...]
     engine: "Engine"
@@ -42,14 +41,14 @@ class GenerateResult:
 
 
 def render_summary(outcome: GenerateResult) -> Group:
-    """The stages; below, the pipeline as a whole."""
+    """Render a table of the stages, and below it a line about the pipeline."""
     plan, usage = outcome.engine.plan, outcome.engine.usage
     tables = [stage_table(plan, usage), *([expert_table(plan, usage)] if plan.experts else [])]
     return Group(*tables, _pipeline_line(outcome))
 
 
 def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
-    """Per stage: its layers, how busy it was, what passed through it; and how long it could only wait for expert actors."""
+    """Render per stage: layers, busy share, tokens and micro-batches; with expert actors also the exposed wait for them."""
     table = Table()
     for name in ("stage", "layers", "busy", *(("exposed wait",) if plan.experts else ()), "tokens", "micro-batches"):
         table.add_column(name, justify="right")
@@ -66,20 +65,21 @@ def stage_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
 
 
 def expert_table(plan: PipelinePlan, usage: UsageMeter) -> Table:
-    """Per expert actor: how many experts it holds, how busy it was, and its rows: a token once for each of its experts."""
+    """Render per expert actor: number of experts, busy share, and rows: a token counts once for each of its experts."""
     assert plan.experts is not None
     table = Table()
     for name in ("expert actor", "experts", "busy", "rows"):
         table.add_column(name, justify="right")
-    used = {each.actor_id: each for each in usage.experts}
+    timings = {timing.actor_id: timing for timing in usage.experts}
     for actor in plan.experts.actors:
-        _, busy_s, rows = used.get(actor.actor_id, ExpertTiming(actor.actor_id, 0.0, 0))
+        _, busy_s, rows = timings.get(actor.actor_id, ExpertTiming(actor.actor_id, 0.0, 0))
         busy = f"{usage.share(busy_s):.0%}"
         table.add_row(f"{actor.actor_id + 1}/{actor.num_actors}", str(len(actor.experts)), busy, str(rows))
     return table
 
 
 def stages_json(plan: PipelinePlan, usage: UsageMeter) -> list[dict[str, Any]]:
+    """Return an object per stage, for JSON."""
     return [
         {
             "layers": [stage.first_layer, stage.last_layer - 1],
@@ -93,9 +93,9 @@ def stages_json(plan: PipelinePlan, usage: UsageMeter) -> list[dict[str, Any]]:
 
 
 def experts_as_data(plan: PipelinePlan, usage: UsageMeter) -> dict[str, Any]:
-    """Of expert actors, where there are any."""
-    each = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
-    return {"experts": each} if plan.experts else {}
+    """Return the entry of the expert actors, for JSON; empty if there are none."""
+    actors = [{"actor": actor, "busy_share": usage.share(busy_s), "rows": rows} for actor, busy_s, rows in usage.experts]
+    return {"experts": actors} if plan.experts else {}
 
 
 def _pipeline_line(outcome: GenerateResult) -> str:
@@ -107,19 +107,20 @@ def _pipeline_line(outcome: GenerateResult) -> str:
 
 
 def truncation_note(outcome: GenerateResult, max_tokens: int) -> str | None:
-    """What to say if the context ended answers before ``max_tokens`` did: their finish reason does not tell the two apart."""
+    """Return a note if the context ended answers before ``max_tokens`` did: both have the finish reason ``length``."""
     answers = outcome.completions
     lengths = [len(answer.token_ids) for answer in answers if answer.finish is FinishReason.LENGTH]
     short = sorted(length for length in lengths if length < max_tokens)
     if not short:
         return None
-    who = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
-    how_many = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
+    subject = "the answer ends" if len(answers) == 1 else f"{len(short)} of {len(answers)} answers end"
+    count = f"{short[0]} new tokens fit" if short[0] == short[-1] else f"{short[0]} to {short[-1]} new tokens fit"
     context = outcome.engine.plan.max_model_len
-    return f"{who} at the context of {context} positions: {how_many} after the prompt, and --max-tokens is {max_tokens}"
+    return f"{subject} at the context of {context} positions: {count} after the prompt, and --max-tokens is {max_tokens}"
 
 
 def as_json(outcome: GenerateResult) -> str:
+    """Return the run as one line of JSON."""
     usage = outcome.engine.usage
     completions = [
         {"prompt": c.prompt, "text": c.text, "token_ids": list(c.token_ids), "finish_reason": c.finish.value}

@@ -1,4 +1,4 @@
-"""Keys and passwords on a command line, which every user of the machine may read, and which Ray shows on its dashboard."""
+"""Secrets on the command line, which every user of the machine can read, and which Ray shows on its dashboard."""
 
 from collections.abc import Sequence
 from subprocess import list2cmdline
@@ -12,14 +12,14 @@ HIDDEN = "***"
 
 
 def hide_secrets_in_title(arguments: Sequence[str]) -> None:
-    """Give this process a title without them, before Ray asks for it. For the moment that this takes they can be seen."""
+    """Set a process title without secrets, before Ray reads it. Until then they can be seen."""
     if redact_arguments(arguments) == list(arguments):
         return
     set_process_title(list2cmdline(redact_arguments(psutil.Process().cmdline())))
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """``--api-key KEY`` and ``--api-key=KEY`` without the key; so for all ``FLAGS``."""
+    """Return the arguments with the values of ``FLAGS`` hidden: both ``--api-key KEY`` and ``--api-key=KEY``."""
     shown: list[str] = []
     for argument in arguments:
         flag, mark, _ = argument.partition("=")

@@ -1,9 +1,4 @@
-"""What ``tramontane top`` and ``tramontane trace`` ask a server: what its pipelines have done since they last asked.
-
-The key that commands show to a server that wants one.
-
-Where a server is, as ``--url`` says, and whether it lets us in.
-"""
+"""Requests of commands to a running server: its URL, the API key, and the activity of its pipelines."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -18,11 +13,21 @@ from tramontane.cluster.console.options import option
 from tramontane.proto.errors import ConfigError, PipelineUnavailableError
 from tramontane.router.engine.activity_log import Activity
 
-PATIENCE_S = 20.0  # an ingress waits for its routers for five
+TIMEOUT_S = 20.0  # an ingress waits five seconds for its routers
+POLL_INTERVAL_S = 1.0
+NO_NUMBERS: Mapping[str, int] = MappingProxyType({})
+
+Snapshot = Activity | str  # or why there is none
+Key = Annotated[
+    str | None, option("--api-key", help="API key to send. Other users of the machine may see it here; a file is safer.")
+]
+KeyFile = Annotated[Path | None, option("--api-key-file", help="File whose first API key is sent.")]
+Url = Annotated[str, option("--url", help="A server that tramontane serve started.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def base_url(url: str) -> httpx.URL:
-    """With or without the /v1 that OpenAI's clients want at the end. Raises ConfigError."""
+    """Return the URL without the /v1 that OpenAI's clients have at the end. Raises ConfigError."""
     base = url.rstrip("/").removesuffix("/v1")
     if not base.startswith(("http://", "https://")):
         raise ConfigError(f"--url is {url!r}; it must begin with http:// or https://")
@@ -32,13 +37,24 @@ def base_url(url: str) -> httpx.URL:
         raise ConfigError(f"--url is {url!r}: {error}") from error
 
 
-def client_of(url: str, headers: Mapping[str, str]) -> httpx.Client:
-    """Raises ConfigError as ``base_url`` does."""
-    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=PATIENCE_S)
+def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
+    """Return the headers of every request; none without a key. Raises ConfigError, which does not repeat the key."""
+    if key is not None and file is not None:
+        raise ConfigError("--api-key and --api-key-file both give the key; use one of them")
+    if file is not None:
+        key = read_key_file(file)[0]
+    if key is not None and not KEY.fullmatch(key):
+        raise ConfigError("--api-key must be printable ASCII without spaces")
+    return {} if key is None else {"authorization": f"Bearer {key}"}
+
+
+def make_client(url: str, headers: Mapping[str, str]) -> httpx.Client:
+    """Return a client of the server. Raises ConfigError as ``base_url`` does."""
+    return httpx.Client(base_url=base_url(url), headers=dict(headers), timeout=TIMEOUT_S)
 
 
 def request(client: httpx.Client, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 - httpx's own
-    """Of a server that is there and lets us in, whatever it answers. Raises ConfigError."""
+    """Send a request. Raises ConfigError if the server does not answer or requires another key."""
     try:
         answer = client.request(method, path, **options)
     except httpx.HTTPError as error:
@@ -48,23 +64,17 @@ def request(client: httpx.Client, method: str, path: str, **options: Any) -> htt
 
 
 def raise_if_unauthorized(client: httpx.Client | httpx.AsyncClient, answer: httpx.Response) -> None:
-    """Raises ConfigError if the server wants another key, or one at all."""
+    """Raise ConfigError if the server requires an API key, or another one."""
     if answer.status_code == httpx.codes.UNAUTHORIZED:
         was_sent = "authorization" in answer.request.headers
-        wish = "wants another API key than this" if was_sent else "wants an API key"
-        raise ConfigError(f"--url {client.base_url} {wish}; give --api-key-file or --api-key")
+        reason = "requires another API key than this" if was_sent else "requires an API key"
+        raise ConfigError(f"--url {client.base_url} {reason}; give --api-key-file or --api-key")
 
 
-LOOK_EVERY_S = 1.0
-NOTHING: Mapping[str, int] = MappingProxyType({})
+def ask_activity(client: httpx.Client, after: Mapping[str, int] = NO_NUMBERS) -> Activity:
+    """Return what the pipelines did since ``after``, which has the number of the last known micro-batch of each pipeline.
 
-Snapshot = Activity | str  # or why there is none
-
-
-def ask_activity(client: httpx.Client, after: Mapping[str, int] = NOTHING) -> Activity:
-    """``after``: by pipeline, the number of the last micro-batch that is known.
-
-    Raises ConfigError where no server of ours answers, PipelineUnavailableError where it does not want to now.
+    Raises ConfigError if there is no such server, PipelineUnavailableError if it cannot answer now.
     """
     answer = request(client, "GET", "/activity", params=[("after", f"{name}:{last}") for name, last in after.items()])
     if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
@@ -87,34 +97,19 @@ def _no_activity(client: httpx.Client, answer: httpx.Response) -> ConfigError:
 
 
 def last_seen(activity: Activity) -> dict[str, int]:
-    """To ask for what follows it."""
+    """Return the numbers of the last micro-batches, for the next ``ask_activity``."""
     return {pipeline.name: pipeline.last for pipeline in activity.pipelines}
 
 
 def poll_activity(client: httpx.Client) -> Iterator[Snapshot]:
-    """One a second, each with what is new. What is wrong with the first is raised; a server may come back, or be another one."""
+    """Yield what is new once a second. Errors of the first request are raised, later ones yielded: the server may restart."""
     activity = ask_activity(client)
     yield activity
     while True:
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
         try:
             activity = ask_activity(client, last_seen(activity))
         except (ConfigError, PipelineUnavailableError) as error:
             yield str(error)
         else:
             yield activity
-
-
-Key = Annotated[str | None, option("--api-key", help="For a server that wants one. Others may see it here; better in a file.")]
-KeyFile = Annotated[Path | None, option("--api-key-file", help="For a server that wants a key: the first of this file.")]
-
-
-def auth_headers(key: str | None, file: Path | None) -> dict[str, str]:
-    """For every request; none where there is no key. Raises ConfigError, which does not repeat it."""
-    if key is not None and file is not None:
-        raise ConfigError("--api-key and --api-key-file both say the key; give one of them")
-    if file is not None:
-        key = read_key_file(file)[0]
-    if key is not None and not KEY.fullmatch(key):
-        raise ConfigError("--api-key must be printable ASCII without spaces")
-    return {} if key is None else {"authorization": f"Bearer {key}"}

@@ -1,4 +1,4 @@
-"""The tokens of a text in the colours of the experts that they chose first."""
+"""Colors of tokens by the expert with the largest weight."""
 
 import colorsys
 from collections.abc import Sequence
@@ -19,22 +19,23 @@ BLACK = Color.from_rgb(0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class TokenColors:
-    """Hues evenly spread over the experts of a layer."""
+    """Hues, evenly spaced over the experts of a layer."""
 
     layer: int
     num_experts: int
 
     def style(self, expert: int) -> Style:
-        """Black on its hue, every second one darker, so that neighbours differ where experts are many."""
+        """Return black on the expert's hue; every second one is darker, so that neighbors differ if there are many experts."""
         red, green, blue = colorsys.hsv_to_rgb(expert / self.num_experts, 0.55, 0.75 if expert % 2 else 1.0)
         return Style(color=BLACK, bgcolor=Color.from_rgb(255 * red, 255 * green, 255 * blue))
 
     def legend(self) -> Text:
+        """Return every expert in its color."""
         experts = [(f" {expert} ", self.style(expert)) for expert in range(self.num_experts)]
         return Text.assemble(f"layer {self.layer}, the heaviest expert of each token: ", *experts)
 
     def colorize(self, pieces: Sequence[str], experts: Sequence[int]) -> Segments:
-        """One piece per token; those that come after the last expert are plain. A colour ends where its line does."""
+        """Color one piece per token; pieces after the last expert are plain. A color ends at the end of its line."""
         segments = []
         for piece, expert in zip_longest(pieces, experts):
             style = None if expert is None else self.style(expert)
@@ -44,7 +45,7 @@ class TokenColors:
 
 
 def check_layer(config: EngineConfig, layer: int) -> int:
-    """How many experts this layer has. Raises ConfigError where there are none."""
+    """Return the number of experts in this layer. Raises ConfigError if there are none."""
     args = text_model_args(config)
     if args.moe is None:
         raise ConfigError(f"--show-experts {layer}: the model {config.model_name} has no experts")

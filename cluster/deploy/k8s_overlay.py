@@ -1,4 +1,4 @@
-"""A kustomize overlay for the KubeRay operator: from what is to be served, the files of a folder. Pure."""
+"""A kustomize overlay for the KubeRay operator: the files of a folder, from the model and its pipeline. Pure."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from tramontane.cluster.deploy.k8s_pods import (
     KEYS_FILE,
     KEYS_FOLDER,
     MODELS_FOLDER,
-    NUM_DOORS,
+    NUM_INGRESSES,
     ROLE_LABEL,
     ROUTER_RESOURCE,
     STAGE,
@@ -25,21 +25,26 @@ from tramontane.cluster.deploy.k8s_pods import (
     ingress_group,
     worker_group,
 )
+from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS
+from tramontane.cluster.serving.autoscaling import policy_for
 
 MARK = "# Written by: "
 NAME = "tramontane"  # of the RayService
 MODEL_FILE = "model.yaml"
 FILES = ("kustomization.yaml", "rayservice.yaml", "disruption-budget.yaml", MODEL_FILE)
 RAY_VERSION = "2.60.0"  # of the image
-NODES_TIMEOUT_S = 3600.0  # GPUs may have to be bought, and the operator deploys a config once, whatever becomes of it
-BUSY_SHARE = 0.75  # of a pipeline's places; with more requests than that another pipeline is wanted
-GROW_AFTER_S, SHRINK_AFTER_S, IDLE_S = 30.0, 600.0, 300
+NODES_TIMEOUT_S = 3600.0  # nodes with GPUs may have to be started, and the operator deploys a config only once
+TARGET_LOAD = 0.75  # share of a pipeline's slots; with more requests another pipeline is started
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S, IDLE_TIMEOUT_S = 30.0, 600.0, 300
 REDIS, REDIS_SECRET = "tramontane-redis", "tramontane-redis"
 
 
 @dataclass(frozen=True, slots=True)
 class Overlay:
-    """``args`` are the application's, ``places`` the sequences of one pipeline; ``model`` is its folder's name, None the demo."""
+    """A served model. ``args`` are the application's keys, ``slots`` the sequences of one pipeline.
+
+    ``model`` is the name of the model's folder; None for the demo model.
+    """
 
     command: str
     args: dict[str, Any]
@@ -47,7 +52,7 @@ class Overlay:
     num_stages: int
     num_experts: int
     workers: WorkerPodSpec
-    places: int
+    slots: int
     replicas: int
     max_replicas: int
     redis: bool
@@ -56,11 +61,12 @@ class Overlay:
 
     @property
     def is_autoscaled(self) -> bool:
+        """True if the number of pipelines may change."""
         return self.max_replicas > self.replicas
 
 
 def overlay_files(overlay: Overlay) -> dict[str, str]:
-    """Their contents, by name."""
+    """Return the contents of the files, by name."""
     documents = {
         "kustomization.yaml": _kustomization(overlay),
         "rayservice.yaml": _ray_service(overlay),
@@ -72,11 +78,13 @@ def overlay_files(overlay: Overlay) -> dict[str, str]:
 
 
 def serve_config(overlay: Overlay) -> Document:
-    """What ``serve deploy`` takes. How many pipelines is not among ``args``: changed there, all would be made anew."""
-    from tramontane.cluster.serving.app import APPLICATION, GRPC_FUNCTIONS  # brings Ray Serve
-
+    """Return the Ray Serve config. The number of pipelines is not in ``args``: a change there would replace all of them."""
     args: Document = {} if overlay.model is None else {"model": f"{MODELS_FOLDER}/{overlay.model}"}
-    args |= {"api_key_file": f"{KEYS_FOLDER}/{KEYS_FILE}", "placement_timeout": NODES_TIMEOUT_S, "ingress_replicas": NUM_DOORS}
+    args |= {
+        "api_key_file": f"{KEYS_FOLDER}/{KEYS_FILE}",
+        "placement_timeout": NODES_TIMEOUT_S,
+        "ingress_replicas": NUM_INGRESSES,
+    }
     application = {
         "name": APPLICATION,
         "route_prefix": "/",
@@ -85,7 +93,7 @@ def serve_config(overlay: Overlay) -> Document:
         "deployments": [
             {"name": "Router", **_pipelines(overlay), "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
             {"name": "Batch", "num_replicas": 1, "ray_actor_options": _ingress_resources(ROUTER_RESOURCE, 1)},
-            {"name": "Ingress", "num_replicas": NUM_DOORS, "ray_actor_options": _ingress_resources(INGRESS_RESOURCE, 1)},
+            {"name": "Ingress", "num_replicas": NUM_INGRESSES, "ray_actor_options": _ingress_resources(INGRESS_RESOURCE, 1)},
         ],
     }
     return {
@@ -97,14 +105,12 @@ def serve_config(overlay: Overlay) -> Document:
 
 
 def _pipelines(overlay: Overlay) -> Document:
-    from tramontane.cluster.serving.autoscaling import policy_for  # brings Ray Serve
-
     if not overlay.is_autoscaled:
         return {"num_replicas": overlay.replicas}
     scaling: Document = {"min_replicas": overlay.replicas, "max_replicas": overlay.max_replicas}
-    scaling["target_ongoing_requests"] = max(int(overlay.places * BUSY_SHARE), 1)
-    scaling |= {"upscale_delay_s": GROW_AFTER_S, "downscale_delay_s": SHRINK_AFTER_S}
-    return {"autoscaling_config": scaling | {"policy": policy_for(BUSY_SHARE, None)}}
+    scaling["target_ongoing_requests"] = max(int(overlay.slots * TARGET_LOAD), 1)
+    scaling |= {"upscale_delay_s": UPSCALE_DELAY_S, "downscale_delay_s": DOWNSCALE_DELAY_S}
+    return {"autoscaling_config": scaling | {"policy": policy_for(TARGET_LOAD, None)}}
 
 
 def _ingress_resources(resource: str, amount: float) -> Document:
@@ -118,11 +124,11 @@ def _ray_service(overlay: Overlay) -> Document:
         cluster["gcsFaultToleranceOptions"] = {"redisAddress": f"{REDIS}:6379", "redisPassword": password}
     if overlay.is_autoscaled:
         cluster["enableInTreeAutoscaling"] = True
-        cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_S}
+        cluster["autoscalerOptions"] = {"version": "v2", "upscalingMode": "Default", "idleTimeoutSeconds": IDLE_TIMEOUT_S}
     cluster["headGroupSpec"] = head_group(overlay.model)
     cluster["workerGroupSpecs"] = [ingress_group(overlay.model), *_actors(overlay)]
     spec = {
-        "upgradeStrategy": {"type": "None"},  # another cluster beside this one would need as many GPUs again
+        "upgradeStrategy": {"type": "None"},  # a second cluster next to this one would need as many GPUs again
         "excludeHeadPodFromServeSvc": True,
         "serveConfigV2": yaml.safe_dump(serve_config(overlay), sort_keys=False),
         "rayClusterConfig": cluster,
@@ -132,9 +138,8 @@ def _ray_service(overlay: Overlay) -> Document:
 
 def _actors(overlay: Overlay) -> list[Document]:
     groups = [(STAGE, "stages", overlay.num_stages), (EXPERT, "experts", overlay.num_experts)]
-    least, most = overlay.replicas, overlay.max_replicas
     return [
-        worker_group(role, name, count * least, count * most, overlay.workers, overlay.model)
+        worker_group(role, name, count * overlay.replicas, count * overlay.max_replicas, overlay.workers, overlay.model)
         for role, name, count in groups
         if count
     ]
@@ -146,7 +151,7 @@ def _kustomization(overlay: Overlay) -> Document:
     document: Document = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
-        "bases": [f"{overlay.base}/{folder}" for folder in folders],  # and patches below as kubectl before 1.21 has them, too
+        "bases": [f"{overlay.base}/{folder}" for folder in folders],  # as the patches below, in the form of kubectl before 1.21
         "resources": ["rayservice.yaml", "disruption-budget.yaml"],
     }
     if overlay.model is not None:
@@ -155,7 +160,7 @@ def _kustomization(overlay: Overlay) -> Document:
 
 
 def _disruption_budget(overlay: Overlay) -> Document:
-    """Nodes are emptied one at a time: a pipeline that waits for one stage waits for no second."""
+    """Let nodes be drained one at a time, so that a pipeline waits for one stage only."""
     pods = (overlay.num_stages + overlay.num_experts) * overlay.replicas
     roles = [{"key": ROLE_LABEL, "operator": "In", "values": [STAGE, EXPERT]}]
     selector = {"matchLabels": {APP_LABEL: NAME}, "matchExpressions": roles}
@@ -164,14 +169,15 @@ def _disruption_budget(overlay: Overlay) -> Document:
 
 
 def _model_name(model: str) -> Document:
-    """For the job that copies it into the volume."""
+    """Return the model's name, for the job that copies it into the volume."""
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "tramontane-model"}, "data": {"name": model}}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Texts of several lines as they are, and every list and mapping in full."""
+    """Write texts of several lines as blocks, and every list and mapping in full."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401
+        """Return True: no aliases."""
         return True
 
 

@@ -36,7 +36,8 @@ from tramontane.router.openai.chat_completion import ChatCompletion, NoChatTempl
 from tramontane.router.openai.chat_request import parse_chat
 from tramontane.router.openai.completion import Completion, no_progress
 from tramontane.router.openai.completion_request import parse_body, parse_completion
-from tramontane.router.openai.request_context import TIMEOUT, RequestTokenSource, parse_timeout
+from tramontane.router.openai.request_context import TIMEOUT_HEADER, RequestTokenSource, parse_timeout
+from tramontane.router.openai.responses import Health, MoveExpertsResponse
 from tramontane.router.openai.resume_state import ResumeState
 from tramontane.router.openai.served_model import ServedModel, check_model_name, model_entry, model_list
 from tramontane.router.openai.tokenize import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
@@ -123,12 +124,12 @@ class HttpApp:
 
     async def models(self, _request: Request) -> Response:
         """Answer ``GET /v1/models``."""
-        return JSONResponse(model_list(self._model, self._started_at))
+        return JSONResponse(model_list(self._model, self._started_at).as_json())
 
     async def model(self, request: Request) -> Response:
         """Answer ``GET /v1/models/{name}``."""
         check_model_name(self._model, request.path_params["name"])
-        return JSONResponse(model_entry(self._model, self._started_at))
+        return JSONResponse(model_entry(self._model, self._started_at).as_json())
 
     async def openapi(self, _request: Request) -> Response:
         """Answer ``GET /openapi.json``; the page is built for the first request, which few ingresses ever get."""
@@ -140,7 +141,7 @@ class HttpApp:
     async def health(self, _request: Request) -> Response:
         """Answer ``GET /health``: 200 if tokens can be made now, or else 503."""
         if await self._config.is_ready():
-            return JSONResponse({"status": "ready"})
+            return JSONResponse(Health(status="ready").as_json())
         return json_error(503, "no pipeline can make tokens now", "server_error", headers={"retry-after": "1"})
 
     async def experts(self, request: Request) -> Response:
@@ -158,19 +159,19 @@ class HttpApp:
         assert self._config.move_experts is not None
         load = _parse_expert_load(await self._body(request))
         num_moved, num_pipelines = await self._config.move_experts(load)
-        return JSONResponse({"moved": num_moved, "pipelines": num_pipelines})
+        return JSONResponse(MoveExpertsResponse(moved=num_moved, pipelines=num_pipelines).as_json())
 
     async def tokenize(self, request: Request) -> Response:
         """Answer ``POST /tokenize``."""
         parsed = parse_body(TokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
-        return JSONResponse(await tokenize(self._model, self._chat, parsed))
+        return JSONResponse((await tokenize(self._model, self._chat, parsed)).as_json())
 
     async def detokenize(self, request: Request) -> Response:
         """Answer ``POST /detokenize``."""
         parsed = parse_body(DetokenizeRequest, await self._body(request))
         check_model_name(self._model, parsed.model)
-        return JSONResponse(await detokenize(self._model, parsed))
+        return JSONResponse((await detokenize(self._model, parsed)).as_json())
 
     async def completions(self, request: Request) -> Response:
         """Answer ``POST /v1/completions``."""
@@ -181,7 +182,7 @@ class HttpApp:
         check_model_name(self._model, parsed.model)
         if not resumed.is_resumed:
             source.check_capacity(parsed.num_sequences)
-        completion = await Completion.prepare(self._model, parsed, arrived_at, begun=resumed)
+        completion = await Completion.prepare(self._model, parsed, arrived_at, resume_state=resumed)
         if not parsed.stream:
             return JSONResponse(await completion.run(source, request.scope.get(SCOPE_PROGRESS, no_progress)))
         return await self._stream(request, completion, source, parsed.includes_usage)
@@ -230,7 +231,7 @@ class HttpApp:
         try:
             return await self._bodies.read(request, self._config.max_body_bytes)
         except OverloadedError as error:
-            self._model.counts.note_refusal(error)
+            self._model.counts.record_refusal(error)
             raise
 
 
@@ -239,7 +240,7 @@ def _deadline(request: Request, resumed: ResumeState) -> float:
 
     Raises ParameterError.
     """
-    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT)) - resumed.waited_s
+    return asyncio.get_running_loop().time() + parse_timeout(request.headers.getlist(TIMEOUT_HEADER)) - resumed.waited_s
 
 
 def _parse_expert_load(body: bytes) -> ExpertLoad:

@@ -13,8 +13,8 @@ from starlette.types import ExceptionHandler
 from tramontane.cluster.http.body_limits import BodyTooLargeError, BodyTooSlowError
 from tramontane.proto.errors import DrainingError, OverloadedError, PipelineError, TramontaneError
 from tramontane.proto.log_fields import request_fields
-from tramontane.router.openai.completion_request import ErrorType, error_body
-from tramontane.router.openai.errors import HttpErrorSpec, http_error_for
+from tramontane.router.openai.errors import HttpErrorSpec, error_body, http_error_for
+from tramontane.router.openai.responses import ErrorType
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tramontane.router.openai.completion_request import error_body
+from tramontane.router.openai.errors import error_body
 from tramontane.router.openai.resume_state import ChoiceUpdate, ResumeState
 
 # Keys in the scope, next to those of HTTP, where no client can write.

@@ -16,7 +16,7 @@ from tramontane.proto.errors import TramontaneError
 from tramontane.proto.ports import TokenSource
 from tramontane.router.openai.resume_state import ChoiceUpdate
 
-Changes = AsyncGenerator[list[dict[str, Any]], None]
+Changes = AsyncGenerator[list[Any], None]
 
 
 class StreamingAnswer(Protocol):
@@ -35,7 +35,7 @@ class StreamingAnswer(Protocol):
         """Whether all choices have ended."""
         ...
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, choices: list[Any]) -> dict[str, Any]:
         """Return the event for these changes."""
         ...
 

@@ -33,8 +33,8 @@ class PipelineMetrics:
         self._export_queue(router.scheduler)
 
     def _export_counts(self, router: Router) -> None:
-        counts: PipelineStats = router.counts
-        progress: HealthTracker = router.progress
+        counts: PipelineStats = router.stats
+        progress: HealthTracker = router.health
         for stage_id in range(len(counts.busy_s)):
             stage = {"stage": str(stage_id)}
             self._inc(table.STAGE_BUSY, counts.busy_s[stage_id], **stage)

@@ -1,4 +1,4 @@
-"""Wires everything: configuration -> plan -> stages -> chain -> router."""
+"""Construction of an engine: configuration -> plan -> stages -> stage chain -> router."""
 
 import asyncio
 import threading
@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec, TokenPieceLoader
 from tramontane.cluster.config.engine_config import EngineConfig
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, running_pipeline
+from tramontane.cluster.pipeline.lifecycle import running_pipeline
 from tramontane.cluster.pipeline.load_progress import LoadProgress, ShowLoading
+from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.planning.hardware import Hardware, probe_local
 from tramontane.cluster.planning.plan_search import plan_pipeline, search_plan, stage_threads
 from tramontane.proto.errors import PipelineError
@@ -33,7 +34,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A pipeline that is running, and what there is to know about it."""
+    """A running pipeline: its plan, its router and the usage of its stages."""
 
     plan: PipelinePlan
     router: Router
@@ -49,8 +50,8 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """Start a pipeline, run its router, and remove everything at the end.
 
-    ``report`` hears what is being waited for, ``show_loading`` how far the stages are meanwhile;
-    ``observe`` sees every step's result.
+    ``report`` is called with what is waited for, ``show_loading`` with the progress of loading, ``observe`` with every
+    step's result. Raises CheckpointError, ConfigError, PlanError or PipelineError.
     """
     report("checking the checkpoint")
     args = validate_model(config)
@@ -73,7 +74,7 @@ async def open_engine(
 
 
 def validate_model(config: EngineConfig) -> ModelArgs:
-    """The model's arguments. Raises CheckpointError if configuration and tensors that are to be read do not fit together."""
+    """Return the model's arguments. Raises CheckpointError if the checkpoint's tensors do not match them."""
     args = resolve_model_args(config.model)
     if config.load_format == "auto":
         Checkpoint(config.model).check(args)
@@ -81,7 +82,7 @@ def validate_model(config: EngineConfig) -> ModelArgs:
 
 
 def model_fingerprint(config: EngineConfig) -> Fingerprint:
-    """Of all that is read of the model's folder."""
+    """Return the fingerprint of what is read from the model's folder; () for a preset."""
     if is_preset(config.model):
         return ()
     if config.load_format == "dummy":
@@ -90,7 +91,7 @@ def model_fingerprint(config: EngineConfig) -> Fingerprint:
 
 
 def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = False) -> Scheduler:
-    """``bounded``: what may wait for a place is limited, as it must be behind a door."""
+    """Return a scheduler for the plan. ``bounded``: the waiting queue is limited, as it must be behind an ingress."""
     limits = SchedulerLimits(
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -104,7 +105,7 @@ def make_scheduler(config: EngineConfig, plan: PipelinePlan, *, bounded: bool = 
 
 
 def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
-    """In one process one micro-batch runs at a time; splitting decodes would only cost."""
+    """Return the configured policy; with ``--local`` one micro-batch runs at a time, and splitting decodes would only cost."""
     max_in_flight = config.max_in_flight or (1 if config.local else None)
     if max_in_flight is not None:
         return FixedInFlightPolicy(max_in_flight, config.max_num_batched_tokens)
@@ -115,9 +116,9 @@ def _policy_for(config: EngineConfig, plan: PipelinePlan) -> Policy:
     )
 
 
-def local_devices(num_gpus: int, together: int) -> list[str]:
-    """That stages go to in turn: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2 stages together."""
-    return [f"cuda:{index}" for index in range(num_gpus) for _ in range(together)] or ["cpu"]
+def local_devices(num_gpus: int, stages_per_gpu: int) -> list[str]:
+    """Return the devices of consecutive stages: cuda:0, cuda:0, cuda:1, cuda:1 for 2 GPUs with 2 stages each."""
+    return [f"cuda:{index}" for index in range(num_gpus) for _ in range(stages_per_gpu)] or ["cpu"]
 
 
 @asynccontextmanager
@@ -127,11 +128,11 @@ async def _local_pipeline(
     hardware = probe_local()
     plan = plan_pipeline(config, args, hardware)
     report("loading the model")
-    import torch  # with --local the stages are in this process; otherwise it never needs torch
+    import torch  # only with --local are the stages in this process
 
     from tramontane.cluster.pipeline.local_chain import LocalStageChain
 
-    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage at a time works here
+    torch.set_num_threads(config.threads_per_stage or hardware.threads_per_stage(1))  # one stage computes at a time
     devices = local_devices(len(hardware.gpus), config.stages_per_gpu)
     stopped = threading.Event()
 
@@ -142,7 +143,7 @@ async def _local_pipeline(
             show_loading(loading)
 
     pieces = TokenPieceLoader(config.model, args.vocab_size)
-    try:  # beside the event loop, which hears Ctrl-C meanwhile
+    try:  # in a thread, so that the event loop can handle Ctrl-C
         chain = await asyncio.to_thread(LocalStageChain.load, plan, config.weights, devices, show_unless_stopped, pieces)
     finally:
         stopped.set()
@@ -158,12 +159,12 @@ async def _ray_pipeline(
 ) -> AsyncIterator[tuple[PipelinePlan, StageChain]]:
     if config.address is not None:
         report(f"joining Ray at {config.address}")
-        with join_ray_cluster(config.address, measured=config.gpu_speed is None) as hardware:
+        with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
             spec = pipeline_spec(config, args, hardware)
             async with running_pipeline(spec, report, show_loading=show_loading) as chain:
                 yield spec.plan, chain
         return
-    spec = pipeline_spec(config, args, probe_local())  # refuses what cannot fit before Ray is started
+    spec = pipeline_spec(config, args, probe_local())  # raises for what cannot fit before Ray is started
     report("starting Ray")
     with local_ray_cluster(num_cpus=spec.num_workers * spec.threads_per_stage):
         async with running_pipeline(spec, report, show_loading=show_loading) as chain:
@@ -173,20 +174,21 @@ async def _ray_pipeline(
 def pipeline_spec(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, name: str | None = None, fingerprint: Fingerprint | None = None
 ) -> PipelineSpec:
-    """One of ``config.max_pipelines`` pipelines.
+    """Return the specification of one of ``config.max_pipelines`` pipelines.
 
-    Without a name it gets one that nobody else has; without a fingerprint, that of the folder as it is here.
+    Without a name it gets a unique one; without a fingerprint, that of the model's folder on this machine. Raises as
+    ``search_plan`` does.
     """
-    plan, places = search_plan(config, args, hardware)
-    together, num_stages = hardware.stages_per_slot(config.stages_per_gpu), len(plan.stages)
+    plan, slots = search_plan(config, args, hardware)
+    per_slot, num_stages = hardware.stages_per_slot(config.stages_per_gpu), len(plan.stages)
     return PipelineSpec(
         name=name or f"tramontane-{uuid.uuid4().hex[:8]}",
         plan=plan,
         weights=config.weights,
         threads_per_stage=stage_threads(config, num_stages, hardware),
         use_gpus=bool(hardware.gpus),
-        stages_per_gpu=together,
-        nodes=tuple(place.nodes for place in (*places[:num_stages:together], *places[num_stages:])),
+        stages_per_gpu=per_slot,
+        nodes=tuple(slot.nodes for slot in (*slots[:num_stages:per_slot], *slots[num_stages:])),
         fingerprint=model_fingerprint(config) if fingerprint is None else fingerprint,
         link=config.link,
         ping_pong=config.ping_pong,

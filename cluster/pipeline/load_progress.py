@@ -1,4 +1,4 @@
-"""How far stages and expert actors are with their weights: asked, and shown, while somebody waits for them."""
+"""Progress of stages and expert actors that load their weights, polled and shown while a caller waits for them."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,24 +22,25 @@ WORKER = rf"({STAGE_SUFFIX}|{EXPERTS_SUFFIX})\d+$"  # what follows a pipeline's 
 
 @dataclass(frozen=True, slots=True)
 class LoadProgress:
-    """One stage, or one expert actor: so many bytes of its weights are there, of so many."""
+    """Bytes of its weights that one stage or expert actor has loaded, and their total."""
 
     label: str
     num_bytes: int
-    of_bytes: int
+    total_bytes: int
 
 
 ShowLoading = Callable[[Sequence[LoadProgress]], None]
 
 
 def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: int = 1) -> list[LoadProgress]:
-    """Every stage and expert actor of pipelines that were all planned alike; ``loaded`` has the bytes by name, of those that
-    have answered.
+    """Return the progress of every stage and expert actor of pipelines that have the same plan.
+
+    ``loaded``: bytes by the names of those actors that have answered.
 
     Of two pipelines a-0 and a-1, ``{"a-0-stage-1": 7}`` is the second stage of the first.
     """
     pipelines = sorted({re.sub(WORKER, "", name) for name in loaded})[:num_pipelines]
-    pipelines += [""] * (num_pipelines - len(pipelines))  # of which nothing is known yet
+    pipelines += [""] * (num_pipelines - len(pipelines))  # none of their actors has answered yet
     return [
         LoadProgress(
             f"pipeline {number}: {worker.label}" if num_pipelines > 1 else worker.label,
@@ -52,7 +53,7 @@ def load_progress(plan: PipelinePlan, loaded: Mapping[str, int], num_pipelines: 
 
 
 def _workers(plan: PipelinePlan) -> Iterator[tuple[str, StagePlan | ExpertActorPlan]]:
-    """What each is called after the pipeline's name, and its plan."""
+    """Yield each worker's plan, after what follows the pipeline's name in its own."""
     for stage in plan.stages:
         yield f"{STAGE_SUFFIX}{stage.stage_id}", stage
     for actor in plan.experts.actors if plan.experts else ():
@@ -61,42 +62,42 @@ def _workers(plan: PipelinePlan) -> Iterator[tuple[str, StagePlan | ExpertActorP
 
 @contextmanager
 def show_progress(pipelines: str, plan: PipelinePlan, show: ShowLoading | None, num_pipelines: int = 1) -> Iterator[None]:
-    """While the block waits for the stages of these pipelines, a thread asks them how far they are, and shows it.
+    """Poll the workers of pipelines in a thread and show their progress, while the block runs.
 
-    ``pipelines`` is a regular expression for their names.
+    ``pipelines`` is a regular expression for the pipelines' names.
     """
     if show is None:
         yield
         return
-    workers = _ProgressPoller(pipelines + WORKER)
+    poller = _ProgressPoller(pipelines + WORKER)
 
-    def follow() -> None:
-        with suppress(Exception):  # of Ray, which may be ending: whoever waits learns why, this is only for the eye
-            show(load_progress(plan, workers.ask(), num_pipelines))
+    def update() -> None:
+        with suppress(Exception):  # of Ray, which may be ending: the block learns why, this is only the display
+            show(load_progress(plan, poller.poll(), num_pipelines))
 
-    with run_periodically(POLL_S, follow):
+    with run_periodically(POLL_S, update):
         yield
 
 
 class _ProgressPoller:
-    """Workers by name, as they come up: none is asked again before it has answered, however long its process takes to start."""
+    """Polls workers as they appear: none is called again before it has answered, however long its process takes to start."""
 
     def __init__(self, names: str) -> None:
         self._names = names
         self._handles: dict[str, ActorHandle[Any]] = {}
-        self._unanswered: dict[str, ObjectRef[WorkerHealth]] = {}
+        self._pending: dict[str, ObjectRef[WorkerHealth]] = {}
         self._loaded: dict[str, int] = {}
 
-    def ask(self) -> Mapping[str, int]:
-        """The newest answers that are there; returns at once."""
+    def poll(self) -> Mapping[str, int]:
+        """Return the loaded bytes by name, from the latest answers, without waiting."""
         for name in actor_names(self._names):
             if name not in self._handles:
                 self._handles[name] = ray.get_actor(name, NAMESPACE)
-            if name not in self._unanswered:
-                self._unanswered[name] = self._handles[name].health.options(concurrency_group="control").remote()
-        for name, asked in list(self._unanswered.items()):
-            if ray.wait([asked], timeout=0)[0]:
-                del self._unanswered[name]
-                with suppress(RayError):  # it is restarting
-                    self._loaded[name] = ray.get(asked).bytes_loaded
+            if name not in self._pending:
+                self._pending[name] = self._handles[name].health.options(concurrency_group="control").remote()
+        for name, ref in list(self._pending.items()):
+            if ray.wait([ref], timeout=0)[0]:
+                del self._pending[name]
+                with suppress(RayError):  # it restarts
+                    self._loaded[name] = ray.get(ref).bytes_loaded
         return self._loaded

@@ -1,4 +1,4 @@
-"""The stages as plain objects in this process: the same port as over Ray, without it."""
+"""A stage chain within this process, without Ray."""
 
 import asyncio
 from collections.abc import Awaitable, Sequence
@@ -16,7 +16,7 @@ from tramontane.workers.stage.stage_worker import StageWorker
 
 
 class LocalStageChain:
-    """One thread runs the stages one after the other, so that the event loop stays free to hand tokens out."""
+    """``StageChain`` whose stages run one after the other in one thread, so that the event loop stays free."""
 
     def __init__(self, stages: Sequence[StageWorker]) -> None:
         self.stages = stages
@@ -46,22 +46,26 @@ class LocalStageChain:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.stages)
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        """Queue a micro-batch; the result raises PipelineError if a stage fails."""
         return asyncio.get_running_loop().run_in_executor(self._thread, self._run, batch)
 
     async def fence(self) -> int:
+        """Make the stages forget their sequences; return the new epoch."""
         epoch = max(stage.epoch for stage in self.stages) + 1
         for stage in self.stages:
             await asyncio.get_running_loop().run_in_executor(self._thread, stage.fence, epoch)
         return epoch
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        """There is nobody else to do it."""
+        """Return "": a stage of this process cannot be replaced."""
         return ""
 
     def close(self) -> None:
+        """Cancel what has not begun, and wait for what has."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, batch: MicroBatch) -> StepResult:

@@ -1,66 +1,163 @@
-"""Is there a Ray cluster at an address? Ray itself would try for minutes, and say so in many lines."""
+"""Start a Ray cluster on this machine, or join one that is running, after a check of its address."""
 
+import logging
 import os
+import secrets
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import grpc
-from ray.exceptions import AuthenticationError
+import ray
+from ray.exceptions import AuthenticationError, RayError
 
-from tramontane.cluster.ray_internals.core import head_channel, ping_head, resolve_cluster_address, stored_token_headers
-from tramontane.proto.errors import ConfigError
+from tramontane.cluster.common.signals import defer_signals
+from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
+from tramontane.cluster.planning.hardware import CORES_RESOURCE, Hardware, probe_cluster, usable_cpus
+from tramontane.cluster.ray_internals.core import (
+    head_channel,
+    keep_loopback_address,
+    keep_sigterm_handler,
+    mute_worker_logs,
+    ping_head,
+    resolve_cluster_address,
+    stored_token_headers,
+)
+from tramontane.cluster.ray_internals.symbols import assert_supported
+from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS
+from tramontane.proto.errors import ConfigError, PipelineError
 
-TIMEOUT_S = 5.0
-JOIN = "give the host:port of a cluster's head node"
-ADVICE = f"{JOIN}, or leave --address out to start Ray on this machine"
+CONNECT_TIMEOUT_S = 5.0
+OBJECT_STORE_BYTES = 512 * 2**20  # of a local cluster: a few micro-batches of hidden states
+ADVICE_IF_REQUIRED = "give the host:port of a cluster's head node"
+ADVICE = f"{ADVICE_IF_REQUIRED}, or leave --address out to start Ray on this machine"
+
+
+@contextmanager
+def local_ray_cluster(num_cpus: int) -> Iterator[None]:
+    """Run a Ray cluster on this machine while the block runs; ``num_cpus`` may exceed the machine's cores.
+
+    Raises PipelineError if Ray cannot be started.
+    """
+    assert_supported(RAY_SYMBOLS)
+    # Ray asks for a token in clusters that ray.init starts, and would leave one in the user's home. This one is
+    # forgotten with the cluster. A user who sets RAY_AUTH_MODE has decided otherwise.
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    for name, value in SERVE_SETTINGS.items():
+        os.environ.setdefault(name, value)  # inherited by every process that Ray starts
+    try:
+        with _starting_ray(), keep_loopback_address():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                resources={CORES_RESOURCE: usable_cpus()},
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _system_config=dict(RAY_SETTINGS),
+            )
+    except (RuntimeError, OSError) as error:
+        raise PipelineError(f"Ray could not be started: {str(error).splitlines()[0]}") from error
+    with mute_worker_logs():
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def join_ray_cluster(address: str, compare_gpus: bool = True, required: bool = False) -> Iterator[Hardware]:
+    """Connect to a running cluster while the block runs, and yield its hardware.
+
+    ``compare_gpus``: see ``probe_cluster``. ``required``: the command cannot start Ray itself, which changes the advice
+    in errors. Raises ConfigError if the cluster cannot be joined.
+    """
+    assert_supported(RAY_SYMBOLS, JOIN_SYMBOLS)
+    check_ray_address(address, ADVICE_IF_REQUIRED if required else ADVICE)
+    try:
+        with _starting_ray():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
+        raise ConfigError(
+            f"the Ray cluster at --address {address} cannot be joined: {str(error).splitlines()[0]}; "
+            "this machine must be one of its nodes, with the same Python and Ray"
+        ) from error
+    with mute_worker_logs():
+        try:
+            yield probe_cluster(compare_gpus)
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _starting_ray() -> Iterator[None]:
+    """Defer signals while Ray starts, and keep Ray from installing its handler of SIGTERM.
+
+    Python crashes at its exit if Ray is left half started.
+    """
+    try:
+        with keep_sigterm_handler(), defer_signals():
+            yield
+    except KeyboardInterrupt:
+        ray.shutdown()
+        raise
 
 
 def check_ray_address(address: str, advice: str = ADVICE) -> None:
-    """Raises ConfigError unless a cluster answers at ``auto`` or host:port, and lets us in.
+    """Check that a cluster answers at ``auto`` or host:port and accepts this process.
 
-    ``advice`` is what to do about it: ``JOIN`` where the command cannot start Ray itself.
+    Ray itself would retry for minutes, and log many lines. ``advice`` ends the messages about a missing cluster. Raises
+    ConfigError.
     """
     host, _, port = address.rpartition(":")
     if address != "auto" and ("://" in address or not host or not port.isdigit()):
         raise ConfigError(f"--address is {address!r}; it must be auto or host:port")
-    found = _resolve_address(address, advice)
-    where = address if found == address else f"{address} ({found})"
-    host, _, port = found.rpartition(":")
+    resolved = _resolve_address(address, advice)
+    label = address if resolved == address else f"{address} ({resolved})"
+    host, _, port = resolved.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=TIMEOUT_S).close()
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ConfigError(f"no Ray cluster answers at --address {where}: {error}; {advice}") from error
-    _check_head(found, where, _token_of_the_home() if address == "auto" else (), advice)
+        raise ConfigError(f"no Ray cluster answers at --address {label}: {error}; {advice}") from error
+    _check_head(resolved, label, _home_token() if address == "auto" else (), advice)
 
 
 def _resolve_address(address: str, advice: str) -> str:
-    """``auto`` is RAY_ADDRESS, or a cluster on this machine; 127.0.0.1 is this machine's outer address."""
+    """Resolve as Ray does: ``auto`` is RAY_ADDRESS or a cluster on this machine; 127.0.0.1 is its outer address."""
     try:
-        found = resolve_cluster_address(address)
+        resolved = resolve_cluster_address(address)
     except (ConnectionError, ValueError):
-        found = None
-    if found is not None:
-        return found
+        resolved = None
+    if resolved is not None:
+        return resolved
     if named := os.environ.get("RAY_ADDRESS"):
         raise ConfigError(f"--address auto is what RAY_ADDRESS says, {named!r}; it must be host:port")
     raise ConfigError(f"--address is auto, but no Ray cluster runs on this machine; {advice}")
 
 
-def _check_head(address: str, where: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
-    """Ask what listens there whether it is alive, as Ray's own nodes do."""
+def _check_head(address: str, label: str, token: tuple[tuple[str, str], ...], advice: str) -> None:
+    """Ask the process at an address whether it is a living head node, as Ray's own nodes do."""
+    import grpc  # a local cluster does not need it
+
     with head_channel(address) as channel:
         try:
-            ping_head(channel, TIMEOUT_S, token)
-        except AuthenticationError as error:  # not the cluster's, but that of Ray in this process
+            ping_head(channel, CONNECT_TIMEOUT_S, token)
+        except AuthenticationError as error:  # raised by Ray in this process, not by the cluster
             raise ConfigError("RAY_AUTH_MODE is token, but there is no token; set RAY_AUTH_TOKEN to the cluster's") from error
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                 raise ConfigError(
-                    f"the Ray cluster at --address {where} asks for a token, and got none or another; "
+                    f"the Ray cluster at --address {label} asks for a token, and got none or another; "
                     "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
                 ) from error
-            raise ConfigError(f"what listens at --address {where} does not answer as a Ray cluster; {advice}") from error
+            raise ConfigError(f"what listens at --address {label} does not answer as a Ray cluster; {advice}") from error
 
 
-def _token_of_the_home() -> tuple[tuple[str, str], ...]:
-    """Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address."""
+def _home_token() -> tuple[tuple[str, str], ...]:
+    """Return the header of the token in the user's home, or nothing.
+
+    Without RAY_AUTH_MODE, ray.init shows a token that it finds to ``auto``, and to no other address.
+    """
     return () if "RAY_AUTH_MODE" in os.environ else stored_token_headers()

@@ -1,4 +1,4 @@
-"""The two links over Ray: the router submits a micro-batch to the whole chain at once."""
+"""Stage chains over Ray, one per kind of link: the router submits a micro-batch to all stages at once."""
 
 import asyncio
 import logging
@@ -18,34 +18,25 @@ from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.stage_control import FENCE_TIMEOUT_S
 from tramontane.cluster.common.ray_errors import ray_error_message
 from tramontane.proto import wire
-from tramontane.proto.errors import (
-    LeaseError,
-    LinkError,
-    PipelineError,
-    PlanError,
-    StaleEpochError,
-)
+from tramontane.proto.errors import LeaseError, LinkError, PipelineError, PlanError, StaleEpochError
 from tramontane.proto.plan import ExpertPlan
 from tramontane.proto.step import MicroBatch, StepResult
 
-# Stages that are loading again are waited for so long: by their router (``ObjectStoreStageChain.fence``), and by a door for
-# what it had
-# accepted. Where router and stage die together the next router is not there before the weights are.
+# For stages that load again: both a router (``ObjectStoreStageChain.fence``) and, for requests that a router had accepted,
+# an ingress wait so long. If a router and a stage die together, the next router does not exist before the weights are loaded.
 LOAD_TIMEOUT_S = 600.0
-
+HEALTH_TIMEOUT_S = 3.0
+UNREACHABLE_TIMEOUT_S = 5.0  # a restarted stage usually replies by then; a stopped one never does
+RESCUE_TIMEOUT_S = 30.0  # health checks take up to 3 s, and a process may have to be killed on another node
+RETRY_S = 0.5
+SUPERVISOR_TIMEOUT_S = 3 * FENCE_TIMEOUT_S  # the supervisor waits for stages at most twice as long
+CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to report that an actor is dead
 
 logger = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 3.0
-UNREACHABLE_S = 5.0  # a stage that was born again is there by then, as a rule; one that is stopped never is
-RESCUE_TIMEOUT_S = 30.0  # it looks for a second, and may have to reach another node
-RETRY_S = 0.5
-SUPERVISOR_ANSWERS_S = 3 * FENCE_TIMEOUT_S  # it waits for stages at most twice as long
-CAUSE_POLLS, CAUSE_POLL_S = 60, 0.05  # Ray may need 1.6 s to tell that an actor is dead
-
 
 class ObjectStoreStageChain:
-    """The object-store link: hidden states flow from producer to consumer through Ray's object store; small ones ride inline.
+    """The object-store link: hidden states travel through Ray's object store; small ones are inline in the calls.
 
     Ray runs one caller's calls on a synchronous actor in the order of submission, so
     micro-batches enter every stage in the order of ``submit``.
@@ -58,9 +49,11 @@ class ObjectStoreStageChain:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages."""
         return len(self.stages)
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
         message = wire.encode_batch(batch)
         carried: ObjectRef[Any] | None = None
         for stage in self.stages:
@@ -69,38 +62,45 @@ class ObjectStoreStageChain:
         return self._result(carried)
 
     async def fence(self) -> int:
-        """Raises LeaseError, or PipelineError when a stage is gone for good, cannot load, or takes too long."""
+        """Make all stages forget their sequences; return the new epoch.
+
+        Raises LeaseError if another router holds the lease, PipelineError if a stage is gone for good, cannot load, or
+        takes longer than LOAD_TIMEOUT_S.
+        """
         began = time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(SUPERVISOR_ANSWERS_S):
+                async with asyncio.timeout(SUPERVISOR_TIMEOUT_S):
                     epoch: int = await self._supervisor.fence.remote(self._holder)
                 return epoch
             except LeaseError as error:  # Ray's error is of its cause's class too
                 raise LeaseError(ray_error_message(error)) from error
-            except RayError as error:  # before TimeoutError, which that of a supervisor whose stages do not answer is as well
+            except RayError as error:  # before TimeoutError, of which Ray's GetTimeoutError from the supervisor is a subclass
                 waited_s = time.monotonic() - began
                 if waited_s > LOAD_TIMEOUT_S or not _is_restarting(error):
                     raise PipelineError(f"the stages could not be fenced: {ray_error_message(error)}") from error
-                if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_S:
+                if isinstance(error, GetTimeoutError) or waited_s > UNREACHABLE_TIMEOUT_S:
                     await self.replace_hung_workers(FENCE_TIMEOUT_S)
                 await asyncio.sleep(RETRY_S)
-            except TimeoutError:  # it does nothing any more; another process finds everything again
-                logger.warning("the supervisor does not answer, and gets a new process")
+            except TimeoutError:  # it hangs; another process finds everything again
+                logger.warning("the supervisor gets a new process: it has not answered a fence for %g s", SUPERVISOR_TIMEOUT_S)
                 await asyncio.to_thread(ray.kill, self._supervisor, no_restart=False)
 
     async def replace_hung_workers(self, limit_s: float) -> str:
-        """See ``stuck``. A supervisor that is starting again, or whose answer is lost, is asked the next time."""
+        """Replace hung workers (see ``hang_detector``); return "" also if the supervisor does not answer this time."""
         try:
             async with asyncio.timeout(RESCUE_TIMEOUT_S):
                 reason: str = await self._supervisor.replace_hung_workers.options(concurrency_group="rescue").remote(limit_s)
         except (RayError, TimeoutError) as error:
-            logger.warning("nobody could look for what is stuck: %s", ray_error_message(error))
+            logger.warning("the supervisor could not check for hung workers: %s", ray_error_message(error))
             return ""
         return reason
 
     async def move_experts(self, plan: ExpertPlan) -> int:
-        """While steps run; see ``expert_moving``. Raises PlanError or PipelineError."""
+        """Make the pipeline follow another expert plan while steps run; return how many copies of experts were loaded.
+
+        Raises PlanError or PipelineError; see ``rebalance_experts``.
+        """
         try:
             moved: int = await self._supervisor.move_experts.options(concurrency_group="moving").remote(plan)
         except PlanError as error:  # Ray's error is of its cause's class too
@@ -110,12 +110,14 @@ class ObjectStoreStageChain:
         return moved
 
     async def health(self) -> list[StageHealth]:
-        """Of every stage, also while steps run. Raises PipelineError if one does not answer."""
-        asked = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
+        """Return the health of every stage, also while steps run. Raises PipelineError if one does not answer."""
+        refs = [stage.health.options(concurrency_group="control").remote() for stage in self.stages]
         try:
-            return list(await asyncio.wait_for(asyncio.gather(*asked), HEALTH_TIMEOUT_S))
+            return list(await asyncio.wait_for(asyncio.gather(*refs), HEALTH_TIMEOUT_S))
         except (RayError, TimeoutError) as error:
-            raise PipelineError(f"a stage does not answer: {ray_error_message(error)}") from error
+            raise PipelineError(
+                f"a stage does not answer health checks (limit {HEALTH_TIMEOUT_S:g} s): {ray_error_message(error)}"
+            ) from error
 
     async def _result(self, ref: "ObjectRef[Any]") -> StepResult:
         try:
@@ -125,59 +127,64 @@ class ObjectStoreStageChain:
 
 
 class DirectStageChain(ObjectStoreStageChain):
-    """The direct link: every stage gets the same small message at once; hidden states do not touch Ray.
+    """The direct link: every stage gets the same small message at once; hidden states do not pass through Ray.
 
-    Nothing ties these calls together, so each of them is listened to, in case it fails.
+    The calls of a step are independent for Ray, so the failure of each is observed.
     """
 
     def __init__(self, stages: Sequence[ActorHandle[Any]], supervisor: ActorHandle[Any], holder: str) -> None:
         super().__init__(stages, supervisor, holder)
-        self._failures: list[BaseException] = []  # of the steps since the last fence, as they are heard
+        self._failures: list[BaseException] = []  # of the steps since the last fence, in order of arrival
 
     def submit(self, batch: MicroBatch) -> Awaitable[StepResult]:
+        """Submit a micro-batch to every stage; the result raises PipelineError if one fails."""
         message = wire.encode_batch(batch)
-        answers: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
-        heard: list[bytes] = []
+        replies: asyncio.Future[list[bytes]] = asyncio.get_running_loop().create_future()
+        received: list[bytes] = []
         for stage in self.stages:
             ref: ObjectRef[bytes] = stage.linked_step.remote(message)
-            ref.future().add_done_callback(partial(self._on_reply, answers, heard, self._failures))
-        return self._gather(answers, self._failures)
+            ref.future().add_done_callback(partial(self._on_reply, replies, received, self._failures))
+        return self._gather(replies, self._failures)
 
     async def fence(self) -> int:
+        """Fence as the object-store link does, and forget earlier failures."""
         epoch = await super().fence()
         self._failures = []
         return epoch
 
     def _on_reply(
-        self, answers: "asyncio.Future[list[bytes]]", heard: list[bytes], failures: list[BaseException], answer: "Future[bytes]"
+        self, replies: "asyncio.Future[list[bytes]]", received: list[bytes], failures: list[BaseException], reply: "Future[bytes]"
     ) -> None:
-        """In a thread of Ray's. Only what decides the step wakes the loop: an error, or the last answer."""
-        error = answer.exception()
+        """Record a reply. Runs in a thread of Ray; only an error or the last reply, which decide the step, wake the loop."""
+        error = reply.exception()
         if error is None:
-            heard.append(answer.result())
+            received.append(reply.result())
         else:
             failures.append(error)
-        loop = answers.get_loop()
-        if (error is not None or len(heard) == self.num_stages) and not loop.is_closed():
-            loop.call_soon_threadsafe(self._settle, answers, error or heard)
+        loop = replies.get_loop()
+        if (error is not None or len(received) == self.num_stages) and not loop.is_closed():
+            loop.call_soon_threadsafe(self._settle, replies, error or received)
 
-    def _settle(self, answers: "asyncio.Future[list[bytes]]", outcome: BaseException | list[bytes]) -> None:
-        if answers.done():
+    def _settle(self, replies: "asyncio.Future[list[bytes]]", outcome: BaseException | list[bytes]) -> None:
+        if replies.done():
             return
         if isinstance(outcome, BaseException):
-            answers.set_exception(outcome)
+            replies.set_exception(outcome)
         else:
-            answers.set_result(outcome)
+            replies.set_result(outcome)
 
-    async def _gather(self, answers: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
+    async def _gather(self, replies: "asyncio.Future[list[bytes]]", failures: list[BaseException]) -> StepResult:
         try:
-            return merge_results([wire.decode_result(answer) for answer in await answers])
+            return merge_results([wire.decode_result(reply) for reply in await replies])
         except RayError as error:
             raise PipelineError(f"a stage failed: {ray_error_message(await _root_cause(error, failures))}") from error
 
 
 async def _root_cause(error: BaseException, failures: list[BaseException]) -> BaseException:
-    """That a neighbour fell silent is a consequence. The cause is heard from another stage, perhaps with a later step."""
+    """Return the first failure that is not a LinkError, which is only a consequence of another stage's failure.
+
+    It may arrive later, even with a later step; after CAUSE_POLLS polls the LinkError itself is returned.
+    """
     for _ in range(CAUSE_POLLS):
         error = next((failure for failure in failures if not isinstance(failure, LinkError)), error)
         if not isinstance(error, LinkError):
@@ -187,7 +194,7 @@ async def _root_cause(error: BaseException, failures: list[BaseException]) -> Ba
 
 
 def merge_results(parts: Sequence[StepResult]) -> StepResult:
-    """Of all stages, in any order."""
+    """Merge the results of all stages, given in any order."""
     in_order = sorted(parts, key=lambda part: part.timings[-1].stage_id)
     timings = tuple(timing for part in in_order for timing in part.timings)
     return replace(
@@ -196,9 +203,9 @@ def merge_results(parts: Sequence[StepResult]) -> StepResult:
 
 
 def _is_restarting(error: RayError) -> bool:
-    """Whether the supervisor, or a stage that it asked, does not answer just now, or was born again meanwhile.
+    """Return True if the supervisor, or a stage that it called, is unavailable or has restarted during the call.
 
-    A supervisor that is dead for good has been removed with its pipeline; a stage's death comes as its error.
+    A supervisor that is dead for good was removed with its pipeline; a stage's death arrives as the supervisor's error.
     """
     if isinstance(error, ActorDiedError) and not isinstance(error, RayTaskError):
         return False

@@ -1,4 +1,7 @@
-"""What a plan can hold, and what would make an impossible one possible. From the configuration alone: no weights, no machines."""
+"""How many sequences a plan can hold, and which changes would make an impossible plan possible.
+
+Computed from the configuration alone, without weights and machines.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,30 +17,30 @@ LENGTHS = (1024, 8192, 32768)  # tokens
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """How many sequences of ``length`` tokens fit beside a stage's weights, with the model's windows and as if it had none."""
+    """How many sequences of ``length`` tokens fit next to a stage's weights, with the model's windows and as if it had none."""
 
     length: int
     num_seqs: int
     num_seqs_without_windows: int
 
 
-def stage_capacity(stage: StagePlan, room: StageBudget, page_size: int) -> list[CapacityRow]:
-    """For the usual lengths up to the model's context."""
-    args, free = stage.args, room.usable - stage.weight_bytes
+def stage_capacity(stage: StagePlan, budget: StageBudget, page_size: int) -> list[CapacityRow]:
+    """Return one row per length of LENGTHS, up to the model's context."""
+    args, free = stage.args, budget.usable - stage.weight_bytes
     page_bytes = kv_bytes_per_position(args, stage.dtype) * page_size
 
     def count(length: int, windows: list[int | None]) -> int:
         return free // (sum(ring_pages(window, page_size, length) for window in windows) * page_bytes)
 
-    own: list[int | None] = [args.windows[layer] for layer in stage.layers]
+    windows: list[int | None] = [args.windows[layer] for layer in stage.layers]
     lengths = [length for length in LENGTHS if length <= args.max_seq_len]
-    return [CapacityRow(length, count(length, own), count(length, [None] * len(own))) for length in lengths]
+    return [CapacityRow(length, count(length, windows), count(length, [None] * len(windows))) for length in lengths]
 
 
 def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
-    """How many sequences of the usual lengths the planned pages hold, by length: the scarcest kind of page decides.
+    """Return how many sequences of each length of LENGTHS the planned pages hold; the scarcest kind of page decides.
 
-    Less than any stage alone could hold: pages are divided between the windows for sequences of full length.
+    They are fewer than any stage alone could hold: pages are divided between the windows for sequences of full length.
     """
     cache = plan.cache
     lengths = [length for length in LENGTHS if length <= plan.max_model_len]
@@ -45,53 +48,55 @@ def pipeline_capacity(plan: PipelinePlan) -> dict[int, int]:
 
 
 def suggest_fixes(args: ModelArgs, request: PlanRequest, per_gpu: int | None = 1) -> str:
-    """To be said of a request that is impossible: each alone would make it possible. ``per_gpu``: stages that share a GPU;
-    None: the memory is a machine's, which more stages would only cut into smaller pieces.
+    """Describe changes to an impossible request, each of which alone would make it possible.
+
+    ``per_gpu``: stages that share a GPU; None if the memory is a machine's, which more stages would only divide further.
     """
-    ways = ([] if per_gpu is None else _other_gpus(args, request, per_gpu)) + _smaller_needs(args, request)
-    return f"possible: {', or '.join(ways)}" if ways else "nothing of this kind is possible with so little memory"
+    fixes = ([] if per_gpu is None else _other_gpus(args, request, per_gpu)) + _smaller_needs(args, request)
+    return f"possible: {', or '.join(fixes)}" if fixes else "nothing of this kind is possible with so little memory"
 
 
 def _other_gpus(args: ModelArgs, request: PlanRequest, per_gpu: int) -> list[str]:
-    """3 stages, 2 to a GPU, are on 2 GPUs; on one more there would be 6."""
-    ways = []
+    """Describe more GPUs, or larger ones: 3 stages, 2 per GPU, are on 2 GPUs; with one more there would be 6."""
+    fixes = []
     num_gpus = -(-request.num_stages // per_gpu)
-    smallest = min(request.rooms, key=lambda room: room.memory)
-    more = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
-    enough = next((n for n in more if is_feasible(args, replace(request, rooms=(smallest,) * n))), None)
-    if enough is not None:
-        ways.append(f"{enough // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")
+    smallest = min(request.budgets, key=lambda budget: budget.memory)
+    counts = range((num_gpus + 1) * per_gpu, args.n_layers + 1, per_gpu)
+    num_stages = next((n for n in counts if is_feasible(args, replace(request, budgets=(smallest,) * n))), None)
+    if num_stages is not None:
+        fixes.append(f"{num_stages // per_gpu} GPUs of {format_bytes(smallest.memory * per_gpu)}")
 
     def is_enough(gib: int) -> bool:
-        return is_feasible(args, replace(request, rooms=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
+        return is_feasible(args, replace(request, budgets=(StageBudget(gib * GIB // per_gpu),) * request.num_stages))
 
     memory = _smallest_satisfying(is_enough, 2**14)
     if memory is not None:
-        ways.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
-    return ways
+        fixes.append(f"{num_gpus} GPU{'s' * (num_gpus > 1)} of {memory} GiB")
+    return fixes
 
 
 def _smaller_needs(args: ModelArgs, request: PlanRequest) -> list[str]:
-    ways = []
+    """Describe a shorter ``--max-model-len``, or quantized weights."""
+    fixes = []
     pages = _smallest_satisfying(
         lambda n: not is_feasible(args, _shorter(request, n)), request.max_model_len // request.page_size
     )
     if pages is not None and pages > 1:
-        ways.append(f"--max-model-len {(pages - 1) * request.page_size}")
+        fixes.append(f"--max-model-len {(pages - 1) * request.page_size}")
     if request.quantize is None and is_feasible(args, replace(request, quantize=Quantization.INT8)):
-        ways.append("--quantize int8")
-    return ways
+        fixes.append("--quantize int8")
+    return fixes
 
 
 def _shorter(request: PlanRequest, num_pages: int) -> PlanRequest:
     return replace(request, max_model_len=num_pages * request.page_size)
 
 
-def _smallest_satisfying(holds: Callable[[int], bool], most: int) -> int | None:
-    """The least number from 1 to ``most`` for which a condition holds that then holds for all larger ones."""
-    if most < 1 or not holds(most):
+def _smallest_satisfying(holds: Callable[[int], bool], maximum: int) -> int | None:
+    """Return the least number from 1 to ``maximum`` for which a monotone condition holds; None if there is none."""
+    if maximum < 1 or not holds(maximum):
         return None
-    low, high = 0, most  # it does not hold for low, and does for high
+    low, high = 0, maximum  # it does not hold for low, and does for high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -99,9 +104,9 @@ def _smallest_satisfying(holds: Callable[[int], bool], most: int) -> int | None:
 
 
 def plan_as_data(
-    plan: PipelinePlan, rooms: tuple[StageBudget, ...], experts: ExpertPlanReport | None = None
+    plan: PipelinePlan, budgets: tuple[StageBudget, ...], experts: ExpertPlanReport | None = None
 ) -> dict[str, object]:
-    """Everything that the tables show, in bytes."""
+    """Return what the tables of ``tramontane plan`` show, for JSON; sizes in bytes."""
     return {
         "dtype": plan.stages[0].dtype,
         "quantize": plan.stages[0].quantize,
@@ -115,15 +120,15 @@ def plan_as_data(
             {
                 "first_layer": stage.first_layer,
                 "last_layer": stage.last_layer - 1,
-                "memory": room.memory,
+                "memory": budget.memory,
                 "weight_bytes": stage.weight_bytes,
                 "cache_bytes": stage.cache_bytes,
                 "sequences": [
-                    {"tokens": h.length, "num_seqs": h.num_seqs, "num_seqs_without_windows": h.num_seqs_without_windows}
-                    for h in stage_capacity(stage, room, plan.cache.page_size)
+                    {"tokens": row.length, "num_seqs": row.num_seqs, "num_seqs_without_windows": row.num_seqs_without_windows}
+                    for row in stage_capacity(stage, budget, plan.cache.page_size)
                 ],
             }
-            for stage, room in zip(plan.stages, rooms, strict=True)
+            for stage, budget in zip(plan.stages, budgets, strict=True)
         ],
         "experts": None if experts is None else experts.as_data(),
     }

@@ -1,4 +1,4 @@
-"""From configuration and hardware to a plan: of the GPUs that the stages may get, those that make it fastest. Pure arithmetic."""
+"""Search for the fastest plan: which of the available GPUs the stages get. Pure arithmetic."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,72 +17,75 @@ from tramontane.proto.plan import PipelinePlan
 
 
 def plan_pipeline(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> PipelinePlan:
-    """The plan of one of ``config.max_pipelines`` pipelines that share the hardware."""
+    """Return the plan of one of ``config.max_pipelines`` pipelines that share the hardware; raises as ``search_plan``."""
     return search_plan(config, args, hardware)[0]
 
 
 def search_plan(config: EngineConfig, args: ModelArgs, hardware: Hardware) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
-    """The fastest plan that fits, and what its stages and then its expert actors run on."""
+    """Return the fastest plan that fits, and the slots of its stages, then of its expert actors.
+
+    Raises PlanError if nothing fits, with changes that would help, or ConfigError.
+    """
     for_stages, for_experts = partition_gpus(config, hardware)
-    plan, places = _best_stages(config, args, for_stages, hardware)
+    plan, slots = _best_stages(config, args, for_stages, hardware)
     if not config.expert_actors:
-        return plan, places
-    holding = expert_slots(config, len(plan.stages), for_experts, hardware)
+        return plan, slots
+    slots_of_experts = expert_slots(config, len(plan.stages), for_experts, hardware)
     request = ExpertRequest(
-        rooms=tuple(place.room for place in holding),
+        budgets=tuple(slot.budget for slot in slots_of_experts),
         dtype=plan.stages[0].dtype,
         quantize=config.quantize,
         replicas=None if config.expert_replicas == "auto" else config.expert_replicas,
         loads=None if config.expert_load is None else per_expert(config.expert_load),
     )
-    return replace(plan, experts=plan_experts(args, request)), (*places, *holding)
+    return replace(plan, experts=plan_experts(args, request)), (*slots, *slots_of_experts)
 
 
 def _best_stages(
     config: EngineConfig, args: ModelArgs, hardware: Hardware, cluster: Hardware
 ) -> tuple[PipelinePlan, tuple[GpuSlot, ...]]:
-    """Of equally fast plans that on the roomiest GPUs, of the cluster's those that are for stages.
+    """Return the fastest plan on the GPUs that are for stages; of equally fast ones that on the largest GPUs.
 
-    No plan is faster than the sum of its stages' speeds, which is why most choices need no planning:
-    once one takes 10, choices with speeds 2 and 2 are of no use to a model of cost 40.
+    No plan is faster than the model's cost divided by the sum of its stages' speeds, so most candidates need no planning:
+    once a plan takes 10, candidates with speeds 2 and 2 are of no use to a model of cost 40.
     """
-    choices = placement_candidates(config, args.n_layers, hardware, cluster)
+    candidates = placement_candidates(config, args.n_layers, hardware, cluster)
     costs = layer_costs(args, experts_inside=not config.expert_actors)
     best: tuple[Fraction, PipelinePlan, tuple[GpuSlot, ...]] | None = None
-    for places in sorted(choices, key=lambda places: -_total_speed(places)):  # stable: the roomiest of equals first
-        if best is not None and Fraction(sum(costs), _total_speed(places)) >= best[0]:
+    for slots in sorted(candidates, key=lambda slots: -_total_speed(slots)):  # stable: of equals, the largest GPUs first
+        if best is not None and Fraction(sum(costs), _total_speed(slots)) >= best[0]:
             break
         try:
-            plan = make_plan(args, _request(config, args, places))
+            plan = make_plan(args, _request(config, args, slots))
         except TooLittleMemoryError:
             continue
         time = max(
-            Fraction(sum(costs[layer] for layer in stage.layers), place.room.speed)
-            for stage, place in zip(plan.stages, places, strict=True)
+            Fraction(sum(costs[layer] for layer in stage.layers), slot.budget.speed)
+            for stage, slot in zip(plan.stages, slots, strict=True)
         )
         if best is None or time < best[0]:
-            best = time, plan, places
+            best = time, plan, slots
     if best is None:
-        raise _explain_failure(args, _request(config, args, choices[0]), config.stages_per_gpu if hardware.gpus else None)
-    _, plan, places = best
-    threads, together = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
-    at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, together)
-    return replace(plan, max_concurrent_stages=at_once), places
+        raise _explain_failure(args, _request(config, args, candidates[0]), config.stages_per_gpu if hardware.gpus else None)
+    _, plan, slots = best
+    threads, per_slot = stage_threads(config, len(plan.stages), hardware), hardware.stages_per_slot(config.stages_per_gpu)
+    at_once = hardware.stages_at_once(len(plan.stages), threads, config.max_pipelines, per_slot)
+    return replace(plan, max_concurrent_stages=at_once), slots
 
 
 def stage_threads(config: EngineConfig, num_stages: int, hardware: Hardware) -> int:
-    """CPU threads of each stage and expert actor of a pipeline: as was asked for, or an even share of the cores."""
+    """Return the CPU threads of each stage and expert actor: as configured, or an even share of the cores."""
     num_all = (num_stages + config.expert_actors) * config.max_pipelines
     return config.threads_per_stage or hardware.threads_per_stage(num_all, hardware.stages_per_slot(config.stages_per_gpu))
 
 
-def _total_speed(places: Sequence[GpuSlot]) -> int:
-    return sum(place.room.speed for place in places)
+def _total_speed(slots: Sequence[GpuSlot]) -> int:
+    return sum(slot.budget.speed for slot in slots)
 
 
-def _request(config: EngineConfig, args: ModelArgs, places: Sequence[GpuSlot]) -> PlanRequest:
+def _request(config: EngineConfig, args: ModelArgs, slots: Sequence[GpuSlot]) -> PlanRequest:
     return PlanRequest(
-        rooms=tuple(place.room for place in places),
+        budgets=tuple(slot.budget for slot in slots),
         dtype=args.dtype if config.dtype == "auto" else config.dtype,
         max_model_len=config.max_model_len or args.max_seq_len,
         max_num_seqs=config.max_num_seqs,
@@ -94,8 +97,9 @@ def _request(config: EngineConfig, args: ModelArgs, places: Sequence[GpuSlot]) -
 
 
 def _explain_failure(args: ModelArgs, request: PlanRequest, per_gpu: int | None) -> PlanError:
+    """Return the error of a request that does not fit, with changes that would help."""
     try:
         make_plan(args, request)
     except TooLittleMemoryError as error:
         return PlanError(f"{error}; {suggest_fixes(args, request, per_gpu)}")
-    raise AssertionError("it was impossible before")
+    raise AssertionError("no candidate had a plan")

@@ -14,7 +14,7 @@ from tramontane.cluster.ray_internals.table import SERVE_SYMBOLS
 from tramontane.cluster.serve_patches.call_cancellation import CancelAbandonedCalls
 from tramontane.cluster.serve_patches.ports import bind_grpc_to_http_host
 from tramontane.proto.log_fields import REQUEST_ID_HEADER, REQUEST_ID_PATTERN
-from tramontane.router.openai.completion_request import error_body
+from tramontane.router.openai.errors import error_body
 
 # With these a client could choose its replica and its timeout, and keep its request alive after it has left. The proxy also
 # answers 500 if they are not UTF-8.

@@ -9,7 +9,7 @@ from ray.serve.config import RequestRouterConfig, gRPCOptions
 
 from tramontane.cluster.actors.worker_actor import annotate_node
 from tramontane.cluster.common.node_labels import avoid_head_node
-from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.config.engine_config import CLI_ONLY_KEYS, EngineConfig
 from tramontane.cluster.config.parsers import has_password
 from tramontane.cluster.pipeline.engine import model_fingerprint
 from tramontane.cluster.ray_internals.symbols import assert_supported
@@ -26,10 +26,6 @@ GRPC_FUNCTIONS = tuple(f"tramontane.router.grpc.handlers.{name}" for name in ("a
 # Names of version 0.1.0, which Serve configs may have until 0.3.0.
 DEPRECATED_GRPC_FUNCTIONS = {name.replace("grpc.handlers", "grpc_handlers"): name for name in GRPC_FUNCTIONS}
 SECRET_KEY = "api_key"  # a Serve config is shown by Ray's dashboard and by serve status
-CLI_ONLY_KEYS = {  # keys that have no meaning for an application
-    *("host", "port", "grpc_port", "address", "local", "seed", "json"),
-    *("tracing_exporter", "tracing_sampling_ratio"),
-}
 DRAIN_S = 600.0  # where pipelines are scaled and updated in place; a command that is interrupted waits less
 UNBOUNDED = 1_000_000  # our own bounds are reached first, and their errors have OpenAI's shape
 HEALTH_CHECK_INTERVAL_S = 1.0  # Ray Serve finds dead replicas by it, and replaces them

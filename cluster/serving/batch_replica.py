@@ -25,13 +25,13 @@ from tramontane.cluster.serve_patches.ports import bind_internal_port_to_node
 from tramontane.cluster.serving.remote_routers import RouterClient
 from tramontane.cluster.serving.served_model import load_chat_format, load_served_model
 from tramontane.proto.errors import ParameterError, PipelineError
+from tramontane.proto.jobs import Endpoint, Job, JobOptions
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, Purpose
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.jobs import Endpoint, Job, JobOptions
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 from ray.actor import ActorHandle
 
-from tramontane.cluster.actors.supervisor_client import RENEW_EVERY_S
+from tramontane.cluster.actors.supervisor_client import RENEW_INTERVAL_S
 from tramontane.cluster.actors.worker_actor import NAMESPACE
 from tramontane.cluster.common.periodic import run_periodically
 from tramontane.cluster.common.ray_errors import ray_error_message
@@ -22,7 +22,7 @@ def send_heartbeats(names: Callable[[], list[str]]) -> Iterator[None]:
     heartbeat = _Heartbeat(names)
     with ExitStack() as stack:
         for work in (heartbeat.refresh, heartbeat.send):  # in a thread each
-            stack.enter_context(run_periodically(RENEW_EVERY_S, work))
+            stack.enter_context(run_periodically(RENEW_INTERVAL_S, work))
         yield
 
 

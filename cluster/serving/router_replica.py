@@ -165,7 +165,7 @@ class RouterReplica:
             "pages_held": scheduler.allocator.num_held,
             "pages": scheduler.allocator.num_pages,
             "epoch": scheduler.epoch,
-            "recoveries": self._router.progress.num_recoveries,
+            "recoveries": self._router.health.num_recoveries,
         }
         return state | self._activity.as_data(len(plan.stages), after.get(name)), self._name
 
@@ -192,7 +192,7 @@ class RouterReplica:
         self._is_given_up = False
         router = self._router
         has_lost = isinstance(router.failure, LeaseError) or self._num_failed_starts >= MAX_FAILED_STARTS
-        is_healthy = router.is_ready and not router.progress.is_failing
+        is_healthy = router.is_ready and not router.health.is_failing
         if self._driving.done() or (has_lost and not is_healthy and not await self._is_superseded()):
             raise PipelineError(f"this router drives no pipeline any more: {router.failure}")
         if router.is_ready and not router.is_healthy:  # not while stages reload, when no other router could do better
@@ -201,7 +201,7 @@ class RouterReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the metrics of autoscaling for Ray Serve: see ``PipelineAutoscalingPolicy``."""
-        return to_metrics(self._router.scheduler.demand())
+        return to_metrics(self._router.scheduler.measure_load())
 
     async def stats(self, stages: bool = True) -> dict[str, Any]:
         """Return what the pipeline holds now, for tests and diagnosis. Without ``stages`` these are not called."""
@@ -216,8 +216,8 @@ class RouterReplica:
             "pages_held": scheduler.allocator.num_held,
             "steps": scheduler.num_steps,
             "preempted": scheduler.num_preempted,
-            "recoveries": self._router.progress.num_recoveries,
-            "last_recovery": self._router.progress.last_recovery and asdict(self._router.progress.last_recovery),
+            "recoveries": self._router.health.num_recoveries,
+            "last_recovery": self._router.health.last_recovery and asdict(self._router.health.last_recovery),
             "step_limit_s": self._router.step_limit_s,
             "streams": self._streams.num_open,
             "tasks": len(asyncio.all_tasks()),
@@ -232,14 +232,14 @@ class RouterReplica:
             await self._router.run()
             logger.warning("the pipeline failed, and is being started again: %s", self._router.failure)
             failed = self._router
-            has_started = bool(failed.scheduler.epoch) and not failed.progress.is_failing
+            has_started = bool(failed.scheduler.epoch) and not failed.health.is_failing
             self._num_failed_starts = 0 if has_started else self._num_failed_starts + 1
             await asyncio.sleep(RETRY_INTERVAL_S)
-            self._router = self._new_router(failed.progress)
+            self._router = self._new_router(failed.health)
 
     def _new_router(self, before: HealthTracker | None = None) -> Router:
         scheduler = make_scheduler(self._config, self._spec.plan, bounded=True)
-        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, before=before)
+        return Router(scheduler, self._chain, step_timeout_s=self._config.step_timeout, activity=self._activity, previous=before)
 
 
 def _new_spec(config: EngineConfig, fingerprint: Fingerprint, application: OwnerApplication) -> PipelineSpec:

@@ -23,8 +23,9 @@ from tramontane.cluster.config.api_keys import ApiKeys
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.observability.tracing import tracing_config
 from tramontane.cluster.pipeline.engine import pipeline_spec, validate_model
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster, shut_down_pipeline
+from tramontane.cluster.pipeline.lifecycle import shut_down_pipeline
 from tramontane.cluster.pipeline.load_progress import ShowLoading, show_progress
+from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.planning.hardware import Hardware, probe_local
 from tramontane.cluster.ray_internals.serve import is_ha_proxy_enabled
 from tramontane.cluster.ray_internals.symbols import assert_supported
@@ -144,7 +145,7 @@ def _joined_cluster(config: EngineConfig, report: Report, show_loading: ShowLoad
     """Serve on a cluster that stays. Yields whether there is gRPC: Ray Serve may have been started without it."""
     report(f"joining Ray at {config.address}")
     assert config.address is not None
-    with join_ray_cluster(config.address, measured=config.gpu_speed is None) as hardware:
+    with join_ray_cluster(config.address, compare_gpus=config.gpu_speed is None) as hardware:
         spec = _spec(config, hardware)
         check_resources(spec, config.replicas)
         owns_serve = not serve.status().proxies

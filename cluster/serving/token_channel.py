@@ -155,7 +155,7 @@ class IngressStreams:
             router.abort(request)
             is_complete = ended.is_set() and not has_failed
             log_ended(request, is_complete=is_complete)
-            record_spans(request, router.progress, is_complete=is_complete)
+            record_spans(request, router.health, is_complete=is_complete)
         return DONE if ended.is_set() else self.refusal(PipelineError("the stream to the ingress broke"))
 
     def refusal(self, error: TramontaneError) -> bytes:

@@ -1,4 +1,4 @@
-"""What runners do with jobs in the database: claim them for a time, fetch lines, write what became of them. Methods block."""
+"""A runner's access to jobs in the database: claim them for a time, fetch lines, write their outcomes. Methods block."""
 
 import time
 import uuid
@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
 
 from tramontane.proto.errors import TramontaneError
+from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.database import DONE, FAILED, PENDING, Database, files, jobs, lines
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.jobs import Endpoint, JobState
 from tramontane.router.batch.store import OPEN_STATES, StoredResult, assign_offsets, error_text, read_results
 from tramontane.router.openai.errors import HttpErrorSpec
 
@@ -19,12 +19,12 @@ LEASE_S = 15.0
 
 
 class JobLostError(TramontaneError):
-    """Another runner has the job by now; nothing was written."""
+    """Another runner holds the job; nothing was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job that a runner works on, until its lease lapses and another takes it, with the next ``epoch``."""
+    """A job held by one runner. When its lease expires, another runner may claim the job with the next ``epoch``."""
 
     number: int
     job_id: str
@@ -35,12 +35,14 @@ class Claim:
 
 
 class PendingLine(NamedTuple):
+    """A line that has no outcome yet."""
+
     place: int
     text: str
 
 
 class Outcome(NamedTuple):
-    """``result`` is JSON: an answer, or OpenAI's error object. ``http_status`` is None if the line never ran."""
+    """The end of a line. ``result`` is JSON: an answer, or OpenAI's error object. ``http_status`` is None if it never ran."""
 
     place: int
     is_error: bool
@@ -49,12 +51,12 @@ class Outcome(NamedTuple):
 
 
 CANCELLED = error_text(
-    "the job was cancelled before this line began", HttpErrorSpec(400, "invalid_request_error", code="batch_cancelled")
+    "the job was cancelled before this line started", HttpErrorSpec(400, "invalid_request_error", code="batch_cancelled")
 )
 
 
 class JobClaimStore:
-    """One runner's side of a queue. ``clock``: seconds since 1970, alike for all runners within a fraction of the lease."""
+    """One runner's access to a queue. ``clock``: seconds since 1970, equal for all runners within a fraction of the lease."""
 
     def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time, lease_s: float = LEASE_S) -> None:
         self.clock, self.lease_s = clock, lease_s
@@ -63,20 +65,20 @@ class JobClaimStore:
 
     @property
     def exist(self) -> bool:
-        """Whether there can be anything to claim."""
+        """Whether there can be jobs to claim."""
         return self._database.is_created
 
     def claim(self, limit: int, running: Collection[int] = ()) -> Sequence[Claim]:
-        """The oldest jobs that nobody works on, or whose runner has fallen silent.
+        """Claim the oldest jobs that have no runner, or whose runner has let its lease expire.
 
-        None of ``running``, which this runner works on. Others that it holds may be what an earlier claim took whose answer was
-        lost, or what it could not release: once their lease has lapsed they are as free as anybody's.
+        Jobs in ``running`` are excluded: this runner works on them. It may hold others, because the answer to an earlier claim
+        was lost or because releasing them failed; these are free again when their lease has expired.
         """
         now = self.clock()
         is_free = or_(jobs.c.owner.is_(None), jobs.c.leased_until < now) & jobs.c.number.not_in(running)
         where = (jobs.c.queue == self._queue) & jobs.c.state.in_(OPEN_STATES) & is_free
         wanted = select(jobs).where(where).order_by(jobs.c.number).limit(limit)
-        with self._database.reading() as connection:  # mostly there is nothing, and nothing to write
+        with self._database.reading() as connection:  # usually there is nothing to claim, and no reason to write
             if connection.execute(wanted.with_only_columns(jobs.c.number)).first() is None:
                 return []
         with self._database.writing() as connection:
@@ -99,7 +101,7 @@ class JobClaimStore:
         ]
 
     def claimed(self, running: Collection[int], renew: bool) -> dict[int, tuple[int, JobState]]:
-        """Epoch and state of those ``running`` that are still this runner's; with ``renew`` for another lease's time."""
+        """Return epoch and state of those ``running`` that this runner still holds; with ``renew``, extend their leases."""
         mine = (jobs.c.owner == self.owner) & (jobs.c.queue == self._queue) & jobs.c.number.in_(running)
         if renew:
             with self._database.writing() as connection:
@@ -109,12 +111,12 @@ class JobClaimStore:
         return {row.number: (row.epoch, JobState(row.state)) for row in rows}
 
     def release(self, claim: Claim) -> None:
-        """Another runner need not wait for the lease to lapse."""
+        """End the lease, so that another runner does not have to wait until it expires."""
         with self._database.writing() as connection:
-            connection.execute(update(jobs).where(self._held(claim)).values(owner=None, leased_until=None))
+            connection.execute(update(jobs).where(self._where_held(claim)).values(owner=None, leased_until=None))
 
     def next_lines(self, claim: Claim, after: int, limit: int, max_bytes: int = 2**22) -> Sequence[PendingLine]:
-        """Lines behind the place ``after`` that are not done. One at least, if there is one; else within ``max_bytes``."""
+        """Return pending lines behind the place ``after``: at least one, if there is one, and else at most ``max_bytes``."""
         pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
         wanted = select(lines.c.place, lines.c.text).where(pending).order_by(lines.c.place).limit(limit)
         found: list[PendingLine] = []
@@ -127,67 +129,67 @@ class JobClaimStore:
         return found
 
     def finish(self, claim: Claim, outcomes: Sequence[Outcome]) -> None:
-        """Each line ends by the first outcome that is written; a later one changes nothing. Raises JobLostError."""
+        """Write outcomes. Only the first outcome of a line counts; a later one changes nothing. Raises JobLostError."""
         with self._database.writing() as connection:
-            self._hold(connection, claim)
+            self._lock(connection, claim)
             _write(connection, claim, outcomes)
 
     def cancel_some(self, claim: Claim, after: int, limit: int = 5000) -> int | None:
-        """End lines behind the place ``after`` that have not begun, and say the last one's; None: there are none left.
+        """Cancel pending lines behind the place ``after``; return the place of the last one, or None if none are left.
 
         Raises JobLostError.
         """
         pending = (lines.c.job == claim.number) & (lines.c.place > after) & (lines.c.state == PENDING)
         with self._database.writing() as connection:
-            self._hold(connection, claim)
-            some = select(lines.c.place).where(pending).order_by(lines.c.place).limit(limit)
-            places = connection.execute(some).scalars().all()
+            self._lock(connection, claim)
+            selected = select(lines.c.place).where(pending).order_by(lines.c.place).limit(limit)
+            places = connection.execute(selected).scalars().all()
             _write(connection, claim, [Outcome(place, True, None, CANCELLED) for place in places])
         return places[-1] if places else None
 
     def results(self, claim: Claim, offset: int, limit: int) -> Sequence[StoredResult]:
-        """As ``JobStore.results``."""
+        """Return results as ``JobStore.results`` does."""
         return read_results(self._database, claim.number, offset, limit)
 
     def announce_file(self, file: FileRecord) -> None:
-        """Before it is written, so that what a runner leaves behind that is killed can be found."""
+        """Record a file before it is written, so that the remains of a killed runner can be found."""
         with self._database.writing() as connection:
             connection.execute(insert(files).values(file.as_row(self._queue, is_whole=False)))
 
     def withdraw_file(self, file: FileRecord) -> None:
-        """After it was announced: it is no more."""
+        """Delete the record of an announced file."""
         with self._database.writing() as connection:
             connection.execute(delete(files).where(files.c.file_id == file.file_id))
 
     def end(self, claim: Claim, state: JobState, output: FileRecord | None, errors: FileRecord | None) -> None:
-        """The job's last word, with the files that hold its results. Raises JobLostError."""
+        """Write the job's final state and the files that hold its results. Raises JobLostError."""
         now = self.clock()
-        made = [file for file in (output, errors) if file is not None]
+        written = [file for file in (output, errors) if file is not None]
         with self._database.writing() as connection:
-            self._hold(connection, claim)
-            for file in made:
-                whole = update(files).where(files.c.file_id == file.file_id).values(is_whole=True, num_bytes=file.num_bytes)
-                connection.execute(whole)
+            self._lock(connection, claim)
+            for file in written:
+                this = files.c.file_id == file.file_id
+                connection.execute(update(files).where(this).values(is_whole=True, num_bytes=file.num_bytes))
             values: dict[str, Any] = {"state": state.value, "ended_at": now, "owner": None, "leased_until": None}
             values |= {"output_file": output and output.file_id, "error_file": errors and errors.file_id}
             connection.execute(update(jobs).where(jobs.c.number == claim.number).values(values))
 
-    def _held(self, claim: Claim) -> Any:  # noqa: ANN401 - a condition
+    def _where_held(self, claim: Claim) -> Any:  # noqa: ANN401 - a condition
         return (jobs.c.number == claim.number) & (jobs.c.owner == self.owner) & (jobs.c.epoch == claim.epoch)
 
-    def _hold(self, connection: Connection, claim: Claim) -> None:
-        """For the rest of the transaction nobody else can take the job, or write one of its lines."""
-        written = connection.execute(update(jobs).where(self._held(claim)).values(touched_at=self.clock()))
-        if written.rowcount == 0:
-            raise JobLostError(f"{claim.job_id} is another runner's")
+    def _lock(self, connection: Connection, claim: Claim) -> None:
+        """Lock the job's row: until the transaction ends no other runner can claim the job or write one of its lines."""
+        updated = connection.execute(update(jobs).where(self._where_held(claim)).values(touched_at=self.clock()))
+        if updated.rowcount == 0:
+            raise JobLostError(f"{claim.job_id} is held by another runner")
 
 
 def _write(connection: Connection, claim: Claim, outcomes: Sequence[Outcome]) -> None:
     by_place = {outcome.place: outcome for outcome in outcomes}
     pending = (lines.c.job == claim.number) & (lines.c.state == PENDING)
-    open_places = select(lines.c.place).where(pending, lines.c.place.in_(by_place))
-    still_open = set(connection.execute(open_places).scalars())
-    places = [place for place in by_place if place in still_open]
+    selected = select(lines.c.place).where(pending, lines.c.place.in_(by_place))
+    pending_places = set(connection.execute(selected).scalars())
+    places = [place for place in by_place if place in pending_places]
     if not places:
         return
     ended = [by_place[place] for place in places]

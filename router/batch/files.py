@@ -1,4 +1,4 @@
-"""Files that clients give and get: a row of each in the database, the bytes in a storage that fsspec reaches."""
+"""Files of clients: a row in the database for each, the bytes in a storage that fsspec supports."""
 
 import time
 import uuid
@@ -14,13 +14,13 @@ from tramontane.router.batch.database import Database, files
 from tramontane.router.batch.storage import JobStorage
 
 Purpose = Literal["batch", "batch_output"]
-MAX_NAME = 255
-ABANDONED_AFTER_S = 86_400.0  # a file that is not whole by then never will be
+MAX_NAME = 255  # characters
+INCOMPLETE_TIMEOUT_S = 86_400.0  # a file that is not complete by then never will be
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """``path`` is where its bytes are in the storage."""
+    """One file. ``path`` is where its bytes are in the storage."""
 
     file_id: str
     filename: str
@@ -32,13 +32,16 @@ class FileRecord:
 
     @classmethod
     def new(cls, filename: str, purpose: Purpose, now: float, num_bytes: int = 0) -> "FileRecord":
+        """Create a record with a new id."""
         file_id = f"file-{uuid.uuid4().hex}"
         return cls(file_id, filename[:MAX_NAME], purpose, num_bytes, now, f"{purpose}/{file_id}.jsonl")
 
-    def of_size(self, num_bytes: int) -> "FileRecord":
+    def with_size(self, num_bytes: int) -> "FileRecord":
+        """Return a copy of this size."""
         return replace(self, num_bytes=num_bytes)
 
     def as_row(self, queue: str, is_whole: bool) -> dict[str, Any]:
+        """Return the columns of its row."""
         names = ("file_id", "filename", "purpose", "num_bytes", "created_at", "path")
         return {name: getattr(self, name) for name in names} | {
             "queue": queue,
@@ -48,7 +51,7 @@ class FileRecord:
 
 
 class FileStore:
-    """Files of one queue. Methods block: call them beside the event loop."""
+    """The files of one queue. Methods block: call them in a thread."""
 
     def __init__(
         self, database: Database, storage: JobStorage, queue: str, max_bytes: int, clock: Callable[[], float] = time.time
@@ -57,7 +60,7 @@ class FileStore:
         self._database, self._storage, self._queue, self._clock = database, storage, queue, clock
 
     def write(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Raises FileTooLargeError, and then nothing is kept."""
+        """Store a file. Raises FileTooLargeError; then nothing is kept."""
         record = FileRecord.new(filename, purpose, self._clock())
         with self._database.writing() as connection:
             connection.execute(insert(files).values(record.as_row(self._queue, is_whole=False)))
@@ -72,8 +75,8 @@ class FileStore:
         return self.get(record.file_id)
 
     def get(self, file_id: str) -> FileRecord:
-        """Raises UnknownFileError."""
-        if self._database.is_created and "\0" not in file_id:  # which PostgreSQL would not even compare
+        """Return a file's record. Raises UnknownFileError."""
+        if self._database.is_created and "\0" not in file_id:  # PostgreSQL cannot compare a NUL
             where = (files.c.file_id == file_id) & (files.c.queue == self._queue) & files.c.is_whole
             with self._database.reading() as connection:
                 row = connection.execute(select(files).where(where)).one_or_none()
@@ -84,7 +87,7 @@ class FileStore:
     def list(
         self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
     ) -> Sequence[FileRecord]:
-        """Raises UnknownFileError."""
+        """Return records of files, starting behind the file ``after``. Raises UnknownFileError."""
         where = (files.c.queue == self._queue) & files.c.is_whole
         if purpose is not None:
             where &= files.c.purpose == purpose
@@ -99,19 +102,20 @@ class FileStore:
         return [_record(row) for row in rows]
 
     def delete(self, file_id: str) -> None:
-        """Of a job that was made of it nothing changes. Raises UnknownFileError."""
+        """Delete a file; jobs that were made from it do not change. Raises UnknownFileError."""
         self._forget(self.get(file_id))
 
     def open(self, record: FileRecord) -> AsyncGenerator[bytes, None]:
+        """Yield a file's bytes in pieces. Raises JobStoreError."""
         return self._storage.read(record.path)
 
     def discard_old(self, before: float) -> None:
-        """Whatever was whole by then, whoever needs it: jobs do not, once they are submitted."""
+        """Delete files that were created before this time. Jobs do not need their input after submission."""
         self._discard(files.c.is_whole & (files.c.created_at < before))
 
     def delete_abandoned(self) -> None:
-        """What processes that died had begun to write."""
-        self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - ABANDONED_AFTER_S))
+        """Delete incomplete files of processes that died."""
+        self._discard(~files.c.is_whole & (files.c.touched_at < self._clock() - INCOMPLETE_TIMEOUT_S))
 
     def _discard(self, which: ColumnElement[bool]) -> None:
         with self._database.reading() as connection:
@@ -120,7 +124,7 @@ class FileStore:
             self._forget(_record(row))
 
     def _forget(self, record: FileRecord) -> None:
-        with suppress(JobStoreError):  # the row says where what is left can be found
+        with suppress(JobStoreError):  # the row remains, so that it can be deleted later
             self._storage.delete(record.path)
             with self._database.writing() as connection:
                 connection.execute(delete(files).where(files.c.file_id == record.file_id))

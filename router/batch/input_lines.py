@@ -1,4 +1,4 @@
-"""Lines of a job's input: cut out of pieces, and checked one by one; a bad one is only itself bad."""
+"""Lines of a job's input: split, and validated one by one. An invalid line does not affect the others."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from tramontane.proto.errors import RequestError
-from tramontane.router.batch.jobs import Endpoint
+from tramontane.proto.jobs import Endpoint
 
 MAX_CUSTOM_ID = 256  # characters
 KEYS = {"custom_id", "method", "url", "body"}
@@ -16,7 +16,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class JobLimits:
-    """``max_open_jobs``: that have not ended. ``keep_s``: for so long jobs stay after their end, and files; None: for ever."""
+    """Limits of jobs. ``max_open_jobs``: that have not ended. ``keep_s``: how long ended jobs and files stay; None: forever."""
 
     max_line_bytes: int = 2**20
     max_lines: int = 2**22
@@ -26,12 +26,14 @@ class JobLimits:
 
 
 class InputLine(NamedTuple):
+    """A line as it was sent."""
+
     number: int  # from 1
     text: bytes | None  # None: it was too long
 
 
 class ParsedLine(NamedTuple):
-    """``problem``: why it is no request; else ``text`` is one, and has a ``custom_id``."""
+    """A validated line: either ``problem`` says why it is not a request, or ``text`` is one and has a ``custom_id``."""
 
     number: int
     custom_id: str | None
@@ -40,55 +42,55 @@ class ParsedLine(NamedTuple):
 
 
 class LineSplitter:
-    """Lines of a text that comes in pieces, cut anywhere. Of a line that is too long nothing is kept.
+    r"""Splits a text that arrives in pieces, cut anywhere, into lines. The text of a line that is too long is dropped.
 
-    Pieces ``ab``, ``c\\nd`` and the end give the lines ``abc`` and ``d``.
+    The pieces ``ab``, ``c\nd`` and the end give the lines ``abc`` and ``d``.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._number = 0
-        self._begun = bytearray()
+        self._partial = bytearray()
         self._is_too_long = False
 
     def feed(self, piece: bytes) -> Iterator[InputLine]:
-        """Lines that end in this piece. To be exhausted before the next."""
+        """Yield the lines that end in this piece. Exhaust the generator before the next call."""
         start = 0
         while (end := piece.find(b"\n", start)) >= 0:
             self._add(piece[start:end])
-            yield self._ended()
+            yield self._take_line()
             start = end + 1
         self._add(piece[start:])
 
     def finish(self) -> Iterator[InputLine]:
-        """The last line, if nothing ended it."""
-        if self._begun or self._is_too_long:
-            yield self._ended()
+        """Yield the last line, if no line end followed it."""
+        if self._partial or self._is_too_long:
+            yield self._take_line()
 
     def _add(self, part: bytes) -> None:
-        if len(self._begun) + len(part) > self._max_bytes:
+        if len(self._partial) + len(part) > self._max_bytes:
             self._is_too_long = True
-            self._begun.clear()
+            self._partial.clear()
         elif not self._is_too_long:
-            self._begun += part
+            self._partial += part
 
-    def _ended(self) -> InputLine:
+    def _take_line(self) -> InputLine:
         self._number += 1
-        text = None if self._is_too_long else bytes(self._begun)
+        text = None if self._is_too_long else bytes(self._partial)
         if text is not None and self._number == 1:
             text = text.removeprefix(BYTE_ORDER_MARK)
-        self._begun.clear()
+        self._partial.clear()
         self._is_too_long = False
         return InputLine(self._number, text)
 
 
 def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int) -> ParsedLine:
-    """What is wrong with a line is said in it, never raised."""
+    """Validate a line. A problem is in the result; nothing is raised."""
     custom_id = None
     try:
         if raw.text is None:
             raise RequestError(f"it is longer than {max_bytes} bytes")
-        request = _parsed(raw.text)
+        request = _parse_json(raw.text)
         custom_id = _custom_id(request)
         _check_request(request, endpoint)
         return ParsedLine(raw.number, custom_id, raw.text.decode(), None)
@@ -96,13 +98,13 @@ def parse_line(raw: InputLine, endpoint: Endpoint, max_bytes: int) -> ParsedLine
         return ParsedLine(raw.number, custom_id, None, f"line {raw.number}: {error}")
 
 
-def body_of(text: str) -> dict[str, Any]:
-    """Of a line that was found good."""
+def extract_body(text: str) -> dict[str, Any]:
+    """Return the body of a valid line."""
     body: dict[str, Any] = from_json(text)["body"]
     return body
 
 
-def _parsed(text: bytes) -> dict[str, Any]:
+def _parse_json(text: bytes) -> dict[str, Any]:
     try:
         request = from_json(text, allow_inf_nan=False)
     except ValueError as error:
@@ -129,4 +131,4 @@ def _check_request(request: dict[str, Any], endpoint: Endpoint) -> None:
     if not isinstance(request.get("body"), dict):
         raise RequestError("body must be a JSON object")
     if unknown := sorted(request.keys() - KEYS):
-        raise RequestError(f"{unknown[0]!r:.80} is not a key of a line")
+        raise RequestError(f"{unknown[0]!r:.80} is not a known key of a line")

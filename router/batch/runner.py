@@ -1,10 +1,8 @@
-"""Runs batch jobs: keeps lines in progress, and writes what became of each.
+"""Runs batch jobs: keeps lines in progress and writes the outcome of each.
 
-Several jobs take turns, line by line: each has a task that waits for a free slot, and slots are given in the order in which
-they were asked for. A job of three lines is therefore done in three turns, however long the one before it is. A line that
-waits to be tried again lends its slot; of one job no more lines are begun and not done than there are slots.
-
-How many lines are in progress at once, over all jobs.
+Jobs take turns, line by line: each has a task that waits for a free slot, and slots are granted in the order of waiting. A
+job of three lines is therefore done in three turns, however long the job before it is. A line that waits to be retried
+releases its slot in the meantime; at most as many lines of one job are started and unfinished as there are slots.
 """
 
 import asyncio
@@ -23,9 +21,9 @@ from tramontane.proto.errors import (
     TramontaneError,
     UserError,
 )
+from tramontane.proto.jobs import Endpoint, JobState
 from tramontane.router.batch.claims import Claim, JobClaimStore, JobLostError, Outcome, PendingLine
-from tramontane.router.batch.input_lines import body_of
-from tramontane.router.batch.jobs import Endpoint, JobState
+from tramontane.router.batch.input_lines import extract_body
 from tramontane.router.batch.outcome_writer import JobThreadPool, OutcomeWriter, Sleep, retry_while_store_down
 from tramontane.router.batch.result_files import write_result_files
 from tramontane.router.batch.storage import JobStorage
@@ -36,15 +34,15 @@ logger = logging.getLogger(__name__)
 
 
 class LineSlot:
-    """One of ``slots``, which its owner has acquired for a line. Whoever asked first gets the next that is free."""
+    """One of ``slots``, acquired for a line. Free slots are granted in the order in which they were requested."""
 
     def __init__(self, slots: asyncio.Semaphore) -> None:
         self._slots, self._is_held = slots, True
 
     async def yield_during(self, seconds: float, sleep: Sleep, unless: asyncio.Event) -> None:
-        """Others have it meanwhile; afterwards it is waited for. ``unless`` ends that at once, and the slot is not had then."""
+        """Release the slot for this time, then acquire it again. If ``unless`` is set, return at once without the slot."""
         self.release()
-        waiting = [asyncio.ensure_future(each) for each in (self._again(seconds, sleep), unless.wait())]
+        waiting = [asyncio.ensure_future(each) for each in (self._reacquire(seconds, sleep), unless.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -52,13 +50,13 @@ class LineSlot:
                 each.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _again(self, seconds: float, sleep: Sleep) -> None:
+    async def _reacquire(self, seconds: float, sleep: Sleep) -> None:
         await sleep(seconds)
         await self._slots.acquire()
         self._is_held = True
 
     def release(self) -> None:
-        """Once, however often it is called."""
+        """Release the slot if it is held."""
         if self._is_held:
             self._is_held = False
             self._slots.release()
@@ -69,15 +67,17 @@ Answer = Callable[[Endpoint, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 POLL_S = 1.0
 THREADS = 4
-PAGE = 256  # lines of a job that are fetched at once
+PAGE_SIZE = 256  # lines of a job that are fetched at once
 MAX_JOBS = 64  # that take turns
 MAX_TRIES = 10  # that failed while the line ran
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+MIN_WAIT_S, MAX_WAIT_S = 0.5, 30.0
 UNAVAILABLE = HttpErrorSpec(503, "server_error", code="unavailable")
 
 
 @dataclass(slots=True)
 class _Run:
+    """A job in progress."""
+
     claim: Claim
     task: asyncio.Task[None] | None = None
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -88,9 +88,10 @@ class _Run:
 
 
 class BatchRunner:
-    """``answer`` makes a line's answer, and raises RequestError, OverloadedError or PipelineError.
+    """Claims jobs and runs their lines.
 
-    ``concurrency`` lines are in progress at once, and as many pages of ``REF_TEMPLATE`` lines in memory as there are jobs.
+    ``answer`` returns a line's answer, or raises RequestError, OverloadedError or PipelineError.
+    ``concurrency`` lines are in progress at once, over all jobs. Each job has one page of ``PAGE_SIZE`` lines in memory.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class BatchRunner:
         self._renewed_at = float("-inf")
 
     async def run(self) -> None:
-        """Until it is cancelled. Jobs that it leaves go on in the next runner."""
+        """Run jobs until cancelled. The next runner continues unfinished jobs."""
         writing = asyncio.create_task(self._writer.run())
         try:
             while not writing.done():
                 try:
                     await self._poll()
                 except JobStoreError as error:
-                    logger.warning("batch jobs wait: %s", error)
+                    logger.warning("batch jobs wait for their store: %s", error)
                 await self._sleep(self._poll_s)
             writing.result()
         finally:
@@ -133,13 +134,13 @@ class BatchRunner:
         return await retry_while_store_down(call, self._sleep, self._threads)
 
     async def _poll(self) -> None:
-        """Keep the leases, hear of cancelled jobs, and begin others."""
+        """Renew leases, notice cancelled jobs, and start others."""
         if not self._claims.exist:
             return
         if self._runs:
             await self._renew_claims()
-        if (room := MAX_JOBS - len(self._runs)) > 0:
-            for claim in await self._lease_thread.run(self._claims.claim, room, tuple(self._runs)):
+        if (num_free := MAX_JOBS - len(self._runs)) > 0:
+            for claim in await self._lease_thread.run(self._claims.claim, num_free, tuple(self._runs)):
                 run = self._runs[claim.number] = _Run(claim)
                 if claim.is_cancelled:
                     run.cancelled.set()
@@ -156,7 +157,7 @@ class BatchRunner:
             if state == JobState.CANCELLING:
                 run.cancelled.set()
             if epoch != run.claim.epoch and run.task is not None:
-                run.task.cancel()  # another runner has it, or it has just ended
+                run.task.cancel()  # another runner holds it, or it has just ended
 
     async def _run_job(self, run: _Run) -> None:
         claim = run.claim
@@ -165,9 +166,9 @@ class BatchRunner:
                 await self._start_lines(run, in_progress)
             await self._end(run)
         except* JobLostError as lost:
-            logger.warning("a batch job goes on elsewhere: %s", lost.exceptions[0])
+            logger.warning("another runner continues a batch job: %s", lost.exceptions[0])
         except* Exception:
-            logger.exception("the batch job %s stopped, and will be begun again", claim.job_id)
+            logger.exception("the batch job %s failed with a defect and will be restarted", claim.job_id)
         finally:
             await self._release(claim)
 
@@ -176,15 +177,15 @@ class BatchRunner:
         try:
             await asyncio.shield(self._lease_thread.run(self._claims.release, claim))
         except JobStoreError as error:
-            logger.warning("a batch job's lease has to lapse: %s", error)
+            logger.warning("a batch job could not be released and stays until its lease expires: %s", error)
 
     async def _start_lines(self, run: _Run, in_progress: asyncio.TaskGroup) -> None:
         after = -1
-        begun = asyncio.Semaphore(self._concurrency)
-        while page := await self._retry(partial(self._claims.next_lines, run.claim, after, PAGE)):
+        unfinished = asyncio.Semaphore(self._concurrency)
+        while page := await self._retry(partial(self._claims.next_lines, run.claim, after, PAGE_SIZE)):
             for line in page:
-                await begun.acquire()
-                if run.is_cancelled:  # by now; it need not wait for a slot
+                await unfinished.acquire()
+                if run.is_cancelled:  # no need to wait for a slot
                     return
                 await self._slots.acquire()
                 slot = LineSlot(self._slots)
@@ -192,7 +193,7 @@ class BatchRunner:
                     slot.release()
                     return
                 running = in_progress.create_task(self._run_line(run, line, slot))
-                running.add_done_callback(partial(_done, slot, begun))  # one that is cancelled may never have begun
+                running.add_done_callback(partial(_release_line, slot, unfinished))  # a cancelled task may never have started
             after = page[-1].place
 
     async def _run_line(self, run: _Run, line: PendingLine, slot: LineSlot) -> None:
@@ -201,27 +202,27 @@ class BatchRunner:
             await self._writer.write(run.claim, outcome)
 
     async def _outcome(self, run: _Run, line: PendingLine, slot: LineSlot) -> Outcome | None:
-        """What became of a line; None if its job is cancelled before it ran well."""
+        """Run a line, with retries. Returns None if its job is cancelled before the line succeeded."""
         tries = num_failed = 0
         while not run.is_cancelled:
             try:
-                answer = await self._answer(run.claim.endpoint, body_of(line.text))
+                answer = await self._answer(run.claim.endpoint, extract_body(line.text))
                 return Outcome(line.place, False, 200, json.dumps(answer))
             except UserError as error:
-                shape = http_error_for(error)  # as a request of its own would have been refused
+                shape = http_error_for(error)  # as for an interactive request
                 return Outcome(line.place, True, shape.status, error_text(str(error), shape))
-            except (OverloadedError, PipelineUnavailableError) as error:  # it has not begun
+            except (OverloadedError, PipelineUnavailableError) as error:  # the line has not started
                 wait = getattr(error, "retry_after_s", 0)
-            except Exception as error:  # whatever it is, the job goes on
+            except Exception as error:  # the job continues in any case
                 if not isinstance(error, TramontaneError):
-                    logger.exception("a defect: a line of %s could not be run", run.claim.job_id)
+                    logger.exception("a line of %s failed with a defect", run.claim.job_id)
                 wait, num_failed = 0, num_failed + 1
                 if num_failed == MAX_TRIES:
-                    why = str(error) if isinstance(error, PipelineError) else "the server has a defect; its log says more"
+                    why = str(error) if isinstance(error, PipelineError) else "the server has a defect; see its log"
                     return Outcome(line.place, True, UNAVAILABLE.status, error_text(why, UNAVAILABLE))
             if run.is_cancelled:
                 break
-            await slot.yield_during(min(max(wait, FIRST_WAIT_S * 2**tries), LONGEST_WAIT_S), self._sleep, run.cancelled)
+            await slot.yield_during(min(max(wait, MIN_WAIT_S * 2**tries), MAX_WAIT_S), self._sleep, run.cancelled)
             tries = min(tries + 1, 10)
         return None
 
@@ -236,6 +237,6 @@ class BatchRunner:
         await self._retry(lambda: self._claims.end(claim, state, output, errors))
 
 
-def _done(slot: LineSlot, begun: asyncio.Semaphore, _line: "asyncio.Task[None]") -> None:
+def _release_line(slot: LineSlot, unfinished: asyncio.Semaphore, _line: "asyncio.Task[None]") -> None:
     slot.release()
-    begun.release()
+    unfinished.release()

@@ -1,6 +1,6 @@
-"""OpenAI's shapes of batch jobs and files: what requests may say, and how answers look.
+"""OpenAI's format of batch jobs and files: requests, responses, and the response models of the API description.
 
-What the doors of batch jobs take and answer, for their description: tests hold answers against these models.
+Responses are built as dictionaries; tests validate them against the models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from tramontane.proto.errors import ParameterError
+from tramontane.proto.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.files import FileRecord
-from tramontane.router.batch.jobs import Endpoint, JobOptions, JobState
 from tramontane.router.batch.store import StoredJob
 from tramontane.router.openai.completion_request import parse_body
 from tramontane.router.openai.request_fields import default_if_null
 
-COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; here jobs run until they end
+COMPLETION_WINDOW = "24h"  # the only one that OpenAI has; our jobs run until they end
 MAX_LIST = 100
 MAX_FILE_LIST = 10_000
 STATUS = {
@@ -29,7 +29,7 @@ STATUS = {
 
 
 class BatchRequest(BaseModel):
-    """Body of ``POST /v1/batches``. ``keeps_order`` is ours."""
+    """Body of ``POST /v1/batches``. ``keeps_order`` is our extension."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -41,16 +41,17 @@ class BatchRequest(BaseModel):
 
     @property
     def options(self) -> JobOptions:
+        """The job's options."""
         return JobOptions(self.endpoint, self.keeps_order, self.metadata)
 
 
 def parse_batch(body: bytes) -> BatchRequest:
-    """Raises ParameterError."""
+    """Parse a body. Raises ParameterError."""
     return parse_body(BatchRequest, body)
 
 
 def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
-    """Times are whole seconds since 1970, as OpenAI has them. It expires when it is removed, ``keep_s`` after its end."""
+    """Format a job. Times are whole seconds since 1970, as OpenAI has them; the job expires ``keep_s`` after its end."""
     job = stored.job
     ended_as = {f"{state}_at": None for state in ("completed", "cancelled", "failed")}
     if job.ended_at is not None:
@@ -67,27 +68,27 @@ def batch_object(stored: StoredJob, keep_s: float | None) -> dict[str, Any]:
         "output_file_id": stored.output_file,
         "error_file_id": stored.error_file,
         "created_at": int(job.created_at),
-        "in_progress_at": _seconds(job.started_at),
-        "expires_at": _removed_at(job.ended_at, keep_s),
+        "in_progress_at": _to_seconds(job.started_at),
+        "expires_at": _expires_at(job.ended_at, keep_s),
         "finalizing_at": None,
         "expired_at": None,
-        "cancelling_at": _seconds(stored.cancelling_at),
+        "cancelling_at": _to_seconds(stored.cancelling_at),
         **ended_as,
         "request_counts": {"total": job.num_lines, "completed": job.num_done, "failed": job.num_failed},
         "metadata": dict(job.options.metadata) or None,
     }
 
 
-def _seconds(when: float | None) -> int | None:
-    return None if when is None else int(when)
+def _to_seconds(time_s: float | None) -> int | None:
+    return None if time_s is None else int(time_s)
 
 
-def _removed_at(when: float | None, keep_s: float | None) -> int | None:
-    return None if when is None or keep_s is None else int(when + keep_s)
+def _expires_at(time_s: float | None, keep_s: float | None) -> int | None:
+    return None if time_s is None or keep_s is None else int(time_s + keep_s)
 
 
 def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
-    """``keep_s``: it is removed so long after it was made."""
+    """Format a file, which expires ``keep_s`` after its creation."""
     return {
         "id": file.file_id,
         "object": "file",
@@ -96,27 +97,27 @@ def file_object(file: FileRecord, keep_s: float | None) -> dict[str, Any]:
         "filename": file.filename,
         "purpose": file.purpose,
         "status": "processed",
-        "expires_at": _removed_at(file.created_at, keep_s),
+        "expires_at": _expires_at(file.created_at, keep_s),
     }
 
 
 def paginate(objects: Sequence[dict[str, Any]], limit: int) -> dict[str, Any]:
-    """Of one more than ``limit``, if there are more."""
+    """Format a page of a list. ``objects`` has one more than ``limit`` if there are more."""
     data = list(objects[:limit])
     ends = {"first_id": data[0]["id"] if data else None, "last_id": data[-1]["id"] if data else None}
     return {"object": "list", "data": data, **ends, "has_more": len(objects) > limit}
 
 
-def parse_limit(query: Mapping[str, str], default: int, most: int) -> int:
-    """Raises ParameterError."""
+def parse_limit(query: Mapping[str, str], default: int, maximum: int) -> int:
+    """Return the parameter ``limit``. Raises ParameterError."""
     given = query.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
-        raise ParameterError(f"limit is {given!r:.60}; it must be a whole number from 1 to {most}", "limit")
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= maximum):
+        raise ParameterError(f"limit is {given!r:.60}; it must be a whole number from 1 to {maximum}", "limit")
     return int(given)
 
 
 def parse_choice(query: Mapping[str, str], name: str, *allowed: str) -> str | None:
-    """Raises ParameterError."""
+    """Return a parameter that is one of ``allowed``, or None if it is not given. Raises ParameterError."""
     given = query.get(name)
     if given is not None and given not in allowed:
         raise ParameterError(f"{name} is {given!r:.60}; it must be {' or '.join(allowed)}", name)
@@ -124,7 +125,7 @@ def parse_choice(query: Mapping[str, str], name: str, *allowed: str) -> str | No
 
 
 def check_query(query: Mapping[str, str], *known: str) -> None:
-    """Raises ParameterError for what is not supported."""
+    """Raise ParameterError if a parameter is not ``known``."""
     for name in query:
         if name not in known:
             raise ParameterError(f"{name!r:.60} is not a parameter of this endpoint", name[:64])
@@ -135,13 +136,15 @@ class _Shape(BaseModel):
 
 
 class FileUpload(_Shape):
-    """A form."""
+    """Form of ``POST /v1/files``."""
 
     purpose: Literal["batch"]
     file: Annotated[str, Field(json_schema_extra={"format": "binary"})]
 
 
 class StoredFile(_Shape):
+    """A file."""
+
     id: str
     object: Literal["file"]
     bytes: int
@@ -160,16 +163,22 @@ class _Page(_Shape):
 
 
 class FileList(_Page):
+    """A page of files."""
+
     data: list[StoredFile]
 
 
 class DeletedFile(_Shape):
+    """Response to the deletion of a file."""
+
     id: str
     object: Literal["file"]
     deleted: bool
 
 
 class BatchError(_Shape):
+    """An error of an input line."""
+
     code: str
     message: str
     line: int | None
@@ -177,18 +186,22 @@ class BatchError(_Shape):
 
 
 class JobProblems(_Shape):
+    """Errors of a job without a valid line."""
+
     object: Literal["list"]
     data: list[BatchError]
 
 
 class RequestCounts(_Shape):
+    """Progress of a job."""
+
     total: int
     completed: int
     failed: int
 
 
 class Batch(_Shape):
-    """Times are seconds since 1970."""
+    """A job. Times are seconds since 1970."""
 
     id: str
     object: Literal["batch"]
@@ -213,4 +226,6 @@ class Batch(_Shape):
 
 
 class BatchList(_Page):
+    """A page of jobs."""
+
     data: list[Batch]

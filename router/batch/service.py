@@ -1,4 +1,4 @@
-"""``JobService`` over the store: what every door of batch jobs calls. Runners work elsewhere, perhaps in other processes."""
+"""``JobService`` over the store, for the HTTP and gRPC endpoints. Runners may work in other processes."""
 
 import asyncio
 import time
@@ -7,19 +7,19 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from tramontane.proto.errors import JobRefusedError, OverloadedError, TramontaneError, UnknownJobError
+from tramontane.proto.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.files import FileRecord, FileStore, Purpose
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, ResultLine
 from tramontane.router.batch.outcome_writer import JobThreadPool
 from tramontane.router.batch.storage import JobStorage, UrlReader
 from tramontane.router.batch.store import JobStore, StoredJob, StoredResult
 from tramontane.router.batch.submissions import RETRY_AFTER_S, JobIngest, JobSubmissions
 
-RESULTS_AT_ONCE, CHARS_AT_ONCE = 500, 2**18  # of one stream, in memory while its reader is slow
-POLL_S = 0.5
+MAX_RESULTS, MAX_RESULT_CHARS = 500, 2**18  # of one stream, in memory while its client is slow
+POLL_INTERVAL_S = 0.5
 THREADS = 8
-MAX_STREAMS = 512  # of results and of states, each of which asks the database twice a second
+MAX_STREAMS = 512  # of results and of states, each of which queries the database twice a second
 MAX_LIST = 100
 MAX_REQUEST_KEY = 256
 MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
@@ -27,7 +27,7 @@ MAX_METADATA, MAX_METADATA_KEY, MAX_METADATA_VALUE = 16, 64, 512
 
 @dataclass(frozen=True, slots=True)
 class JobSettings:
-    """``queue``: whose jobs, by the served model's name. ``url_prefixes``: below which clients may have files read."""
+    """Where jobs are stored. ``queue``: the served model's name. ``url_prefixes``: prefixes of URLs that clients may submit."""
 
     database: str = field(repr=False)  # may hold a password, as may the next
     storage: str = field(repr=False)
@@ -38,10 +38,12 @@ class JobSettings:
 
 
 class BatchService:
-    """Jobs and files. All that takes time is done beside the event loop; a database that fails raises PipelineError."""
+    """Jobs and files. Blocking calls run in threads; if the database fails, methods raise PipelineError.
 
-    def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_S) -> None:
-        """Raises ConfigError."""
+    Raises ConfigError for unsuitable settings.
+    """
+
+    def __init__(self, settings: JobSettings, clock: Callable[[], float] = time.time, poll_s: float = POLL_INTERVAL_S) -> None:
         self.limits = settings.limits
         self._endpoints, self._clock, self._poll_s = settings.endpoints, clock, poll_s
         self._urls = UrlReader(settings.url_prefixes)
@@ -54,21 +56,22 @@ class BatchService:
         self._files = FileStore(self._database, storage, settings.queue, settings.limits.max_bytes, clock)
 
     def close(self) -> None:
+        """Wait for running calls and close the database."""
         self._threads.close()
         self._database.close()
 
     async def submit(self, lines: AsyncIterator[bytes], options: JobOptions, request_key: str | None = None) -> Job:
-        """See ``JobService``."""
+        """Submit a text: see ``JobService``."""
         known = await self._find_by_request_key(request_key, options, None)
         return (known or await self._submit(lines, options, None, request_key)).job
 
     async def submit_url(self, url: str, options: JobOptions, request_key: str | None = None) -> Job:
-        """See ``JobService``."""
+        """Submit what a URL holds: see ``JobService``."""
         known = await self._find_by_request_key(request_key, options, None)
         return (known or await self._submit(self._urls.read(url), options, None, request_key)).job
 
     async def submit_file(self, file_id: str, options: JobOptions, request_key: str | None = None) -> StoredJob:
-        """As ``submit``. Raises UnknownFileError."""
+        """Submit an uploaded file, as ``submit`` does. Raises UnknownFileError."""
         if (known := await self._find_by_request_key(request_key, options, file_id)) is not None:
             return known
         file = await self.file(file_id)
@@ -77,35 +80,35 @@ class BatchService:
         return await self._submit(self._files.open(file), options, file_id, request_key)
 
     async def _find_by_request_key(self, request_key: str | None, options: JobOptions, file_id: str | None) -> StoredJob | None:
-        """The job that the same request has made. Of its lines nothing is compared, only where they came from."""
+        """Return the job that the same request has created. Options and source are compared, lines are not."""
         if request_key is None:
             return None
         if not 0 < len(request_key) <= MAX_REQUEST_KEY or "\0" in request_key:
             raise JobRefusedError(f"the request's key must have 1 to {MAX_REQUEST_KEY} characters")
         known = await self._threads.run(self._submissions.find_by_request_key, request_key)
         if known is not None and (known.job.options, known.input_file) != (options, file_id):
-            raise JobRefusedError("the request's key is that of a job with another file or other options; give it one of its own")
+            raise JobRefusedError("the request's key belongs to a job with another file or other options; use a new key")
         return known
 
     async def _submit(
         self, pieces: AsyncIterator[bytes], options: JobOptions, file_id: str | None, request_key: str | None
     ) -> StoredJob:
-        self._check(options)
-        beginning = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
+        self._validate(options)
+        creating = asyncio.ensure_future(self._threads.run(self._submissions.create, options, file_id, request_key))
         try:
-            job = await asyncio.shield(beginning)  # a thread goes on in any case, and what it has begun must be known
+            job = await asyncio.shield(creating)  # the thread continues in any case, and its job must be deleted then
             await JobIngest(job, self._submissions, self._threads, self.limits, self._clock).run(pieces)
             return await self._threads.run(self._submissions.accept, job)
-        except BaseException:  # the client has left, too
-            await asyncio.shield(self._discard(beginning))
+        except BaseException:  # also if the client has left
+            await asyncio.shield(self._discard(creating))
             raise
 
-    async def _discard(self, beginning: "asyncio.Future[StoredJob]") -> None:
-        """Unless a thread that nobody waits for any more has accepted it, or will have."""
-        with suppress(TramontaneError):  # it was not begun; or what is left is found when it is old
-            await self._threads.run(self._submissions.delete, (await beginning).number)
+    async def _discard(self, creating: "asyncio.Future[StoredJob]") -> None:
+        """Delete a submission, unless a thread that is still running accepts it."""
+        with suppress(TramontaneError):  # it was not created; or ``collect_garbage`` deletes it later
+            await self._threads.run(self._submissions.delete, (await creating).number)
 
-    def _check(self, options: JobOptions) -> None:
+    def _validate(self, options: JobOptions) -> None:
         if options.endpoint not in self._endpoints:
             raise JobRefusedError(f"endpoint is {options.endpoint!r:.80}; batch jobs are for {', '.join(self._endpoints)}")
         metadata = options.metadata.items()
@@ -116,31 +119,31 @@ class BatchService:
             )
 
     async def get(self, job_id: str) -> Job:
-        """See ``JobService``."""
+        """Return a job: see ``JobService``."""
         return (await self.get_stored(job_id)).job
 
     async def get_stored(self, job_id: str) -> StoredJob:
-        """Raises UnknownJobError."""
+        """Return a job as it is stored. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.get, job_id)
 
     async def list(self, limit: int, after: str | None = None) -> Sequence[Job]:
-        """See ``JobService``; at most ``MAX_LIST``."""
+        """List jobs, at most ``MAX_LIST``: see ``JobService``."""
         return [each.job for each in await self.list_stored(min(limit, MAX_LIST), after)]
 
     async def list_stored(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
-        """Raises UnknownJobError."""
+        """List jobs as they are stored. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.list, limit, after)
 
     async def cancel(self, job_id: str) -> Job:
-        """See ``JobService``."""
+        """Cancel a job: see ``JobService``."""
         return (await self.cancel_stored(job_id)).job
 
     async def cancel_stored(self, job_id: str) -> StoredJob:
-        """Raises UnknownJobError."""
+        """Cancel a job and return it as it is stored. Raises UnknownJobError."""
         return await self._threads.run(self._jobs.cancel, job_id)
 
     async def watch(self, job_id: str) -> AsyncIterator[Job]:
-        """See ``JobService``."""
+        """Yield a job after every change: see ``JobService``."""
         last: Job | None = None
         with self.streaming():
             while last is None or not last.state.has_ended:
@@ -151,17 +154,17 @@ class BatchService:
                     yield (last := job)
 
     async def results(self, job_id: str, offset: int = 0) -> AsyncIterator[ResultLine]:
-        """See ``JobService``."""
+        """Yield results: see ``JobService``."""
         with self.streaming():
             async with aclosing(self.stored_results(job_id, offset)) as results:
                 async for result in results:
                     yield result.line
 
     async def stored_results(self, job_id: str, offset: int = 0) -> AsyncGenerator[StoredResult, None]:
-        """As ``results``, within ``streaming``. A job that is removed meanwhile breaks them off: UnknownJobError."""
+        """Yield results as they are stored; use it within ``streaming``. Raises UnknownJobError, also if the job is deleted."""
         while True:
-            job = await self.get_stored(job_id)  # before its results, so that none comes after they have been looked for
-            page = await self._threads.run(self._jobs.results, job, offset, RESULTS_AT_ONCE, CHARS_AT_ONCE)
+            job = await self.get_stored(job_id)  # read before its results: none is written after the end of a job
+            page = await self._threads.run(self._jobs.results, job, offset, MAX_RESULTS, MAX_RESULT_CHARS)
             for result in page:
                 yield result
             offset += len(page)
@@ -174,9 +177,9 @@ class BatchService:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """Room for one stream. Raises OverloadedError."""
+        """Count one stream. Raises OverloadedError if there are too many."""
         if self._num_streams == MAX_STREAMS:
-            raise OverloadedError(f"{MAX_STREAMS} streams of batch jobs are open; come back later", RETRY_AFTER_S)
+            raise OverloadedError(f"{MAX_STREAMS} streams of batch jobs are open; try again later", RETRY_AFTER_S)
         self._num_streams += 1
         try:
             yield
@@ -184,30 +187,30 @@ class BatchService:
             self._num_streams -= 1
 
     async def upload(self, filename: str, purpose: Purpose, pieces: Iterator[bytes]) -> FileRecord:
-        """Raises FileTooLargeError."""
+        """Store a file. Raises FileTooLargeError."""
         return await self._threads.run(self._files.write, filename, purpose, pieces)
 
     async def file(self, file_id: str) -> FileRecord:
-        """Raises UnknownFileError."""
+        """Return a file's record. Raises UnknownFileError."""
         return await self._threads.run(self._files.get, file_id)
 
     async def list_files(
         self, limit: int, after: str | None = None, purpose: str | None = None, newest_first: bool = True
     ) -> Sequence[FileRecord]:
-        """Raises UnknownFileError."""
+        """List files. Raises UnknownFileError."""
         return await self._threads.run(self._files.list, limit, after, purpose, newest_first)
 
     async def delete_file(self, file_id: str) -> None:
-        """Raises UnknownFileError."""
+        """Delete a file. Raises UnknownFileError."""
         await self._threads.run(self._files.delete, file_id)
 
     async def content(self, file_id: str) -> AsyncIterator[bytes]:
-        """Raises UnknownFileError, or PipelineError if it cannot be read, before there is anything of it."""
+        """Return a file's bytes in pieces. Raises UnknownFileError, or PipelineError if the first piece cannot be read."""
         pieces = self._files.open(await self.file(file_id))
         return _with_first(await anext(pieces, b""), pieces)
 
     async def collect_garbage(self) -> None:
-        """Remove what processes that died had begun to submit or to write, and what has been kept for long enough."""
+        """Delete what died processes have left of submissions and files, and what is older than ``limits.keep_s``."""
         if not self._database.is_created:
             return
         await self._threads.run(self._submissions.delete_abandoned)

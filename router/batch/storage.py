@@ -1,4 +1,4 @@
-"""Bytes on local disk or object storage, by fsspec; and URLs that clients may have read."""
+"""Bytes on local disk or object storage, by fsspec; and reading of URLs that clients submit."""
 
 import asyncio
 import os
@@ -14,24 +14,26 @@ from fsspec.implementations.local import LocalFileSystem
 
 from tramontane.proto.errors import ConfigError, JobRefusedError, JobStoreError, TramontaneError
 
-PIECE = 2**20
+PIECE = 2**20  # bytes
 
 
 class JobStorage:
-    """A folder at any URL that fsspec knows; made at the first write. Methods block, but for ``read``."""
+    """A folder at any URL that fsspec knows, created by the first write. Methods block, except ``read``.
+
+    Raises ConfigError for an unknown URL.
+    """
 
     def __init__(self, url: str) -> None:
-        """Raises ConfigError."""
-        self._filesystem, self._root = _filesystem_of(url, "the jobs' storage")
+        self._filesystem, self._root = _open_filesystem(url, "the jobs' storage")
         self.folder = Path(self._root) if isinstance(self._filesystem, LocalFileSystem) else None  # on this machine
 
     def write(self, path: str, pieces: Iterable[bytes]) -> int:
-        """Returns how many bytes. Raises JobStoreError, and whatever ``pieces`` raise."""
+        """Write a file and return its size. Raises JobStoreError, and what ``pieces`` raises."""
         num_bytes = 0
-        whole = self._whole(path)
+        full_path = self._full_path(path)
         with _storage_errors():
-            self._filesystem.makedirs(whole.rpartition("/")[0], exist_ok=True)
-            file = self._filesystem.open(whole, "wb")
+            self._filesystem.makedirs(full_path.rpartition("/")[0], exist_ok=True)
+            file = self._filesystem.open(full_path, "wb")
         try:
             for piece in pieces:
                 with _storage_errors():
@@ -47,62 +49,64 @@ class JobStorage:
         return num_bytes
 
     async def read(self, path: str) -> AsyncGenerator[bytes, None]:
-        """Raises JobStoreError."""
-        with _storage_errors():  # a file that is gone is one of them
-            async for piece in _pieces(self._filesystem, self._whole(path)):
+        """Yield a file's bytes in pieces. Raises JobStoreError, also if the file does not exist."""
+        with _storage_errors():
+            async for piece in _pieces(self._filesystem, self._full_path(path)):
                 yield piece
 
     def delete(self, path: str) -> None:
-        """If it is there. Raises JobStoreError."""
+        """Delete a file if it exists. Raises JobStoreError."""
         with _storage_errors(), suppress(FileNotFoundError):
-            self._filesystem.rm_file(self._whole(path))
+            self._filesystem.rm_file(self._full_path(path))
 
-    def _whole(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self._root.rstrip('/')}/{path}"
 
 
 class UrlReader:
-    """Reads what clients name by URL, if it is below one of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``."""
+    """Reads URLs that clients submit, if they are below one of ``prefixes``: ``file:///data/in``, ``s3://bucket/in``.
+
+    Raises ConfigError for an unsuitable prefix.
+    """
 
     def __init__(self, prefixes: Sequence[str]) -> None:
-        """Raises ConfigError."""
         for prefix in prefixes:
             if not urlsplit(prefix).scheme or "://" not in prefix:
-                raise ConfigError(f"{_redacted(prefix)!r} is no prefix of URLs; begin it with a scheme, as file:///data/in does")
-            _filesystem_of(prefix, "a prefix of URLs")
-        self._prefixes = [_canonical(prefix).rstrip("/") + "/" for prefix in prefixes]
+                raise ConfigError(f"{_redact(prefix)!r} is not a prefix of URLs; start it with a scheme, such as file:///data/in")
+            _open_filesystem(prefix, "a prefix of URLs")
+        self._prefixes = [_canonicalize(prefix).rstrip("/") + "/" for prefix in prefixes]
 
     async def read(self, url: str) -> AsyncIterator[bytes]:
-        """Raises JobRefusedError if that is not allowed, or cannot be read."""
-        canonical = await asyncio.to_thread(_canonical, url)  # following links looks at the disk
+        """Yield a URL's bytes in pieces. Raises JobRefusedError if it is not allowed or cannot be read."""
+        canonical = await asyncio.to_thread(_canonicalize, url)  # resolving links reads the disk
         if not any(canonical.startswith(prefix) for prefix in self._prefixes) or _has_parent_refs(canonical):
             raise JobRefusedError(f"{url!r:.200} is not among the URLs that this server may read")
         try:
-            filesystem, path = _filesystem_of(canonical, "the URL")
+            filesystem, path = _open_filesystem(canonical, "the URL")
             async for piece in _pieces(filesystem, path):
                 yield piece
         except TramontaneError:
             raise
-        except Exception as error:  # every file system has its own
+        except Exception as error:  # file systems have errors of their own
             raise JobRefusedError(f"{url!r:.200} cannot be read: {_reason(error)}") from error
 
 
-def _canonical(url: str) -> str:
-    """Of a local file where it really is, so that no link leads out of what is allowed."""
+def _canonicalize(url: str) -> str:
+    """Resolve links in the URL of a local file, so that no link leads out of the allowed folders."""
     path = url.removeprefix("file://")
     return f"file://{os.path.realpath(path)}" if path != url and path.startswith("/") and "\0" not in path else url
 
 
 def _has_parent_refs(url: str) -> bool:
-    """Chained URLs (``zip::file://``) read from elsewhere than they seem to; so may dots."""
+    """Whether a URL may refer to a place outside its prefix: chained URLs (``zip::file://``) and dots do."""
     return "::" in url or "\\" in url or ".." in unquote(url).split("/")
 
 
-def _filesystem_of(url: str, what: str) -> tuple[AbstractFileSystem, str]:
+def _open_filesystem(url: str, what: str) -> tuple[AbstractFileSystem, str]:
     try:
         filesystem, path = url_to_fs(url)
     except (ValueError, ImportError) as error:  # no such scheme, or its library is not installed
-        raise ConfigError(f"{what} is {_redacted(url)!r:.200}: {_redacted(str(error))}") from None
+        raise ConfigError(f"{what} is {_redact(url)!r:.200}: {_redact(str(error))}") from None
     return filesystem, str(path)
 
 
@@ -119,14 +123,14 @@ async def _pieces(filesystem: AbstractFileSystem, path: str) -> AsyncIterator[by
 def _storage_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # every file system has its own
+    except Exception as error:  # file systems have errors of their own
         raise JobStoreError(f"the jobs' storage cannot be used now: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {_redacted(' '.join(str(error).split())):.200}"
+    return f"{type(error).__name__}: {_redact(' '.join(str(error).split())):.200}"
 
 
-def _redacted(text: str) -> str:
-    """Without who is named before a host, and the password: ``s3://key:secret@bucket``."""
+def _redact(text: str) -> str:
+    """Remove credentials from URLs: ``s3://key:secret@bucket`` becomes ``s3://***@bucket``."""
     return re.sub(r"://\S*@", "://***@", text)

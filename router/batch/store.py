@@ -1,9 +1,4 @@
-"""What the rows of jobs and lines mean, for all who read and write them.
-
-What doors do with jobs in the database: look, cancel, read results. Methods block: call them beside the event loop.
-
-Why a job without one good line has failed, in one line.
-"""
+"""Accepted jobs in the database: read, cancel, return results; and helpers that interpret rows of jobs and lines."""
 
 import json
 import time
@@ -14,8 +9,8 @@ from typing import Any, cast
 from sqlalchemy import Connection, Row, select, update
 
 from tramontane.proto.errors import UnknownJobError
+from tramontane.proto.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.batch.database import FAILED, PENDING, Database, jobs, lines
-from tramontane.router.batch.jobs import Endpoint, Job, JobOptions, JobState, ResultLine
 from tramontane.router.openai.errors import HttpErrorSpec
 
 NUM_SHOWN = 3
@@ -23,7 +18,7 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """``message`` begins with the number of the line: ``line 2: it is not JSON``."""
+    """An error of an input line. ``message`` starts with its number: ``line 2: it is not JSON``."""
 
     line: int
     code: str
@@ -31,28 +26,28 @@ class LineError:
 
 
 def summarize_line_errors(problems: Sequence[LineError], num_lines: int) -> str:
-    """``problems``: of the first lines. What several of them have in common is told of the first that has it."""
-    by_words: dict[str, str] = {}
+    """Say in one line why a job without a valid line failed. Of equal ``problems`` of the first lines only one is shown."""
+    by_text: dict[str, str] = {}
     for problem in problems:
-        by_words.setdefault(problem.message.removeprefix(f"line {problem.line}: "), problem.message)
-    shown = list(by_words.values())[:NUM_SHOWN]
+        by_text.setdefault(problem.message.removeprefix(f"line {problem.line}: "), problem.message)
+    shown = list(by_text.values())[:NUM_SHOWN]
     more = [f"and {num_lines - len(shown)} more"] if num_lines > len(shown) else []
-    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is no request"
+    which = f"none of the {num_lines} lines is a request" if num_lines > 1 else "the only line is not a request"
     return f"{which}: {'; '.join([*shown, *more])}"
 
 
-SUBMITTING = "submitting"  # a state that nobody is told of: its lines are still coming in
-DISCARDING = "discarding"  # nobody is told of this one either: its lines are being deleted, and none can be added
+SUBMITTING = "submitting"  # an internal state: its lines are still arriving
+DISCARDING = "discarding"  # an internal state: its lines are being deleted, and none can be added
 HIDDEN = (SUBMITTING, DISCARDING)
 OPEN_STATES = [state.value for state in JobState if not state.has_ended]
 ENDED_STATES = [state.value for state in JobState if state.has_ended]
-RESULTS_AT_ONCE = 2**23  # characters
-MAX_PROBLEMS = 20  # that are told with a job; its results tell all of them
+MAX_RESULT_CHARS = 2**23  # that are read at once
+MAX_PROBLEMS = 20  # that are shown with a job; all are in its results
 
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job with what only OpenAI's shape of it needs."""
+    """A job with the fields that only OpenAI's format needs."""
 
     job: Job
     number: int
@@ -60,41 +55,41 @@ class StoredJob:
     output_file: str | None
     error_file: str | None
     cancelling_at: float | None
-    problems: Sequence[LineError] = ()  # of its first lines, if none of them is a request
+    problems: Sequence[LineError] = ()  # of its first lines, if no line is valid
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResult:
-    """``http_status`` is None of a line that never ran."""
+    """A result; ``http_status`` is None if the line never ran."""
 
     line: ResultLine
     http_status: int | None
 
 
 def error_text(message: str, shape: HttpErrorSpec) -> str:
-    """OpenAI's error object as JSON."""
+    """Return OpenAI's error object as JSON."""
     return json.dumps(shape.body(message)["error"])
 
 
 def assign_offsets(connection: Connection, job: int, places: Sequence[int]) -> None:
-    """Give results of a job in free order their offsets, the next that there are. The job's row must be ours to write."""
-    told = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
-    for offset, place in enumerate(places, told):
+    """Assign the next free offsets to results of a job that does not keep order. The caller has locked the job's row."""
+    first = connection.execute(select(jobs.c.num_told).where(jobs.c.number == job)).scalar_one()
+    for offset, place in enumerate(places, first):
         connection.execute(update(lines).where(lines.c.job == job, lines.c.place == place).values(told=offset))
-    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=told + len(places)))
+    connection.execute(update(jobs).where(jobs.c.number == job).values(num_told=first + len(places)))
 
 
 def read_results(
-    database: Database, job: int, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE
+    database: Database, job: int, offset: int, limit: int, max_chars: int = MAX_RESULT_CHARS
 ) -> Sequence[StoredResult]:
-    """One at least, if there is one; else within ``max_chars``."""
+    """Return results from ``offset`` on: at least one, if there is one, and else at most ``max_chars``."""
     wanted = select(lines).where(lines.c.job == job, lines.c.told >= offset).order_by(lines.c.told).limit(limit)
     found: list[StoredResult] = []
-    room = max_chars
+    num_left = max_chars
     with database.stream_rows(wanted) as rows:
         for row in rows:
-            room -= len(row.result or "")
-            if row.state == PENDING or row.told != offset + len(found) or (found and room < 0):
+            num_left -= len(row.result or "")
+            if row.state == PENDING or row.told != offset + len(found) or (found and num_left < 0):
                 break
             line = ResultLine(row.told, row.line, row.custom_id or "", row.state == FAILED, row.result)
             found.append(StoredResult(line, row.http_status))
@@ -102,12 +97,13 @@ def read_results(
 
 
 def stored_jobs(connection: Connection, rows: Sequence[Row[Any]]) -> list[StoredJob]:
+    """Convert rows of jobs."""
     problems = first_line_errors(connection, [row.number for row in rows if row.state == JobState.FAILED])
     return [_stored_job(row, problems.get(row.number, ())) for row in rows]
 
 
 def first_line_errors(connection: Connection, failed: Sequence[int]) -> Mapping[int, Sequence[LineError]]:
-    """By the numbers of jobs without a good line."""
+    """Return the errors of the first lines of jobs without a valid line, by their numbers."""
     found: dict[int, list[LineError]] = {}
     if failed:
         wanted = select(lines.c.job, lines.c.line, lines.c.result).where(lines.c.job.in_(failed), lines.c.told < MAX_PROBLEMS)
@@ -126,14 +122,14 @@ def _stored_job(row: Row[Any], problems: Sequence[LineError]) -> StoredJob:
 
 
 class JobStore:
-    """Jobs of one ``queue`` that were accepted. ``clock``: seconds since 1970."""
+    """The accepted jobs of one ``queue``. Methods block: call them in a thread. ``clock``: seconds since 1970."""
 
     def __init__(self, database: Database, queue: str, clock: Callable[[], float] = time.time) -> None:
         self._database, self._queue, self._clock = database, queue, clock
 
     def get(self, job_id: str) -> StoredJob:
-        """Raises UnknownJobError."""
-        if self._database.is_created and "\0" not in job_id:  # which PostgreSQL would not even compare
+        """Return a job. Raises UnknownJobError."""
+        if self._database.is_created and "\0" not in job_id:  # PostgreSQL cannot compare a NUL
             with self._database.reading() as connection:
                 found = stored_jobs(connection, connection.execute(select(jobs).where(self._where_id(job_id))).all())
             if found:
@@ -141,7 +137,7 @@ class JobStore:
         raise UnknownJobError(f"there is no batch job {job_id!r:.80}")
 
     def list(self, limit: int, after: str | None = None) -> Sequence[StoredJob]:
-        """The newest first. Raises UnknownJobError."""
+        """Return the newest jobs first, starting behind the job ``after``. Raises UnknownJobError."""
         where = (jobs.c.queue == self._queue) & jobs.c.state.not_in(HIDDEN)
         if after is not None:
             where &= jobs.c.number < self.get(after).number
@@ -152,17 +148,17 @@ class JobStore:
             return stored_jobs(connection, rows)
 
     def cancel(self, job_id: str) -> StoredJob:
-        """A runner ends it. Raises UnknownJobError."""
+        """Ask the job's runner to cancel it. Raises UnknownJobError."""
         number = self.get(job_id).number
-        begun = [JobState.QUEUED.value, JobState.RUNNING.value]
+        cancellable = [JobState.QUEUED.value, JobState.RUNNING.value]
         with self._database.writing() as connection:
-            where = (jobs.c.number == number) & jobs.c.state.in_(begun)
+            where = (jobs.c.number == number) & jobs.c.state.in_(cancellable)
             values = {"state": JobState.CANCELLING.value, "cancelling_at": self._clock()}
             connection.execute(update(jobs).where(where).values(values))
         return self.get(job_id)
 
-    def results(self, job: StoredJob, offset: int, limit: int, max_chars: int = RESULTS_AT_ONCE) -> Sequence[StoredResult]:
-        """From this offset on, without a gap: what comes behind a line that is not done is not told yet."""
+    def results(self, job: StoredJob, offset: int, limit: int, max_chars: int = MAX_RESULT_CHARS) -> Sequence[StoredResult]:
+        """Return results from ``offset`` on, up to the first line that is not done."""
         return read_results(self._database, job.number, offset, limit, max_chars)
 
     def _where_id(self, job_id: str) -> Any:  # noqa: ANN401 - a condition

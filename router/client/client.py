@@ -1,17 +1,18 @@
-"""A client of the gRPC door, as ``Client`` and, for asyncio, as ``AsyncClient``. Needs no Ray and no model.
+"""Clients of the gRPC API: ``AsyncClient`` for asyncio, ``Client`` without it.
 
-Every method raises the errors of ``tramontane.proto.errors``: RequestError and its kin for what cannot be done, OverloadedError
-with the time after which to come back, AuthenticationError, UnknownJobError, DeadlineExceededError, PipelineError where the
-server failed, and
-ConnectionLostError where it cannot be reached. ``timeout_s`` is for the whole call; the server stops working for what is over.
+Every method raises the errors of ``tramontane.proto.errors``: RequestError and its subclasses for what cannot be done,
+OverloadedError with the time after which to try again, AuthenticationError, UnknownJobError, DeadlineExceededError,
+PipelineError if the server failed, and ConnectionLostError if it cannot be reached. ``timeout_s`` is for the whole call; the
+server stops working on a call that is over.
 """
 
 import asyncio
 import os
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
-from contextlib import aclosing, closing
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from contextlib import aclosing, suppress
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -19,129 +20,32 @@ import grpc.aio
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import ConnectionLostError
 from tramontane.proto.inference_pb2_grpc import BatchJobsStub, InferenceStub
-from tramontane.router.batch.jobs import Job, JobOptions, ResultLine
-from tramontane.router.client import types as answers
-from tramontane.router.client.types import APPLICATION, OPTIONS, Chunk, ModelInfo, Prompt, RetryPolicy, Score
-from tramontane.router.grpc.job_messages import parse_job, parse_line
+from tramontane.proto.job_messages import parse_job, parse_line
+from tramontane.proto.jobs import Job, JobOptions, ResultLine
+from tramontane.router.client import messages
+from tramontane.router.client.types import Chunk, ModelInfo, Prompt, RetryPolicy, Score
 
+APPLICATION = "tramontane"  # Ray Serve's gRPC proxy needs the application's name if there are several
+CHANNEL_OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)
+
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Client:
-    """``target`` is host:port. ``patience`` is that of ``watch_job`` and ``results`` with a server that is gone."""
-
-    def __init__(
-        self, target: str, api_key: str | None = None, *, patience: RetryPolicy | None = None, application: str = APPLICATION
-    ) -> None:
-        self._channel = grpc.insecure_channel(target, options=OPTIONS)
-        self._inference, self._batch = InferenceStub(self._channel), BatchJobsStub(self._channel)
-        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or RetryPolicy()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._channel.close()
-
-    def generate(self, prompt: Prompt, *, timeout_s: float | None = None, **parameters: Any) -> Generator[Chunk]:  # noqa: ANN401
-        """Parameters are the fields of ``GenerateRequest``: max_tokens, temperature, n, ... Leaving the loop ends the request."""
-        request = answers.generate_request(prompt, parameters)
-        with closing(self._stream(self._inference.Generate, request, timeout_s)) as responses:
-            for response in responses:
-                yield from answers.pieces_of(response)
-
-    def score(
-        self, prompt: Prompt, *, logprobs: int | None = None, model: str | None = None, timeout_s: float | None = None
-    ) -> Score:
-        return answers.parse_score(self._call(self._inference.Score, answers.score_request(prompt, logprobs, model), timeout_s))
-
-    def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        return answers.parse_models(self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
-
-    def submit_job(
-        self,
-        source: bytes | os.PathLike[str] | None = None,
-        options: JobOptions | None = None,
-        *,
-        url: str | None = None,
-        request_key: str | None = None,
-        timeout_s: float | None = None,
-    ) -> Job:
-        """JSONL, as bytes or a file's path, or a URL that the server reads. Is never repeated by itself.
-
-        Whoever loses the answer may submit again: with the same ``request_key``, a text that is nobody else's, it is the same
-        job.
-        """
-        messages = answers.submit_requests(options or JobOptions(), source, url, request_key)
-        return parse_job(self._call(self._batch.SubmitJob, messages, timeout_s))
-
-    def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return parse_job(self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
-
-    def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
-        """The newest first, beginning behind the job ``after``."""
-        told = self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
-        return [parse_job(job) for job in told.jobs]
-
-    def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
-        return parse_job(self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
-
-    def watch_job(self, job_id: str) -> Generator[Job]:
-        """The job now and whenever it has changed, until it has ended."""
-        heard_at, job = time.monotonic(), None
-        while job is None or not job.state.has_ended:
-            try:
-                with closing(self._stream(self._batch.WatchJob, pb.WatchJobRequest(job_id=job_id), None)) as messages:
-                    for message in messages:
-                        heard_at = time.monotonic()
-                        job = parse_job(message)
-                        yield job
-            except ConnectionLostError as error:
-                time.sleep(self._patience.pause(error, time.monotonic() - heard_at))
-
-    def results(self, job_id: str, offset: int = 0) -> Generator[ResultLine]:
-        """Every result from ``offset`` on, once, until the job has ended."""
-        heard_at = time.monotonic()
-        while True:
-            try:
-                request = pb.StreamResultsRequest(job_id=job_id, offset=offset)
-                with closing(self._stream(self._batch.StreamResults, request, None)) as messages:
-                    for message in messages:
-                        heard_at = time.monotonic()
-                        for line in map(parse_line, message.lines):
-                            offset = line.offset + 1
-                            yield line
-                return
-            except ConnectionLostError as error:
-                time.sleep(self._patience.pause(error, time.monotonic() - heard_at))
-
-    def _call(self, method: Callable[..., R], request: object, timeout_s: float | None) -> R:
-        with answers.translate_errors(timeout_s):
-            return method(request, timeout=timeout_s, metadata=self._metadata)
-
-    def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Generator[Any]:
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
-        try:
-            with answers.translate_errors(timeout_s):
-                for response in call:
-                    if response.ByteSize():  # one without anything comes before an error
-                        yield response
-        finally:
-            call.cancel()
-
-
 class AsyncClient:
-    """As ``Client``. Made inside a running event loop."""
+    """A client for asyncio; create it inside a running event loop.
+
+    ``target`` is host:port. ``retry_policy`` is for ``watch_job`` and ``results``, which resume after a lost connection.
+    """
 
     def __init__(
-        self, target: str, api_key: str | None = None, *, patience: RetryPolicy | None = None, application: str = APPLICATION
+        self, target: str, api_key: str | None = None, *, retry_policy: RetryPolicy | None = None, application: str = APPLICATION
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=OPTIONS)
+        self._channel = self._connect(target)
         self._inference, self._batch = InferenceStub(self._channel), BatchJobsStub(self._channel)
-        self._metadata, self._patience = answers.metadata_of(api_key, application), patience or RetryPolicy()
+        authorization = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+        self._metadata = (("application", application), *authorization)
+        self._retry_policy = retry_policy or RetryPolicy()
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,30 +54,37 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
+        """Close the connection; calls that run are cancelled."""
         await self._channel.close(None)
 
     async def generate(
         self,
+        /,
         prompt: Prompt,
         *,
         timeout_s: float | None = None,
         **parameters: Any,  # noqa: ANN401
     ) -> AsyncGenerator[Chunk, None]:
-        """See ``Client.generate``; closing the generator ends the request."""
-        request = answers.generate_request(prompt, parameters)
+        """Yield the output as it is generated; closing the generator cancels the request.
+
+        ``parameters`` are the fields of ``GenerateRequest``: max_tokens, temperature, n, ...
+        """
+        request = messages.generate_request(prompt, parameters)
         async with aclosing(self._stream(self._inference.Generate, request, timeout_s)) as responses:
             async for response in responses:
-                for piece in answers.pieces_of(response):
-                    yield piece
+                for chunk in messages.parse_chunks(response):
+                    yield chunk
 
     async def score(
         self, prompt: Prompt, *, logprobs: int | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> Score:
-        request = answers.score_request(prompt, logprobs, model)
-        return answers.parse_score(await self._call(self._inference.Score, request, timeout_s))
+        """Return the prompt's log-probabilities, with ``logprobs`` alternatives of each token."""
+        request = messages.score_request(prompt, logprobs, model)
+        return messages.parse_score(await self._call(self._inference.Score, request, timeout_s))
 
     async def models(self, *, timeout_s: float | None = None) -> list[ModelInfo]:
-        return answers.parse_models(await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
+        """Return the served models."""
+        return messages.parse_models(await self._call(self._inference.Models, pb.ModelsRequest(), timeout_s))
 
     async def submit_job(
         self,
@@ -184,57 +95,71 @@ class AsyncClient:
         request_key: str | None = None,
         timeout_s: float | None = None,
     ) -> Job:
-        messages = answers.submit_requests(options or JobOptions(), source, url, request_key)
-        return parse_job(await self._call(self._batch.SubmitJob, messages, timeout_s))
+        """Submit a batch job: JSONL as bytes, a file's path, or a URL that the server reads. It is never repeated automatically.
+
+        After a lost response, submit again with the same ``request_key``, a text that no other job has: it is the same job.
+        """
+        requests = messages.submit_requests(options or JobOptions(), source, url, request_key)
+        return parse_job(await self._call(self._batch.SubmitJob, requests, timeout_s))
 
     async def get_job(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """Return a batch job."""
         return parse_job(await self._call(self._batch.GetJob, pb.GetJobRequest(job_id=job_id), timeout_s))
 
     async def list_jobs(self, limit: int | None = None, after: str | None = None, *, timeout_s: float | None = None) -> list[Job]:
-        told = await self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
-        return [parse_job(job) for job in told.jobs]
+        """Return the newest batch jobs first, starting behind the job ``after``."""
+        response = await self._call(self._batch.ListJobs, pb.ListJobsRequest(limit=limit, after=after), timeout_s)
+        return [parse_job(job) for job in response.jobs]
 
     async def cancel(self, job_id: str, *, timeout_s: float | None = None) -> Job:
+        """Cancel a batch job."""
         return parse_job(await self._call(self._batch.CancelJob, pb.CancelJobRequest(job_id=job_id), timeout_s))
 
     async def watch_job(self, job_id: str) -> AsyncGenerator[Job, None]:
-        heard_at, job = time.monotonic(), None
-        while job is None or not job.state.has_ended:
-            try:
-                request = pb.WatchJobRequest(job_id=job_id)
-                async with aclosing(self._stream(self._batch.WatchJob, request, None)) as messages:
-                    async for message in messages:
-                        heard_at = time.monotonic()
-                        job = parse_job(message)
-                        yield job
-            except ConnectionLostError as error:
-                await asyncio.sleep(self._patience.pause(error, time.monotonic() - heard_at))
+        """Yield the job now and after every change, until it has ended."""
+        request = pb.WatchJobRequest(job_id=job_id)
+        while True:
+            async with aclosing(self._resumed_stream(self._batch.WatchJob, lambda: request)) as responses:
+                async for response in responses:
+                    yield (job := parse_job(response))
+                    if job.state.has_ended:
+                        return
 
     async def results(self, job_id: str, offset: int = 0) -> AsyncGenerator[ResultLine, None]:
+        """Yield every result from ``offset`` on, once, until the job has ended."""
+
+        def request() -> pb.StreamResultsRequest:
+            return pb.StreamResultsRequest(job_id=job_id, offset=offset)
+
+        async with aclosing(self._resumed_stream(self._batch.StreamResults, request)) as responses:
+            async for response in responses:
+                for line in map(parse_line, response.lines):
+                    offset = line.offset + 1
+                    yield line
+
+    async def _resumed_stream(self, method: Callable[..., Any], request: Callable[[], object]) -> AsyncGenerator[Any, None]:
+        """Yield the messages of a stream. If the connection is lost, call the method again with what ``request`` returns then."""
         heard_at = time.monotonic()
         while True:
             try:
-                request = pb.StreamResultsRequest(job_id=job_id, offset=offset)
-                async with aclosing(self._stream(self._batch.StreamResults, request, None)) as messages:
-                    async for message in messages:
+                async with aclosing(self._stream(method, request(), None)) as responses:
+                    async for response in responses:
                         heard_at = time.monotonic()
-                        for line in map(parse_line, message.lines):
-                            offset = line.offset + 1
-                            yield line
+                        yield response
                 return
             except ConnectionLostError as error:
-                await asyncio.sleep(self._patience.pause(error, time.monotonic() - heard_at))
+                await self._sleep(self._retry_policy.pause(error, time.monotonic() - heard_at))
 
-    async def _call(self, method: Callable[..., Awaitable[R]], request: object, timeout_s: float | None) -> R:
-        with answers.translate_errors(timeout_s):
-            return await method(request, timeout=timeout_s, metadata=self._metadata)
+    async def _call(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> Any:  # noqa: ANN401
+        with messages.translate_errors(timeout_s):
+            return await self._result(method(request, timeout=timeout_s, metadata=self._metadata))
 
     async def _stream(self, method: Callable[..., Any], request: object, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         call = method(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            with answers.translate_errors(timeout_s):
-                async for response in call:
-                    if response.ByteSize():  # one without anything comes before an error
+            with messages.translate_errors(timeout_s):
+                async for response in self._responses(call):
+                    if response.ByteSize():  # an empty message precedes an error
                         yield response
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -243,3 +168,100 @@ class AsyncClient:
             raise ConnectionLostError("the server broke the call off") from None
         finally:
             call.cancel()
+
+    # What waits, in addition to close. _BlockingClient overrides all five.
+
+    def _connect(self, target: str) -> Any:  # noqa: ANN401 - a channel
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+    async def _sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+    async def _result(self, call: Any) -> Any:  # noqa: ANN401
+        return await call
+
+    def _responses(self, call: Any) -> AsyncIterator[Any]:  # noqa: ANN401
+        return aiter(call)
+
+
+class _BlockingClient(AsyncClient):
+    """An AsyncClient over gRPC's blocking API: where that one's coroutines are suspended, these block."""
+
+    async def close(self) -> None:
+        self._channel.close()
+
+    def _connect(self, target: str) -> Any:  # noqa: ANN401
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+
+    async def _sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    async def _result(self, call: Any) -> Any:  # noqa: ANN401 - the response itself
+        return call
+
+    async def _responses(self, call: Any) -> AsyncGenerator[Any, None]:  # noqa: ANN401
+        for response in call:
+            yield response
+
+
+def _run(coroutine: Coroutine[Any, Any, R]) -> R:
+    """Return the result of a coroutine that is never suspended, and so needs no event loop."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: R = stop.value
+        return result
+    raise AssertionError("a blocking call was suspended")
+
+
+def _blocking(method: Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, R]]) -> Callable[Concatenate["Client", P], R]:
+    @wraps(method)
+    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return _run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _blocking_stream(
+    method: Callable[Concatenate[AsyncClient, P], AsyncGenerator[R, None]],
+) -> Callable[Concatenate["Client", P], Generator[R]]:
+    @wraps(method)
+    def stream(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Generator[R]:
+        items = method(self._client, *args, **kwargs)
+        try:
+            with suppress(StopAsyncIteration):
+                while True:
+                    yield _run(anext(items))
+        finally:
+            _run(items.aclose())
+
+    return stream
+
+
+class Client:
+    """A client without asyncio, for any number of threads. Arguments and methods are those of ``AsyncClient``."""
+
+    def __init__(
+        self, target: str, api_key: str | None = None, *, retry_policy: RetryPolicy | None = None, application: str = APPLICATION
+    ) -> None:
+        self._client = _BlockingClient(target, api_key, retry_policy=retry_policy, application=application)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; calls that run are cancelled."""
+        _run(self._client.close())
+
+    generate = _blocking_stream(AsyncClient.generate)
+    score = _blocking(AsyncClient.score)
+    models = _blocking(AsyncClient.models)
+    submit_job = _blocking(AsyncClient.submit_job)
+    get_job = _blocking(AsyncClient.get_job)
+    list_jobs = _blocking(AsyncClient.list_jobs)
+    cancel = _blocking(AsyncClient.cancel)
+    watch_job = _blocking_stream(AsyncClient.watch_job)
+    results = _blocking_stream(AsyncClient.results)

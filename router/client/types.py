@@ -1,36 +1,17 @@
-"""What clients get, and how they ask for it: the part of a client that is the same with and without asyncio."""
+"""What the client takes and returns."""
 
-import io
-import json
-import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, TypeVar
 
-import grpc
-from google.protobuf.message import Message
-
-from tramontane.proto import inference_pb2 as pb
-from tramontane.proto.errors import ConfigError, ConnectionLostError, DeadlineExceededError, TramontaneError
+from tramontane.proto.errors import ConnectionLostError, TramontaneError
 from tramontane.proto.request import FinishReason
-from tramontane.router.batch.jobs import JobOptions
-from tramontane.router.grpc.job_messages import options_message
-from tramontane.router.grpc.status import error_from_status
 
 Prompt = str | Sequence[int]
-M = TypeVar("M", bound=Message)
-
-APPLICATION = "tramontane"  # Ray Serve's gRPC proxy wants to know whom a call is for where there are several
-PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}  # the prompt has an argument
-UPLOAD_BYTES = 2**18  # of one message
-OPTIONS = (("grpc.max_receive_message_length", 64 * 2**20),)
-REASONS = {number: FinishReason[name.removeprefix("FINISH_REASON_")] for name, number in pb.FinishReason.items() if number}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """``top``: the likeliest tokens there. The first token of a text has no log-probability."""
+    """A token with its log-probability; ``top`` has the likeliest tokens there. The first token of a text has no logprob."""
 
     token: str
     logprob: float | None
@@ -39,6 +20,8 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Token counts of a request."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -46,7 +29,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, by where they went: see the README."""
+    """Seconds that a request spent in each phase."""
 
     ingress_s: float
     queue_s: float
@@ -56,7 +39,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """What is new of one of n choices; the last one of all has ``usage`` and ``timings``."""
+    """New output of one of n choices; the last chunk of a request has ``usage`` and ``timings``."""
 
     index: int
     text: str
@@ -69,156 +52,33 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Score:
+    """Log-probabilities of a prompt."""
+
     tokens: tuple[TokenLogprob, ...]
     usage: Usage
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
+    """A served model."""
+
     name: str
     max_model_len: int
     vocab_size: int
 
 
-def metadata_of(api_key: str | None, application: str) -> tuple[tuple[str, str], ...]:
-    key = (("authorization", f"Bearer {api_key}"),) if api_key is not None else ()
-    return (("application", application), *key)
-
-
-def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
-    """``stop`` may be one text, ``response_format`` a mapping or its JSON. Raises ConfigError for what cannot be sent."""
-    given = {name: value for name, value in parameters.items() if value is not None}
-    if unknown := [name for name in given if name not in PARAMETERS]:
-        raise ConfigError(f"there is no parameter {unknown[0]}; there are {', '.join(sorted(PARAMETERS))}")
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    if not isinstance(given.get("response_format", ""), str):
-        given["response_format"] = _json(given["response_format"])
-    request = pb.GenerateRequest(**_prompt(prompt))
-    for name, value in given.items():
-        request.MergeFrom(_field(pb.GenerateRequest, name, value))
-    return request
-
-
-def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb.ScoreRequest:
-    request = pb.ScoreRequest(**_prompt(prompt))
-    request.MergeFrom(_field(pb.ScoreRequest, "logprobs", logprobs))
-    request.MergeFrom(_field(pb.ScoreRequest, "model", model))
-    return request
-
-
-def _field(kind: type[M], name: str, value: Any) -> M:  # noqa: ANN401
-    """A message with this alone, so that its name can be told. What protobuf says is about its own insides."""
-    try:
-        return kind(**{name: value})
-    except (TypeError, ValueError, AttributeError):
-        raise ConfigError(f"{name} is {value!r:.60}, which it cannot be") from None
-
-
-def _json(response_format: Any) -> str:  # noqa: ANN401
-    try:
-        return json.dumps(response_format)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"response_format cannot be written as JSON: {error}") from None
-
-
-def _prompt(prompt: Prompt) -> dict[str, Any]:
-    try:
-        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
-    except (TypeError, ValueError, AttributeError):
-        raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
-
-
-def submit_requests(
-    options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None, request_key: str | None = None
-) -> Iterator[pb.SubmitJobRequest]:
-    """The messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
-    if (source is None) == (url is None):
-        raise ConfigError("a job needs either lines or a url")
-    first = pb.SubmitJobRequest(options=options_message(options), request_key=request_key)
-    if url is not None:
-        return iter([first, pb.SubmitJobRequest(url=url)])
-    try:
-        file = io.BytesIO(source) if isinstance(source, bytes) else open(source or "", "rb")  # noqa: SIM115 - read later
-    except OSError as error:
-        raise ConfigError(f"{os.fspath(source or '')!s} cannot be read: {error.strerror}") from error
-    return _upload(first, file)
-
-
-def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJobRequest]:
-    with file:
-        yield first
-        while data := file.read(UPLOAD_BYTES):
-            yield pb.SubmitJobRequest(data=data)
-
-
-def pieces_of(response: pb.GenerateResponse) -> list[Chunk]:
-    usage = _usage(response.usage) if response.HasField("usage") else None
-    timings = _timings(response.timings) if response.HasField("timings") else None
-    last = len(response.pieces) - 1
-    return [
-        Chunk(
-            index=piece.index,
-            text=piece.text,
-            token_ids=tuple(piece.token_ids),
-            logprobs=_logprobs(piece.logprobs),
-            finish_reason=REASONS.get(piece.finish_reason),
-            usage=usage if number == last else None,
-            timings=timings if number == last else None,
-        )
-        for number, piece in enumerate(response.pieces)
-    ]
-
-
-def parse_score(response: pb.ScoreResponse) -> Score:
-    return Score(_logprobs(response.tokens), _usage(response.usage))
-
-
-def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
-    return [ModelInfo(model.id, model.max_model_len, model.vocab_size) for model in response.models]
-
-
-@contextmanager
-def translate_errors(timeout_s: float | None) -> Generator[None]:
-    """What the server meant, in the words of whoever calls a client of either kind."""
-    try:
-        yield
-    except grpc.RpcError as error:
-        told: Any = error
-        meant = error_from_status(told.code(), told.details() or "", told.trailing_metadata())
-        if isinstance(meant, DeadlineExceededError) and timeout_s is not None:
-            raise DeadlineExceededError(f"the call did not end within timeout_s={timeout_s:g}") from None
-        raise meant from None
-
-
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How a client that has lost its server goes on: it asks again every ``retry_s``, for ``total_s`` since the last answer."""
+    """How a client resumes a stream after it has lost its server: every ``retry_s``, for ``total_s`` since the last message."""
 
     total_s: float = 60.0
     retry_s: float = 1.0
 
     def pause(self, error: TramontaneError, silent_s: float) -> float:
-        """Seconds until the next attempt. Raises ``error`` unless asking again may help, and there is time for it."""
+        """Return the seconds until the next attempt.
+
+        Raises ``error`` if it is not a lost connection, or if the next attempt would be later than ``total_s``.
+        """
         if not isinstance(error, ConnectionLostError) or silent_s + self.retry_s > self.total_s:
             raise error
         return self.retry_s
-
-
-def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens)
-
-
-def _timings(message: pb.Timings) -> Timings:
-    return Timings(message.ingress_s, message.queue_s, message.prefill_s, message.decode_s)
-
-
-def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
-    return tuple(
-        TokenLogprob(
-            message.token,
-            message.logprob if message.HasField("logprob") else None,
-            {other.token: other.logprob for other in message.top},
-        )
-        for message in messages
-    )

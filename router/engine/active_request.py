@@ -1,15 +1,13 @@
 """One client's request while a router works on it.
 
-Which experts the tokens of a request have chosen, from the stages to whoever asked for them.
-
-Log-probabilities of a request's tokens, from the last stage to whoever asked for them.
-
-How long requests wait for their first micro-batch: what whoever is refused is told.
+An ``ActiveRequest`` maps the router's sequence ids to the request's own, holds log-probabilities and expert choices back
+until a token goes out with them, and knows when what happened. ``QueueWaitTracker`` derives Retry-After from that.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Generic, TypeVar
 
 from tramontane.proto.errors import PipelineError, PoisonRequestError
 from tramontane.proto.log_fields import request_fields, requests_fields
@@ -17,84 +15,44 @@ from tramontane.proto.request import NUM_PRIORITIES, ExpertChoices, Logprobs, Re
 from tramontane.proto.step import MicroBatch
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
+Sink = Callable[[RequestOutput | PipelineError | PoisonRequestError], None]
+T = TypeVar("T", ExpertChoices, Logprobs)
 
-class LogprobBuffer:
-    """Keeps them until a token of the same sequence goes out. No position goes out twice: a prompt that is computed again has
-    the same, up to float rounding.
+
+class PositionBuffer(Generic[T]):
+    """Values of consecutive positions, held until a token of their sequence is emitted; no position is emitted twice.
+
+    A sequence that is computed again has the same values, up to float rounding. ``tail(values, position)`` returns the part of
+    ``values`` that begins at a position, and its length.
     """
 
-    def __init__(self) -> None:
-        self._next: dict[int, int] = {}  # position, by sequence
-        self._held: dict[int, list[Logprobs]] = {}  # by sequence
+    def __init__(self, tail: Callable[[T, int], tuple[T, int]]) -> None:
+        self._tail: Callable[[T, int], tuple[T, int]] = tail
+        self._next: dict[tuple[int, int], int] = {}  # position, by sequence and layer
+        self._held: dict[int, list[T]] = {}  # by sequence
 
-    def skip_to(self, seq_id: int, position: int) -> None:
-        """All before it has been told, by another router."""
-        self._next[seq_id] = position
+    def skip_to(self, seq_id: int, position: int, layer: int = 0) -> None:
+        """Skip all positions before this one: another router has emitted them."""
+        self._next[seq_id, layer] = position
 
-    def add(self, logprobs: Logprobs) -> None:
-        """Positions follow each other, or begin anew. Of 1..4 and 3..6 the second adds 5 and 6."""
-        seq_id, start = logprobs.seq_id, logprobs.start
-        due = self._next.get(seq_id, start)
-        assert start <= due, "positions are missing"
-        if new := logprobs.logprobs[due - start :]:
-            self._held.setdefault(seq_id, []).append(Logprobs(seq_id, due, new, logprobs.top[due - start :]))
-            self._next[seq_id] = due + len(new)
+    def add(self, values: T, layer: int = 0) -> None:
+        """Add values whose positions continue the ones before, or begin again: of 1..4 and 3..6 the second adds 5 and 6."""
+        seq_id, position = values.seq_id, self._next.get((values.seq_id, layer), values.start)
+        assert values.start <= position, "positions are missing"
+        new, length = self._tail(values, position)
+        if length:
+            self._held.setdefault(seq_id, []).append(new)
+            self._next[seq_id, layer] = position + length
 
-    def take(self, events: Iterable[TokenEvent]) -> tuple[Logprobs, ...]:
-        """All that is kept of these events' sequences."""
+    def take(self, events: Iterable[TokenEvent]) -> tuple[T, ...]:
+        """Remove and return all that is held for the sequences of these events."""
         if not self._held:  # nearly always
             return ()
-        return tuple(logprobs for event in events for logprobs in self._held.pop(event.seq_id, ()))
-
-
-class ExpertChoiceBuffer:
-    """Keeps what was chosen until a token of the same sequence goes out. No position goes out twice: what a sequence that gave
-    its pages back computes again is the same, up to float rounding.
-    """
-
-    def __init__(self) -> None:
-        self._num_known: Counter[tuple[int, int]] = Counter()  # positions, by sequence and layer
-        self._held: defaultdict[int, list[ExpertChoices]] = defaultdict(list)  # by sequence
-
-    def skip_to(self, seq_id: int, layers: Iterable[int], position: int) -> None:
-        """All before it has been told, by another router."""
-        self._num_known.update(dict.fromkeys(((seq_id, layer) for layer in layers), position))
-
-    def add(self, choices: ExpertChoices) -> None:
-        """Positions follow each other, or begin anew. Of 0..4 and 3..6 the second adds 5 and 6."""
-        key = choices.seq_id, choices.layer
-        num_known = self._num_known[key]
-        assert choices.start <= num_known, "positions are missing"
-        if new := choices.expert_ids[num_known - choices.start :]:
-            self._held[choices.seq_id].append(choices._replace(start=num_known, expert_ids=new))
-            self._num_known[key] += len(new)
-
-    def take(self, seq_id: int) -> list[ExpertChoices]:
-        return self._held.pop(seq_id, [])
-
-
-def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str, list[tuple[int, ...]]]:
-    """Of the positions first..end-1 of one sequence, token by token; a layer of which none is there is left out.
-
-    Positions 2..4 of layer 7, asked for 3..9: {"7": [those of 3, those of 4]}.
-    """
-    told: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
-    for _, layer, start, expert_ids in choices:
-        if part := expert_ids[max(first - start, 0) : max(end - start, 0)]:
-            told[str(layer)] += part
-    return dict(told)
-
-
-Sink = Callable[[RequestOutput | PipelineError | PoisonRequestError], None]
-
-
-def requests_log_fields(requests: "Mapping[int, ActiveRequest]") -> dict[str, list[str]]:
-    """For the log, beside a line about all these; by the numbers of their sequences."""
-    return requests_fields(request.request_id for request in requests.values())
+        return tuple(values for event in events for values in self._held.pop(event.seq_id, ()))
 
 
 class ActiveRequest:
-    """Its sequences, and when what happened."""
+    """The sequences of a request, its timestamps by the router's clock, and where its output goes."""
 
     def __init__(self, sequences: Sequence[LiveSequence], sink: Sink, now: float) -> None:
         self.sink = sink
@@ -102,66 +60,97 @@ class ActiveRequest:
         self.priority, self.request_id = sequences[0].priority, sequences[0].request_id
         self.arrived_at, self.started_at, self.first_token_at = now, math.inf, math.inf
         self.is_single = len(sequences) == 1
-        has_begun = any(s.output_ids for s in sequences)  # with another router
-        self.last_token_at = now if has_begun else math.inf  # of tokens, last
-        self._experts = ExpertChoiceBuffer()
-        self._logprobs = LogprobBuffer()
+        is_resumed = any(s.output_ids for s in sequences)  # another router has emitted tokens
+        self.last_token_at = now if is_resumed else math.inf
+        self._experts = PositionBuffer(experts_from)
+        self._logprobs = PositionBuffer(logprobs_from)
         for index, sequence in enumerate(sequences):
-            if sequence.output_ids:  # of a prompt of 3 and an answer of 2, logprobs of 1..4 are known, experts of 0..3
+            if sequence.output_ids:  # of a prompt of 3 and an output of 2, logprobs of 1..4 are known, experts of 0..3
                 self._logprobs.skip_to(index, sequence.num_known)
-                self._experts.skip_to(index, sequence.sampling.return_experts, sequence.num_known - 1)
+            for layer in sequence.sampling.return_experts:
+                self._experts.skip_to(index, sequence.num_known - 1 if sequence.output_ids else 0, layer)
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """For the log, beside a line about it."""
+        """Fields of a log line about this request."""
         return request_fields(self.request_id)
 
     def add_experts(self, choices: ExpertChoices) -> None:
-        """They go with the next token of their sequence: a piece of a prompt may be the last for a while."""
-        self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]))
+        """Hold expert choices until the next token of their sequence: a chunk of a prompt may yield none for a while."""
+        self._experts.add(choices._replace(seq_id=self.index_of[choices.seq_id]), choices.layer)
 
     def add_logprobs(self, logprobs: Logprobs) -> None:
-        """They go with the next token of their sequence too."""
+        """Hold log-probabilities until the next token of their sequence."""
         self._logprobs.add(logprobs._replace(seq_id=self.index_of[logprobs.seq_id]))
 
     def deliver(self, events: list[TokenEvent], now: float) -> None:
+        """Send tokens to the sink, with all that was held for their sequences."""
         self.first_token_at, self.last_token_at = min(self.first_token_at, now), now
         own = tuple(TokenEvent(self.index_of[e.seq_id], e.token_id, e.finish) for e in events)
-        experts = tuple(choices for event in own for choices in self._experts.take(event.seq_id))
-        self.sink(RequestOutput(own, self._times(now), experts, self._logprobs.take(own)))
+        self.sink(RequestOutput(own, self._times(now), self._experts.take(own), self._logprobs.take(own)))
 
     @property
     def times(self) -> RequestTimings:
-        """As they were told last. All 0 before its first token."""
+        """The timings that were sent last; all 0 before the first token."""
         return self._times(self.last_token_at) if self.first_token_at < math.inf else RequestTimings(0.0, 0.0, 0.0)
 
     def phases(self, now: float) -> list[tuple[str, float, float]]:
-        """Queue, prefill and decode, as far as it has come: when each began and ended, by the router's clock."""
-        ends = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
-        spans = zip(("queue", "prefill", "decode"), ends, ends[1:], strict=False)
-        return [(name, began, min(ended, now)) for name, began, ended in spans if began < math.inf]
+        """Return name, start and end of queue, prefill and decode as far as they have come, by the router's clock."""
+        bounds = [self.arrived_at, self.started_at, self.first_token_at, self.last_token_at]
+        spans = zip(("queue", "prefill", "decode"), bounds, bounds[1:], strict=False)
+        return [(name, start, min(end, now)) for name, start, end in spans if start < math.inf]
 
     def _times(self, now: float) -> RequestTimings:
         return RequestTimings(self.started_at - self.arrived_at, self.first_token_at - self.started_at, now - self.first_token_at)
 
 
 class QueueWaitTracker:
-    """Of one router's requests, by its clock."""
+    """How long the requests of one router wait for their first micro-batch, by its clock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._last_queue_s = [0.0] * NUM_PRIORITIES  # of the request of each that started last
+        self._last_queue_s = [0.0] * NUM_PRIORITIES  # by priority, of the request that started last
 
-    def note(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
-        """This micro-batch is sent; ``requests`` by the ids of their sequences."""
+    def record_starts(self, batch: MicroBatch, requests: Mapping[int, ActiveRequest]) -> None:
+        """Record which requests, by the ids of their sequences, start with this micro-batch."""
         for chunk in batch.chunks:
             if chunk.start == 0 and (request := requests.get(chunk.seq_id)) and request.started_at == math.inf:
                 request.started_at = self._clock()
                 self._last_queue_s[request.priority] = request.started_at - request.arrived_at
 
     def retry_after_s(self, priority: int, requests: Iterable[ActiveRequest]) -> int:
-        """As long as the request like it that started last has waited, or one that has not for longer, in whole seconds."""
+        """Return the longest wait of this priority in whole seconds: of the last start, or of a request that still waits."""
         now = self._clock()
         waiting = (r for r in requests if r.priority == priority and r.started_at == math.inf)
         longest = max((now - request.arrived_at for request in waiting), default=0.0)
         return max(1, math.ceil(max(longest, self._last_queue_s[priority])))
+
+
+def experts_from(choices: ExpertChoices, position: int) -> tuple[ExpertChoices, int]:
+    """Return the expert choices from a position on, and for how many positions they are."""
+    new = choices.expert_ids[position - choices.start :]
+    return choices._replace(start=position, expert_ids=new), len(new)
+
+
+def logprobs_from(logprobs: Logprobs, position: int) -> tuple[Logprobs, int]:
+    """Return the log-probabilities from a position on, and for how many positions they are."""
+    start = position - logprobs.start
+    new = logprobs.logprobs[start:]
+    return Logprobs(logprobs.seq_id, position, new, logprobs.top[start:]), len(new)
+
+
+def by_layer(choices: Iterable[ExpertChoices], first: int, end: int) -> dict[str, list[tuple[int, ...]]]:
+    """Group the expert choices at positions first..end-1 of one sequence by layer, token by token.
+
+    A layer with none of these positions is left out. Positions 2..4 of layer 7, for 3..9: {"7": [those of 3, those of 4]}.
+    """
+    found: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for _, layer, start, expert_ids in choices:
+        if part := expert_ids[max(first - start, 0) : max(end - start, 0)]:
+            found[str(layer)] += part
+    return dict(found)
+
+
+def requests_log_fields(requests: Mapping[int, ActiveRequest]) -> dict[str, list[str]]:
+    """Return the fields of a log line about all these requests, which are given by the ids of their sequences."""
+    return requests_fields(request.request_id for request in requests.values())

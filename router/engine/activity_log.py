@@ -1,6 +1,7 @@
-"""What a pipeline has done of late, for whoever looks: every micro-batch, and how long clients waited for tokens. Bounded.
+"""The activity log of a pipeline: its recent micro-batches, and how long clients waited for tokens. Bounded.
 
-What ``GET /activity`` answers, for its description: tests hold answers against these models. All times in seconds.
+The pydantic models at the end describe the response of ``GET /activity``; tests validate responses against them. All times
+are in seconds.
 """
 
 import math
@@ -15,14 +16,14 @@ from pydantic import BaseModel, ConfigDict
 from tramontane.proto.step import MicroBatch, StepResult
 from tramontane.router.engine.active_request import ActiveRequest
 
-MAX_KEPT = 20_000  # of micro-batches, and of each's stages: 4000 of four stages, 300 of sixty-four
-MAX_TOLD = 1000  # micro-batches, in one answer
-MAX_WAITS = 4096  # of a kind
+MAX_RECORDS = 20_000  # micro-batches, and stages of each: 4000 micro-batches of four stages, 300 of sixty-four
+MAX_RETURNED = 1000  # micro-batches in one response
+MAX_WAITS = 4096  # first tokens, and as many further ones
 SHARE_SPAN_S, NEW_SPAN_S, WAIT_SPAN_S = 10.0, 5.0, 60.0
 
 
 class StageWork(NamedTuple):
-    """What one stage did for a micro-batch, by that stage's own clock (seconds since 1970); see ``StageTiming``."""
+    """The work of one stage for a micro-batch, by that stage's own clock (seconds since 1970); see ``StageTiming``."""
 
     stage_id: int
     started_at: float
@@ -32,7 +33,7 @@ class StageWork(NamedTuple):
 
 
 class MicroBatchRecord(NamedTuple):
-    """A micro-batch that came back, ``at`` by the router's clock (seconds since 1970). ``number`` counts from 1."""
+    """A micro-batch that was completed ``at`` this time of the router's clock (since 1970). ``number`` counts from 1."""
 
     number: int
     at: float
@@ -44,6 +45,7 @@ class MicroBatchRecord(NamedTuple):
     stages: tuple[StageWork, ...]
 
     def as_data(self) -> dict[str, Any]:
+        """Return the fields of ``MicroBatchModel``."""
         return {
             "number": self.number,
             "step": self.step_id,
@@ -55,69 +57,71 @@ class MicroBatchRecord(NamedTuple):
 
 
 class ActivityLog:
-    """Of one pipeline; it may outlive its router. What is asked is computed when it is asked, not in a step."""
+    """The log of one pipeline, which may outlive its router. Shares and percentiles are computed on request, not in a step."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._begun_at = clock()
+        self._started_at = clock()
         self._batches: deque[MicroBatchRecord] = deque()
-        self._num_kept = self._number = 0
-        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (when, how long)
-        self._next_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
+        self._num_records = self._number = 0
+        self._first_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)  # (time, wait)
+        self._later_tokens: deque[tuple[float, float]] = deque(maxlen=MAX_WAITS)
 
     def record(self, batch: MicroBatch, result: StepResult) -> None:
-        """It has come back."""
+        """Record a completed micro-batch."""
         self._number += 1
         prefill_tokens = sum([len(chunk.token_ids) for chunk in batch.chunks])
         works = [StageWork(t.stage_id, t.started_at, t.busy_s, max(t.busy_s, t.elapsed_s), t.num_tokens) for t in result.timings]
         at, num_decodes, num_sampled = self._clock(), len(batch.decodes.seq_ids), len(result.token_ids)
-        past = MicroBatchRecord(
-            self._number, at, batch.epoch, batch.step_id, prefill_tokens, num_decodes, num_sampled, tuple(works)
-        )
-        self._batches.append(past)
-        self._num_kept += 1 + len(works)
-        while self._num_kept > MAX_KEPT:
-            self._num_kept -= 1 + len(self._batches.popleft().stages)
+        counts = prefill_tokens, num_decodes, num_sampled
+        self._batches.append(MicroBatchRecord(self._number, at, batch.epoch, batch.step_id, *counts, tuple(works)))
+        self._num_records += 1 + len(works)
+        while self._num_records > MAX_RECORDS:
+            self._num_records -= 1 + len(self._batches.popleft().stages)
 
-    def note_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
-        """These hear of tokens now, by the clock that they were made with; before they do.
+    def record_tokens(self, requests: Iterable[ActiveRequest], now: float) -> None:
+        """Record that these requests are about to get tokens; ``now`` is by the clock that they were made with.
 
-        Between tokens only those with one answer count: of several the pauses are not told apart.
+        The time between tokens counts only for requests of a single sequence: of several it cannot be attributed.
         """
-        at, first, between = self._clock(), [], []
+        at, first, later = self._clock(), [], []
         for request in requests:
             if request.last_token_at == math.inf:
                 first.append(now - request.arrived_at)
             elif request.is_single:
-                between.append(now - request.last_token_at)
+                later.append(now - request.last_token_at)
         self._first_tokens.extend(zip(repeat(at), first))
-        self._next_tokens.extend(zip(repeat(at), between))
+        self._later_tokens.extend(zip(repeat(at), later))
 
     def as_data(self, num_stages: int, after: int | None = None) -> dict[str, Any]:
-        """``after``: the number of the last micro-batch that is known already; the oldest of the others are told first.
+        """Return what ``PipelineActivity`` has of this log.
 
-        Without it, or where the log has been begun anew since, those of the last seconds.
+        ``after`` is the number of the last micro-batch that the client knows; the oldest of the later ones are returned.
+        Without it, or if the log is a new one since, those of the last five seconds are.
         """
         now = self._clock()
-        told = self._select(now, after)
+        batches = self._select(now, after)
         return {
             **self._shares(now, num_stages),
             "first_token_s": _percentiles(self._first_tokens, now),
-            "inter_token_s": _percentiles(self._next_tokens, now),
-            "micro_batches": [batch.as_data() for batch in told],
-            "last": told[-1].number if told else self._number,
+            "inter_token_s": _percentiles(self._later_tokens, now),
+            "micro_batches": [batch.as_data() for batch in batches],
+            "last": batches[-1].number if batches else self._number,
         }
 
     def _select(self, now: float, after: int | None) -> list[MicroBatchRecord]:
         if after is None or after > self._number:
-            return self._since(now - NEW_SPAN_S)[-MAX_TOLD:]
+            return self._since(now - NEW_SPAN_S)[-MAX_RETURNED:]
         num_known = max(len(self._batches) - (self._number - after), 0)
-        return list(islice(self._batches, num_known, num_known + MAX_TOLD))
+        return list(islice(self._batches, num_known, num_known + MAX_RETURNED))
 
     def _shares(self, now: float, num_stages: int) -> dict[str, Any]:
-        """Of the last ten seconds, or of as many as the log goes back, one at least. What came back in them counts as a whole."""
-        has_forgotten = bool(self._batches) and self._batches[0].number > 1
-        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_forgotten else self._begun_at)), 1.0)
+        """Return shares of the last ten seconds, or of as many as the log covers, at least one.
+
+        Micro-batches that were completed in this time count as a whole.
+        """
+        has_dropped = bool(self._batches) and self._batches[0].number > 1
+        span_s = max(min(SHARE_SPAN_S, now - (self._batches[0].at if has_dropped else self._started_at)), 1.0)
         recent, busy_s = self._since(now - SHARE_SPAN_S), [0.0] * num_stages
         for work in chain.from_iterable(batch.stages for batch in recent):
             busy_s[work.stage_id] += work.busy_s
@@ -125,7 +129,7 @@ class ActivityLog:
         return {"busy": [min(seconds / span_s, 1.0) for seconds in busy_s], "tokens_per_s": num_sampled / span_s}
 
     def _since(self, at: float) -> list[MicroBatchRecord]:
-        """Oldest first."""
+        """Return the micro-batches that were completed after this time, oldest first."""
         found = []
         for batch in reversed(self._batches):
             if batch.at <= at:
@@ -135,7 +139,7 @@ class ActivityLog:
 
 
 def _percentiles(waits: Sequence[tuple[float, float]], now: float) -> dict[str, float] | None:
-    """Of the last minute, by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
+    """Return percentiles of the last minute by nearest rank: of 1, 2, 3 and 4 half are at most 2, and 95% at most 4."""
     recent = sorted(seconds for at, seconds in waits if at > now - WAIT_SPAN_S)
     if not recent:
         return None
@@ -147,19 +151,24 @@ class _Model(BaseModel):
 
 
 class StageInfo(_Model):
+    """A stage and its label for people."""
+
     label: str
     stage: int
 
 
 class Percentiles(_Model):
-    """Of the last minute."""
+    """Percentiles of the last minute."""
 
     p50: float
     p95: float
 
 
 class MicroBatchModel(_Model):
-    """``stages``: of each its number, when it began by its own clock (since 1970), how long it computed, and how long it took."""
+    """A completed micro-batch.
+
+    ``stages`` has for each its number, its start by its own clock (since 1970), how long it computed, and how long it took.
+    """
 
     number: int
     step: int
@@ -170,7 +179,10 @@ class MicroBatchModel(_Model):
 
 
 class PipelineActivity(_Model):
-    """``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``last`` is for the next ``after``."""
+    """The activity of one pipeline.
+
+    ``busy``, a share for each stage, and ``tokens_per_s`` are of the last ten seconds; ``last`` is for the next ``after``.
+    """
 
     name: str
     stages: list[StageInfo]
@@ -189,7 +201,7 @@ class PipelineActivity(_Model):
 
 
 class Activity(_Model):
-    """``now`` is the door's clock (since 1970)."""
+    """The activity of all pipelines; ``now`` is by the clock of the ingress (since 1970)."""
 
     now: float
     pipelines: list[PipelineActivity]

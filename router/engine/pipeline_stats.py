@@ -1,39 +1,33 @@
-"""What the steps of one router have come to: plain numbers that only grow, for whoever watches, in whichever thread.
-
-Values that were seen of late, until whoever watches takes them.
-"""
+"""Statistics of one pipeline's steps: plain numbers that only grow, read by exporters in any thread."""
 
 from collections import deque
 from itertools import pairwise
 
 from tramontane.proto.step import MicroBatch, StageTiming, StepResult
 
-MAX_SAMPLES = (
-    200  # that are kept between two looks, which is enough for percentiles: telling of one may cost more than it took to see
-)
+# Samples kept between two exports. It is enough for percentiles, and exporting a sample may cost more than observing it.
+MAX_SAMPLES = 200
 
 
 class SampleBuffer:
-    """One thread adds, another one takes. Where too many come in between, the oldest are forgotten."""
+    """Samples that one thread adds and another one takes; the oldest are dropped where too many come in between."""
 
-    def __init__(self, most: int = MAX_SAMPLES) -> None:
-        self._values: deque[float] = deque(maxlen=most)
+    def __init__(self, max_samples: int = MAX_SAMPLES) -> None:
+        self._values: deque[float] = deque(maxlen=max_samples)
         self.add = self._values.append
 
     def take(self) -> list[float]:
-        """All that are there now, the oldest first."""
-        taken = []
-        for _ in range(len(self._values)):  # not those that come meanwhile
-            taken.append(self._values.popleft())
-        return taken
+        """Remove and return all samples that are there now, the oldest first."""
+        return [self._values.popleft() for _ in range(len(self._values))]  # not those that are added during the loop
 
 
 class PipelineStats:
-    """By the router's clock, but what stages did by their own.
+    """Sums over the steps of one router, by its clock; times inside stages are by the stages' own clocks.
 
-    ``active_s``: in which any micro-batch was in flight. What of it a stage did not work is its waiting, and all stages' waiting
-    together the bubble. ``hops_s``, by the stage that they lead to: from when a stage had ended a micro-batch and the next one
-    was free to when that began it; as good as the stages' clocks agree, and never below 0.
+    ``active_s`` is the time in which any micro-batch was in flight. The part of it in which a stage did not work is its waiting
+    time, and the waiting of all stages together is the bubble. ``hops_s``, by the stage that a hop leads to, is the time from
+    when a stage had ended a micro-batch and the next stage was free to when that one began it; it is as good as the stages'
+    clocks agree, and never below 0.
     """
 
     def __init__(self, num_stages: int) -> None:
@@ -46,12 +40,13 @@ class PipelineStats:
         self._last_end = [0.0] * num_stages
         self._active_since: float | None = None
 
-    def submitted(self, now: float) -> None:
+    def on_submit(self, now: float) -> None:
+        """Record a submission."""
         if self._active_since is None:
             self._active_since = now
 
-    def completed(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
-        """The oldest; so many are in flight still."""
+    def on_complete(self, batch: MicroBatch, result: StepResult, now: float, num_in_flight: int) -> None:
+        """Record that the oldest micro-batch is completed; so many are still in flight."""
         assert self._active_since is not None
         self.active_s += now - self._active_since
         self._active_since = now if num_in_flight else None
@@ -61,17 +56,17 @@ class PipelineStats:
         self.prefill_tokens += tokens - decodes
         self.decode_tokens += decodes
         self.micro_batch_tokens.add(tokens)
-        self._note(result.timings)
+        self._record_timings(result.timings)
 
     def reset(self) -> None:
-        """Nothing is in flight any more. What it would have taken is part of a recovery, not of work."""
+        """Record that nothing is in flight any more; the time since the last result is part of a recovery, not of work."""
         self._active_since = None
 
     def waiting_s(self, stage_id: int) -> float:
-        """Of ``active_s``, without having worked. Stages' clocks and the router's differ, so it may go back by a little."""
+        """Return the part of ``active_s`` in which a stage did not work. As clocks differ, it may decrease slightly."""
         return max(self.active_s - self.busy_s[stage_id], 0.0)
 
-    def _note(self, timings: tuple[StageTiming, ...]) -> None:
+    def _record_timings(self, timings: tuple[StageTiming, ...]) -> None:
         for earlier, later in pairwise(timings):
             free_at = max(earlier.ended_at, self._last_end[later.stage_id])
             self.hops_s[later.stage_id].add(max(later.started_at - free_at, 0.0))

@@ -1,4 +1,4 @@
-"""What has been told of a request's answers, so that another router can go on where one was lost."""
+"""What is known of a request's outputs, so that another router can continue it after one was lost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,8 +7,9 @@ from tramontane.proto.request import RequestOutput, SequenceRequest
 
 
 class ResumableRequest:
-    """Numbers sequences as the request does; a router that gets only the rest of them numbers those from 0.
+    """A request with the tokens received so far.
 
+    It numbers sequences as the client's request does; a router that gets only the unfinished ones numbers these from 0.
     Of three sequences the second has ended: the next router gets the first and the third, whose number there is 1.
     """
 
@@ -17,28 +18,30 @@ class ResumableRequest:
         self._output_ids = [list(spec.output_ids) for spec in specs]
         self._unfinished = dict.fromkeys(range(len(specs)))
         self.was_accepted = any(spec.already_admitted or spec.output_ids for spec in specs)
-        self._asked = list(self._unfinished)  # of the router that works on it now: the request's numbers
+        self._submitted = list(self._unfinished)  # the request's numbers of what the present router works on
 
     @property
     def is_complete(self) -> bool:
+        """Whether all sequences have ended."""
         return not self._unfinished
 
     @property
     def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
         return len(self._unfinished)
 
     def remaining_specs(self) -> Sequence[SequenceRequest]:
-        """What is left to do, for the next router."""
-        self._asked = list(self._unfinished)
+        """Return what is left to do, for the next router."""
+        self._submitted = list(self._unfinished)
         return [
             replace(self._specs[number], output_ids=tuple(self._output_ids[number]), already_admitted=self.was_accepted)
-            for number in self._asked
+            for number in self._submitted
         ]
 
     def record(self, batch: RequestOutput) -> RequestOutput:
-        """What the router tells, in the request's own numbers."""
-        if len(self._asked) < len(self._specs):
-            batch = remap_seq_ids(batch, self._asked)
+        """Record an output of the present router; return it with the request's own numbers."""
+        if len(self._submitted) < len(self._specs):
+            batch = remap_seq_ids(batch, self._submitted)
         for number, token_id, finish in batch.events:
             self._output_ids[number].append(token_id)
             if finish is not None:
@@ -47,7 +50,7 @@ class ResumableRequest:
 
 
 def remap_seq_ids(batch: RequestOutput, numbers: Sequence[int]) -> RequestOutput:
-    """Sequence 1 becomes what ``numbers`` has in place 1."""
+    """Replace every sequence id i by ``numbers[i]``."""
     return replace(
         batch,
         events=tuple(event._replace(seq_id=numbers[event.seq_id]) for event in batch.events),

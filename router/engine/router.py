@@ -1,4 +1,22 @@
-"""The loop: keep the pipeline full, hand tokens out as they come."""
+"""The router: drives one pipeline.
+
+One step, from a waiting sequence to a token at the client:
+
+ 1. router/engine/router.py               ``Router.run`` keeps the pipeline full; ``submit`` has queued the sequences.
+ 2. router/scheduling/scheduler.py        ``Scheduler.schedule`` makes the next micro-batch, with steps 3 to 5.
+ 3. router/scheduling/waiting_queue.py    The next sequence: by priority, then by fair queueing between API keys.
+ 4. router/scheduling/running_set.py      It gets a slot and a reservation of pages; less urgent ones are preempted for it.
+ 5. router/scheduling/balanced_policy.py  The budget: how many decodes and prompt tokens the micro-batch may have.
+ 6. router/engine/in_flight.py            The micro-batch is submitted and gets a deadline; several are in flight.
+ 7. cluster/pipeline/stage_chain.py       It is encoded, and every stage gets an actor call at once.
+ 8. cluster/actors/stage_actor.py         The Ray actor of a stage decodes it and hands it to its executor.
+ 9. workers/stage/step_executor.py        The executor receives hidden states, runs the step, and sends its output on.
+10. workers/stage/stage_worker.py         The stage updates its page table and builds the attention metadata.
+11. workers/model/transformer.py          The stage runs its layers.
+12. workers/sampling/sampler.py           The last stage samples a token for each row that needs one.
+13. router/engine/active_request.py       ``Router._deliver`` has the scheduler make events of the tokens, and ``deliver``
+                                          sends them to the request's sink, where the client's stream reads them.
+"""
 
 import asyncio
 import itertools
@@ -23,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 STEP_TIMEOUT_S = 30.0
 STALL_FACTOR = 2.0  # times what a micro-batch may take
-MAX_CONSECUTIVE_POISON = 3  # against one request after the other; then it is the pipeline that is broken
+MAX_CONSECUTIVE_POISON = 3  # poison requests in a row; after so many the pipeline itself is broken
 
 
 class Router:
-    """Drives one pipeline. ``run`` must be running for requests to get anywhere."""
+    """Drives one pipeline. Requests make progress only while ``run`` is running."""
 
     def __init__(
         self,
@@ -37,23 +55,126 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         step_timeout_s: float = STEP_TIMEOUT_S,
         activity: ActivityLog | None = None,
-        before: HealthTracker | None = None,
+        previous: HealthTracker | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.chain = chain
         self._observe = observe
         self._clock = clock
-        self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
-        self._wake = asyncio.Event()
-        self.counts = PipelineStats(chain.num_stages)
-        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self._wake.set, self.counts)
         self._seq_ids = itertools.count()
-        self._starts = QueueWaitTracker(clock)
-        self.failure: PipelineError | None = None
-        self.progress = HealthTracker(clock, before)
+        self._requests: dict[int, ActiveRequest] = {}  # by seq_id, for every sequence that has not finished
+        self._queue_waits = QueueWaitTracker(clock)
+        self._wake = asyncio.Event()
+        self.stats = PipelineStats(chain.num_stages)
+        self._in_flight = InFlightBatches(chain, step_timeout_s, clock, self._wake.set, self.stats)
         self.activity = activity or ActivityLog()
-        self._num_verdicts = 0  # against requests, since the last token of any
-        self._loss: PipelineError | None = None  # that somebody else has seen
+        self.health = HealthTracker(clock, previous)
+        self.failure: PipelineError | None = None
+        self._reported_loss: PipelineError | None = None  # see ``request_recovery``
+        self._num_poison = 0  # poison requests since the last token of any request
+
+    async def run(self) -> None:
+        """Drive the pipeline until cancelled, or until it is lost for good.
+
+        After any other failure requests only wait: the stages are fenced again, and all live sequences are computed again.
+        """
+        try:
+            while True:
+                self.scheduler.restart(await self.chain.fence())
+                self.health.on_fenced()
+                logger.info("the stages accept epoch %d", self.scheduler.epoch, extra=requests_log_fields(self._requests))
+                try:
+                    await self._run_steps()
+                except LeaseError:
+                    raise
+                except PipelineError as error:
+                    self._handle_step_failure(error)
+        except PipelineError as error:
+            self._fail(error)
+        except Exception as error:  # a defect of the router must not leave clients waiting forever
+            logger.exception("the router failed")
+            self._fail(PipelineError(f"the router failed: {error!r}"))
+        finally:
+            self.health.is_fenced = False
+            if self.failure is None:
+                self._fail(PipelineError("the router has stopped"))
+            self._in_flight.cancel_all()
+
+    async def _run_steps(self) -> None:
+        """Submit micro-batches and deliver their tokens. Raises PipelineError if a step fails or stages are lost."""
+        hang_watch = asyncio.create_task(self._in_flight.watch_for_hang())
+        hang_watch.add_done_callback(lambda _: self._wake.set())
+        try:
+            while True:
+                while (batch := self.scheduler.schedule()) is not None:
+                    self._queue_waits.record_starts(batch, self._requests)
+                    self._in_flight.submit(batch)
+                await self._wake.wait()
+                self._wake.clear()
+                if hang_watch.done():
+                    raise hang_watch.result()  # or the defect that has ended it
+                if self._reported_loss is not None:
+                    raise self._reported_loss
+                while (completed := self._in_flight.pop_completed()) is not None:
+                    self._deliver(*completed)
+        finally:
+            hang_watch.cancel()
+
+    def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
+        self.health.on_batch_done()
+        if self._observe is not None:
+            self._observe(result)
+        self.activity.record(batch, result)
+        if result.epoch == self.scheduler.epoch:
+            self._buffer_extras(result)
+        ready: dict[ActiveRequest, list[TokenEvent]] = {}
+        for event in self.scheduler.complete(batch, result):
+            take = self._requests.pop if event.finish else self._requests.__getitem__
+            ready.setdefault(take(event.seq_id), []).append(event)
+        if ready:
+            self._num_poison = 0
+            self.health.on_tokens()
+        now = self._clock()
+        self.activity.record_tokens(ready, now)
+        for request, events in ready.items():
+            request.deliver(events, now)
+
+    def _buffer_extras(self, result: StepResult) -> None:
+        """Hand expert choices and log-probabilities to their requests; before the tokens, which may end a request."""
+        for choices in result.expert_choices:
+            if (request := self._requests.get(choices.seq_id)) is not None:  # else it was aborted
+                request.add_experts(choices)
+        for logprobs in result.logprobs:
+            if (request := self._requests.get(logprobs.seq_id)) is not None:
+                request.add_logprobs(logprobs)
+
+    def _handle_step_failure(self, error: PipelineError) -> None:
+        """Prepare for fencing the stages again. A request that has made the pipeline fail twice is not retried."""
+        fields = requests_log_fields(self._requests)
+        logger.warning("the pipeline failed, and its requests are computed again: %s", error, extra=fields)
+        self.health.on_failure(str(error))
+        self._reported_loss = None
+        if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.record_failure(batch)) is not None:
+            self._num_poison += 1
+            if self._num_poison >= MAX_CONSECUTIVE_POISON:
+                raise PipelineError(f"the pipeline failed with {self._num_poison} requests in a row: {error}") from error
+            request = self._requests[seq_id]
+            request_id = request.request_id or "-"
+            logger.warning("request %s has made the pipeline fail twice and is aborted", request_id, extra=request.log_fields)
+            self.abort(request)
+            request.sink(PoisonRequestError(f"this request has made the pipeline fail twice and is not retried: {error}"))
+        self._in_flight.cancel_all()
+
+    def _fail(self, error: PipelineError) -> None:
+        """End every request with this error; later ones are refused with it."""
+        self.failure = error
+        for request in dict.fromkeys(self._requests.values()):
+            request.sink(PipelineError(str(error)))  # one for each: every raise extends an exception's traceback
+
+    def request_recovery(self, error: PipelineError) -> None:
+        """Have the stages fenced again: the caller knows that they have lost their sequences."""
+        self._reported_loss = error
+        self._wake.set()
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
         """See ``TokenSource``."""
@@ -68,31 +189,22 @@ class Router:
         finally:
             self.abort(request)
 
-    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
-        """See ``TokenSource``."""
-        if self.scheduler.is_full(0, owner):
-            raise QueueFullError("too much is waiting", self._retry_after_s(0))
-
     def submit(self, specs: Sequence[SequenceRequest], sink: Sink) -> ActiveRequest:
-        """Queue a request, all of it or nothing. ``sink`` hears of its tokens, or of its failure.
+        """Queue a request, all of it or nothing. ``sink`` receives its tokens, or its failure.
 
-        Raises RequestError if it could never run, OverloadedError if too much is waiting.
+        Raises RequestError if it could never run, OverloadedError if too much is waiting, PipelineError after a failure.
         """
         assert specs
         if self.failure is not None:
             raise PipelineError(str(self.failure)) from self.failure
-        sequences = [self._sequence(spec) for spec in specs]
+        sequences = [self._new_sequence(spec) for spec in specs]
         for sequence in {id(s.prompt_ids): s for s in sequences}.values():  # choices share their prompt
             self.scheduler.validate(sequence)
-        had_place = any(spec.already_admitted or spec.output_ids for spec in specs)  # with another router: it must not lose it
-        if not had_place and (reason := self.scheduler.overload(sequences)) is not None:
-            if self.scheduler.is_idle:  # it will never be otherwise
-                raise RequestError(f"the request is too large for this server: {reason}; send less at once")
-            kind = QueueFullError if self.scheduler.is_full(specs[0].priority, specs[0].owner) else OverloadedError
-            raise kind(f"too much is waiting: {reason}", self._retry_after_s(specs[0].priority))
+        if not any(spec.already_admitted or spec.output_ids for spec in specs):  # else another router had accepted it
+            self._check_overload(sequences)
         request = ActiveRequest(sequences, sink, self._clock())
-        if self.scheduler.is_idle and self.progress.is_fenced:
-            self.progress.note()
+        if self.scheduler.is_idle and self.health.is_fenced:
+            self.health.record_progress()
         for sequence in sequences:
             self.scheduler.add(sequence)
             self._requests[sequence.seq_id] = request
@@ -100,153 +212,59 @@ class Router:
         return request
 
     def abort(self, request: ActiveRequest) -> None:
-        """Give back what the request still holds; harmless if it has finished."""
+        """Release what the request still holds; does nothing if it has finished."""
         for seq_id in request.index_of:
             if self._requests.pop(seq_id, None) is not None:
                 self.scheduler.abort(seq_id)
                 self._wake.set()
 
+    def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        """See ``TokenSource``."""
+        if self.scheduler.is_full(0, owner):
+            raise QueueFullError("too much is waiting", self._retry_after_s(0))
+
     @property
     def is_ready(self) -> bool:
-        """Whether a request that came now would be worked on at once."""
-        return self.progress.is_fenced and self.failure is None
+        """Whether a request that arrives now would be worked on at once."""
+        return self.health.is_fenced and self.failure is None
 
     @property
     def is_attached(self) -> bool:
-        """Whether it drives a pipeline, be it one that is just being fenced anew."""
-        return self.progress.has_begun and self.failure is None
+        """Whether the router drives a pipeline, even if it is being fenced again."""
+        return self.health.has_begun and self.failure is None
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it drives a pipeline, and something was done of late, or there was nothing to do."""
-        if self.progress.is_fenced and self.scheduler.is_idle:
-            self.progress.note()
-        return self.is_attached and self.progress.progressed_within(STALL_FACTOR * self.step_limit_s)
+        """Whether the router drives a pipeline, and has made progress recently or had nothing to do."""
+        if self.health.is_fenced and self.scheduler.is_idle:
+            self.health.record_progress()
+        return self.is_attached and self.health.progressed_within(STALL_FACTOR * self.step_limit_s)
 
     @property
     def step_limit_s(self) -> float:
-        """See ``InFlightBatches``."""
+        """The time that a micro-batch may take now; see ``StepDeadline``."""
         return self._in_flight.step_limit_s
 
     @property
     def num_requests(self) -> int:
+        """Requests that have not ended."""
         return len(set(self._requests.values()))
 
-    def _retry_after_s(self, priority: int) -> int:
-        return self._starts.retry_after_s(priority, self._requests.values())
-
-    async def run(self) -> None:
-        """Submit and collect until cancelled, or until the pipeline is lost for good.
-
-        What else fails makes requests wait only: the stages are fenced anew, and all that was alive is computed again.
-        """
-        try:
-            while True:
-                self.scheduler.restart(await self.chain.fence())
-                self.progress.on_fenced()
-                logger.info("the stages obey epoch %d", self.scheduler.epoch, extra=requests_log_fields(self._requests))
-                try:
-                    await self._drive()
-                except LeaseError:
-                    raise
-                except PipelineError as error:
-                    self._handle_step_failure(error)
-        except PipelineError as error:
-            self._fail(error)
-        except Exception as error:  # a defect of ours must not leave clients waiting for ever
-            logger.exception("the router failed")
-            self._fail(PipelineError(f"the router failed: {error!r}"))
-        finally:
-            self.progress.is_fenced = False
-            if self.failure is None:
-                self._fail(PipelineError("the router has stopped"))
-            self._in_flight.cancel_all()
-
-    async def _drive(self) -> None:
-        """Raises PipelineError where a step fails, or the stages are said to have been lost."""
-        watching = asyncio.create_task(self._in_flight.watch_for_hang())
-        watching.add_done_callback(lambda _: self._wake.set())
-        try:
-            while True:
-                self._submit()
-                await self._wake.wait()
-                self._wake.clear()
-                if watching.done():
-                    raise watching.result()  # or its defect, which must not end the watch unheard
-                if self._loss is not None:
-                    raise self._loss
-                self._collect()
-        finally:
-            watching.cancel()
-
-    def _handle_step_failure(self, error: PipelineError) -> None:
-        """Of a pipeline that is about to be fenced anew. A request that has made it fail twice is not tried again."""
-        logger.warning(
-            "the pipeline failed, and goes on with what was running: %s", error, extra=requests_log_fields(self._requests)
-        )
-        self.progress.on_failure(str(error))
-        self._loss = None
-        if (batch := self._in_flight.oldest) and (seq_id := self.scheduler.record_failure(batch)) is not None:
-            self._num_verdicts += 1
-            if self._num_verdicts >= MAX_CONSECUTIVE_POISON:
-                raise PipelineError(f"the pipeline fails whatever it is given: {error}") from error
-            request = self._requests[seq_id]
-            logger.warning("request %s has made it fail twice, and ends", request.request_id or "-", extra=request.log_fields)
-            self.abort(request)
-            request.sink(PoisonRequestError(f"this request has made the pipeline fail twice, and is not tried again: {error}"))
-        self._in_flight.cancel_all()
-
-    def _sequence(self, spec: SequenceRequest) -> LiveSequence:
+    def _new_sequence(self, spec: SequenceRequest) -> LiveSequence:
         max_len = min(len(spec.prompt_ids) + spec.sampling.max_tokens, self.scheduler.limits.max_model_len)
         fields = next(self._seq_ids), spec.prompt_ids, spec.sampling, max_len, spec.priority, spec.owner, spec.request_id
         sequence = LiveSequence(*fields, output_ids=list(spec.output_ids))
         sequence.was_scheduled = bool(spec.output_ids)
         return sequence
 
-    def _submit(self) -> None:
-        while (batch := self.scheduler.schedule()) is not None:
-            self._starts.note(batch, self._requests)
-            self._in_flight.submit(batch)
+    def _check_overload(self, sequences: Sequence[LiveSequence]) -> None:
+        if (reason := self.scheduler.overload_reason(sequences)) is None:
+            return
+        if self.scheduler.is_idle:  # waiting would not help
+            raise RequestError(f"the request is too large for this server: {reason}; send less at once")
+        priority = sequences[0].priority
+        kind = QueueFullError if self.scheduler.is_full(priority, sequences[0].owner) else OverloadedError
+        raise kind(f"too much is waiting: {reason}", self._retry_after_s(priority))
 
-    def _collect(self) -> None:
-        while (done := self._in_flight.pop_completed()) is not None:
-            self.progress.on_batch_done()
-            self._deliver(*done)
-
-    def _deliver(self, batch: MicroBatch, result: StepResult) -> None:
-        if self._observe is not None:
-            self._observe(result)
-        self.activity.record(batch, result)
-        if result.epoch == self.scheduler.epoch:
-            self._buffer_extras(result)
-        ready: dict[ActiveRequest, list[TokenEvent]] = {}
-        for event in self.scheduler.complete(batch, result):
-            take = self._requests.pop if event.finish else self._requests.__getitem__
-            ready.setdefault(take(event.seq_id), []).append(event)
-        if ready:
-            self._num_verdicts = 0
-            self.progress.on_tokens()
-        now = self._clock()
-        self.activity.note_tokens(ready, now)
-        for request, events in ready.items():
-            request.deliver(events, now)
-
-    def _buffer_extras(self, result: StepResult) -> None:
-        """Before the tokens: what ends with one of them is forgotten."""
-        for choices in result.expert_choices:
-            if (request := self._requests.get(choices.seq_id)) is not None:  # else its client has left
-                request.add_experts(choices)
-        for logprobs in result.logprobs:
-            if (request := self._requests.get(logprobs.seq_id)) is not None:
-                request.add_logprobs(logprobs)
-
-    def request_recovery(self, error: PipelineError) -> None:
-        """Somebody else has seen that the stages have forgotten what they had: fence them anew."""
-        self._loss = error
-        self._wake.set()
-
-    def _fail(self, error: PipelineError) -> None:
-        """Every request that is alive ends with the reason, and so does every later one."""
-        self.failure = error
-        for request in dict.fromkeys(self._requests.values()):
-            request.sink(PipelineError(str(error)))  # its own: every raise grows an exception's traceback
+    def _retry_after_s(self, priority: int) -> int:
+        return self._queue_waits.retry_after_s(priority, self._requests.values())

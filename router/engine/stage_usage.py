@@ -1,4 +1,4 @@
-"""How busy the stages were, from the stages' own clocks."""
+"""Utilization of the stages, by the stages' own clocks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,36 +10,41 @@ from tramontane.proto.step import ExpertTiming, StageTiming, StepResult
 
 @dataclass(frozen=True, slots=True)
 class StageUsage:
-    """``open_s``: in which it had any micro-batch, several at once counted once; ``asked_s``: in which these had asked experts
-    that had not all answered, each counted by itself.
+    """Sums over the micro-batches of one stage.
+
+    ``open_s`` is the time in which it had any micro-batch, several at once counted once. ``expert_wait_s`` is the time in which
+    a micro-batch waited for experts, summed over micro-batches.
     """
 
     busy_s: float = 0.0
     num_tokens: int = 0
     num_batches: int = 0
     open_s: float = 0.0
-    asked_s: float = 0.0
+    expert_wait_s: float = 0.0
     last_end: float = float("-inf")
 
     @property
     def exposed_wait_s(self) -> float:
-        """In which it had a micro-batch and nothing to do: what ping-pong did not hide of the wait for experts."""
+        """Time with a micro-batch and nothing to compute: the part of the wait for experts that ping-pong did not hide."""
         return max(self.open_s - self.busy_s, 0.0)
 
-    def plus(self, timing: StageTiming) -> "StageUsage":
-        """Steps begin and end in their order. Open 0..3 and 1..4: 3 s and then another one."""
+    def add(self, timing: StageTiming) -> "StageUsage":
+        """Return the sums with one more micro-batch.
+
+        Steps begin and end in their order: open 0..3 and 1..4 are 3 s and then 1 s more.
+        """
         return StageUsage(
             self.busy_s + timing.busy_s,
             self.num_tokens + timing.num_tokens,
             self.num_batches + 1,
             self.open_s + timing.ended_at - max(timing.started_at, self.last_end),
-            self.asked_s + timing.expert_wait_s,
+            self.expert_wait_s + timing.expert_wait_s,
             timing.ended_at,
         )
 
 
 class UsageMeter:
-    """Sums of every stage's timings since it was made, and of what their expert actors did."""
+    """Sums of every stage's timings, and of what their expert actors did, since the meter was made."""
 
     def __init__(self, num_stages: int) -> None:
         self._stages = [StageUsage() for _ in range(num_stages)]
@@ -48,55 +53,59 @@ class UsageMeter:
         self.num_sampled = 0
 
     def observe(self, result: StepResult) -> None:
+        """Add the timings of one micro-batch."""
         self.num_sampled += len(result.token_ids)
         for timing in result.timings:
-            self._stages[timing.stage_id] = self._stages[timing.stage_id].plus(timing)
+            self._stages[timing.stage_id] = self._stages[timing.stage_id].add(timing)
             for actor_id, busy_s, num_rows in timing.experts:
-                _, before_s, before = self._experts.get(actor_id, ExpertTiming(actor_id, 0.0, 0))
-                self._experts[actor_id] = ExpertTiming(actor_id, before_s + busy_s, before + num_rows)
+                _, sum_s, sum_rows = self._experts.get(actor_id, ExpertTiming(actor_id, 0.0, 0))
+                self._experts[actor_id] = ExpertTiming(actor_id, sum_s + busy_s, sum_rows + num_rows)
             self._first_start = min(self._first_start, timing.started_at)
             self._last_end = max(self._last_end, timing.ended_at)
 
     @property
     def stages(self) -> tuple[StageUsage, ...]:
+        """The sums of each stage."""
         return tuple(self._stages)
 
     @property
     def experts(self) -> tuple[ExpertTiming, ...]:
-        """By actor; none where experts are inside the stages."""
+        """The sums of each expert actor; empty where experts are inside the stages."""
         return tuple(self._experts[actor_id] for actor_id in sorted(self._experts))
 
     @property
     def span_s(self) -> float:
-        """From the first stage's first start to the last end of any."""
+        """Time from the first start of any stage to the last end of any."""
         return max(self._last_end - self._first_start, 0.0)
 
     def busy_share(self, stage_id: int) -> float:
+        """Return the share of the time in which a stage computed."""
         return self.share(self._stages[stage_id].busy_s)
 
     def share(self, seconds: float) -> float:
-        """Of all the time."""
+        """Return seconds as a share of ``span_s``."""
         return seconds / self.span_s if self.span_s else 0.0
 
     @property
     def bubble(self) -> float:
-        """Share of all stages' time in which they had nothing to do."""
+        """Share of all stages' time in which they did not compute."""
         return 1 - sum(self.busy_share(i) for i in range(len(self._stages))) / len(self._stages) if self.span_s else 0.0
 
     @property
     def tokens_per_s(self) -> float:
+        """Sampled tokens per second."""
         return self.num_sampled / self.span_s if self.span_s else 0.0
 
 
 def overlap_share(timings: Iterable[StageTiming]) -> float:
-    """Time in which at least two stages worked, over the time in which at least one did.
+    """Return the time in which at least two stages worked, over the time in which at least one did.
 
     Stage 0 busy 0..2, stage 1 busy 1..3: two at once during 1..2, one at least during 0..3: 1/3.
     """
-    edges = sorted(edge for t in timings for edge in ((t.started_at, 1), (t.ended_at, -1)))
+    changes = sorted(change for t in timings for change in ((t.started_at, 1), (t.ended_at, -1)))
     busy = overlapped = 0.0
     working, since = 0, 0.0
-    for at, change in edges:
+    for at, change in changes:
         busy += (at - since) if working >= 1 else 0.0
         overlapped += (at - since) if working >= 2 else 0.0
         working, since = working + change, at
@@ -105,9 +114,9 @@ def overlap_share(timings: Iterable[StageTiming]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class HopTime:
-    """From the end of a stage's work on a micro-batch to the beginning of the next stage's.
+    """Times from the end of a stage's work on a micro-batch to the start of the next stage's.
 
-    Where the next stage was still busy it includes the waiting, so the smallest is closest to the way itself.
+    Where the next stage was still busy they include the wait for it, so the smallest is closest to the transfer itself.
     """
 
     min_s: float
@@ -115,7 +124,7 @@ class HopTime:
 
 
 def hop_times(steps: Sequence[Sequence[StageTiming]]) -> tuple[HopTime, ...]:
-    """Of every hop, from the timings of each step, in the order of stages. Only as good as the stages' clocks agree.
+    """Return the time of every hop, from the timings of each step in the order of stages; as good as the stages' clocks agree.
 
     Stage 0 busy 0..2 and 4..5, stage 1 busy 3..4 and 7..8: it began 1 and 2 after, at least 1, 1.5 in the median.
     """

@@ -1,4 +1,4 @@
-"""Where one request's tokens wait for whoever reads them."""
+"""The output queue of one request: tokens wait here until the client's stream reads them."""
 
 import asyncio
 
@@ -7,7 +7,7 @@ from tramontane.proto.request import RequestOutput
 
 
 class OutputQueue:
-    """What arrives between two readings is read in one piece, so a slow reader makes few and large readings."""
+    """Merges all outputs that arrive between two reads, so a slow reader makes few and large reads."""
 
     def __init__(self) -> None:
         self._batches: list[RequestOutput] = []
@@ -15,6 +15,7 @@ class OutputQueue:
         self._filled = asyncio.Event()
 
     def put(self, item: RequestOutput | TramontaneError) -> None:
+        """Add an output, or the error that ends the request."""
         if isinstance(item, RequestOutput):
             self._batches.append(item)
         else:
@@ -22,12 +23,12 @@ class OutputQueue:
         self._filled.set()
 
     async def get(self) -> RequestOutput:
-        """Everything that is there, waiting for the first if nothing is. Raises an error that was put, after the tokens."""
+        """Return all outputs as one, waiting for the first. Raises an error that was put, after the outputs."""
         await self._filled.wait()
         if not self._batches:
             assert self._error is not None
             raise self._error
-        batch, self._batches = RequestOutput.merged(self._batches), []
+        batch, self._batches = RequestOutput.merge(self._batches), []
         if self._error is None:
             self._filled.clear()
         return batch

@@ -1,6 +1,6 @@
-"""The services of ``inference.proto`` for a gRPC server, made so that bytes which are no message can be answered too.
+"""Registration of the services of ``inference.proto`` and of reflection at a gRPC server.
 
-gRPC reflection: what services there are, told to those who may ask.
+Unlike the generated code it passes bytes that cannot be parsed to the servicer, which returns a proper error.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -22,21 +22,22 @@ SERVICES = ("Inference", "BatchJobs")
 
 @dataclass(frozen=True, slots=True)
 class MalformedMessage:
-    """Stands where a message should: gRPC itself would answer UNKNOWN, and log a traceback."""
+    """Replaces a message that cannot be parsed. gRPC itself would answer UNKNOWN and log a traceback."""
 
     message: str
 
 
 def add_inference(servicer: Any, server: Any) -> None:  # noqa: ANN401 - as in the generated code, which this replaces
-    """Ray Serve's proxies call it by name: see ``cluster/serving/server.py``.
+    """Register the service Inference, and reflection. Ray Serve's proxies call this by name: see ``cluster/serving/app.py``.
 
-    With reflection, which the servicer gives to those who have a key; Ray Serve's own would answer everybody.
+    The servicer's reflection requires an API key; Ray Serve's own does not.
     """
     _add(inference_pb2.DESCRIPTOR.services_by_name["Inference"], servicer, server)
     _add(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], servicer, server)
 
 
 def add_batch_jobs(servicer: Any, server: Any) -> None:  # noqa: ANN401
+    """Register the service BatchJobs."""
     _add(inference_pb2.DESCRIPTOR.services_by_name["BatchJobs"], servicer, server)
 
 
@@ -45,7 +46,7 @@ def _add(service: ServiceDescriptor, servicer: Any, server: Any) -> None:  # noq
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  # noqa: ANN401
+def _handler(method: MethodDescriptor, implementation: Callable[..., Any]) -> Any:  # noqa: ANN401
     kinds = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -53,7 +54,9 @@ def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> Any:  #
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = kinds[method.client_streaming, method.server_streaming]
-    return make(behaviour, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString)
+    return make(
+        implementation, _parser(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString
+    )
 
 
 def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage]:
@@ -61,7 +64,7 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage
         try:
             message = kind.FromString(data)
         except DecodeError:
-            return MalformedMessage(f"the message is no {kind.DESCRIPTOR.full_name}")
+            return MalformedMessage(f"the message is not a {kind.DESCRIPTOR.full_name}")
         if kind.DESCRIPTOR.file is inference_pb2.DESCRIPTOR and _has_unknown(message):
             return MalformedMessage(
                 "the request has a field that this server does not know; is its inference.proto older than yours?"
@@ -72,19 +75,19 @@ def _parser(kind: type[Message]) -> Callable[[bytes], Message | MalformedMessage
 
 
 def _has_unknown(message: Message) -> bool:
-    """Itself, or a message in it. An entry of a map with such a field is one of the message that has the map."""
+    """Whether a message, or a message in it, has unknown fields. Those of a map's entry belong to the message with the map."""
     inner = (value for field, value in message.ListFields() if field.message_type)
     return len(UnknownFieldSet(message)) > 0 or any(_has_unknown(value) for value in inner if isinstance(value, Message))
 
 
-OURS = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
+SERVICE_NAMES = sorted(service.full_name for service in inference_pb2.DESCRIPTOR.services_by_name.values())
 
 
 async def reflection_responses(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-    """One answer for each question. Raises RequestError for what is none."""
-    answers = reflection.aio.ReflectionServicer([*OURS, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
-    async for answer in answers.ServerReflectionInfo(_requests(requests), None):
-        yield answer
+    """Yield one reflection response per request. Raises RequestError for a malformed one."""
+    servicer = reflection.aio.ReflectionServicer([*SERVICE_NAMES, reflection.SERVICE_NAME])  # type: ignore[attr-defined]
+    async for response in servicer.ServerReflectionInfo(_requests(requests), None):
+        yield response
 
 
 async def _requests(requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:

@@ -1,4 +1,4 @@
-"""What a chat request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
+"""Chat requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from tramontane.proto.errors import ParameterError
 from tramontane.proto.request import MAX_LOGPROBS
-from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_unless
+from tramontane.router.openai.completion_request import StreamOptions, Text, parse_body, unsupported_except
 from tramontane.router.openai.request_fields import SamplingFields, default_if_null
 from tramontane.router.structured.fields import ResponseFormat, Tool, ToolChoice
 from tramontane.router.structured.grammar import MAX_TOOLS
@@ -23,22 +23,22 @@ class _Body(BaseModel):
 
 
 class TextPart(_Body):
-    """Content may come in parts, of which only texts are supported."""
+    """Part of a message's content. Only texts are supported."""
 
     type: Literal["text"]
     text: str
 
 
 def _content(value: Any) -> Any:  # noqa: ANN401
-    """Parts are lines of one text."""
+    """Join parts as lines of one text."""
     if not isinstance(value, list):
         return value
     if not value or len(value) > MAX_PARTS:
         raise ValueError(f"a list of parts must have 1 to {MAX_PARTS}")
-    return "\n".join(map(_text_of, value))
+    return "\n".join(map(_part_text, value))
 
 
-def _text_of(part: Any) -> str:  # noqa: ANN401
+def _part_text(part: Any) -> str:  # noqa: ANN401
     if not isinstance(part, dict) or part.get("type") != "text":
         raise ValueError("only parts of the type text are supported")
     if part.keys() != {"type", "text"} or not isinstance(part["text"], str):
@@ -51,30 +51,38 @@ Content = Annotated[Text, BeforeValidator(_content, json_schema_input_type=str |
 
 
 class SystemMessage(_Body):
+    """Instructions for the assistant."""
+
     role: Literal["system", "developer"]
     content: Content
-    name: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
+        """Return the message as chat templates take it."""
         return ChatMessage("system", self.content)
 
 
 class UserMessage(_Body):
+    """Message of the user."""
+
     role: Literal["user"]
     content: Content
-    name: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
+        """Return the message as chat templates take it."""
         return ChatMessage("user", self.content)
 
 
 class FunctionCall(_Body):
+    """Name and arguments (JSON) of a call."""
+
     name: Text
     arguments: Text
 
 
 class AssistantToolCall(_Body):
-    """One of the ``tool_calls`` of an answer that came before."""
+    """A call in an earlier message of the assistant."""
 
     id: Text
     type: Literal["function"]
@@ -82,48 +90,52 @@ class AssistantToolCall(_Body):
 
 
 class AssistantMessage(_Body):
+    """Earlier answer of the assistant."""
+
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: Annotated[tuple[AssistantToolCall, ...], default_if_null(())] = Field(
         (), max_length=MAX_CALLS, strict=False, fail_fast=True
     )
-    name: Annotated[Any, unsupported_unless()] = None
-    refusal: Annotated[Any, unsupported_unless()] = None
-    audio: Annotated[Any, unsupported_unless()] = None
-    annotations: Annotated[Any, unsupported_unless([])] = None
-    function_call: Annotated[Any, unsupported_unless()] = None
+    name: Annotated[Any, unsupported_except()] = None
+    refusal: Annotated[Any, unsupported_except()] = None
+    audio: Annotated[Any, unsupported_except()] = None
+    annotations: Annotated[Any, unsupported_except([])] = None
+    function_call: Annotated[Any, unsupported_except()] = None
 
     def message(self) -> ChatMessage:
+        """Return the message as chat templates take it."""
         calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls)
         return ChatMessage("assistant", self.content or "", calls)
 
 
 class ToolMessage(_Body):
-    """What a tool answered."""
+    """Result of a tool call."""
 
     role: Literal["tool"]
     content: Content
     tool_call_id: Text
-    name: str | None = None  # the call's id says it already
+    name: str | None = None  # ignored: the call's id determines it
 
     def message(self) -> ChatMessage:
+        """Return the message as chat templates take it."""
         return ChatMessage("tool", self.content, tool_call_id=self.tool_call_id)
 
 
 Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-def _some(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+def _require_messages(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     if not messages:
         raise ValueError("it must not be empty")
     return messages
 
 
-# The first bad one is enough: a body of some megabytes has room for a million of them.
+# fail_fast: a body of some megabytes has room for a million bad messages.
 Messages = Annotated[
     tuple[Message, ...],
     Field(max_length=MAX_MESSAGES, fail_fast=True, json_schema_extra={"minItems": 1}),
-    AfterValidator(_some),
+    AfterValidator(_require_messages),
 ]
 Tools = Annotated[tuple[Tool, ...], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
@@ -144,33 +156,35 @@ class ChatRequest(SamplingFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, default_if_null(True)] = True
     return_token_ids: Annotated[bool, default_if_null(False)] = False
-    user: str | None = None  # means nothing here, and harms nothing
+    user: str | None = None  # ignored
 
-    audio: Annotated[Any, unsupported_unless()] = None
-    function_call: Annotated[Any, unsupported_unless("none")] = None
-    functions: Annotated[Any, unsupported_unless([])] = None
-    metadata: Annotated[Any, unsupported_unless({})] = None
-    modalities: Annotated[Any, unsupported_unless(["text"])] = None
-    prediction: Annotated[Any, unsupported_unless()] = None
-    service_tier: Annotated[Any, unsupported_unless("auto", "default")] = None
-    store: Annotated[Any, unsupported_unless()] = None
+    audio: Annotated[Any, unsupported_except()] = None
+    function_call: Annotated[Any, unsupported_except("none")] = None
+    functions: Annotated[Any, unsupported_except([])] = None
+    metadata: Annotated[Any, unsupported_except({})] = None
+    modalities: Annotated[Any, unsupported_except(["text"])] = None
+    prediction: Annotated[Any, unsupported_except()] = None
+    service_tier: Annotated[Any, unsupported_except("auto", "default")] = None
+    store: Annotated[Any, unsupported_except()] = None
 
     @property
     def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk about the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def max_new_tokens(self) -> int | None:
-        """By either name; None: as many as the context has room for."""
+        """Limit of new tokens, by either name; None: as many as the context has room for."""
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
 
 def chat_messages(messages: Sequence[SystemMessage | UserMessage | AssistantMessage | ToolMessage]) -> list[ChatMessage]:
+    """Return messages as chat templates take them."""
     return [message.message() for message in messages]
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Raises ParameterError, which names the first thing that is wrong."""
+    """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(ChatRequest, body)
     if request.stream_options is not None and not request.stream:
         raise ParameterError("stream_options is only allowed with stream: true", "stream_options")

@@ -1,4 +1,4 @@
-"""What a completion request may say, in OpenAI's words and vLLM's extensions; anything else is refused."""
+"""Completion requests: OpenAI's fields and vLLM's extensions. Other fields are refused."""
 
 import codecs
 from typing import Annotated, Any, Literal, TypeVar, Union
@@ -12,19 +12,19 @@ from tramontane.router.structured.fields import ResponseFormat
 
 MAX_NAME_CHARS = 64
 MAX_LAYERS = 1024
-MAX_PROMPTS = 2**16  # one request's; of how many it may have indeed, a server says
-MAX_ERRORS = 64  # that are looked at; each of them would be told with what it is about
+MAX_PROMPTS = 2**16  # of one request; the server's own limit is lower
+MAX_ERRORS = 64  # more are only counted, because pydantic lists each with its input
 
-LayersGiven = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
+LayersInput = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]], Field(json_schema_extra={"uniqueItems": True})]
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]], Field(min_length=1)]
 SeveralPrompts = Field(min_length=1, max_length=MAX_PROMPTS)
-PromptsGiven = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
+PromptInput = str | Annotated[list[str], SeveralPrompts] | TokenIds | Annotated[list[TokenIds], SeveralPrompts]
 Prompts = tuple[str | tuple[int, ...], ...]
 
 
-def unsupported_unless(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - whatever JSON holds
-    """For parameters that are not supported: what leaves them without effect passes, null and false always do."""
+def unsupported_except(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - any JSON
+    """Refuse a parameter unless its value has no effect: null, false, or one of ``allowed``."""
 
     def check(value: Any) -> Any:  # noqa: ANN401
         if (
@@ -35,12 +35,12 @@ def unsupported_unless(*allowed: Any) -> BeforeValidator:  # noqa: ANN401 - what
             raise ValueError("this parameter is not supported; leave it out")
         return value
 
-    shapes = [_shape(value) for value in allowed]
+    shapes = [_literal_type(value) for value in allowed]
     return BeforeValidator(check, json_schema_input_type=Union[None, Literal[False], *shapes])
 
 
-def _shape(value: Any) -> Any:  # noqa: ANN401
-    """The type of this value alone, for the door's description."""
+def _literal_type(value: Any) -> Any:  # noqa: ANN401
+    """Return the type that has only this value, for the OpenAPI schema."""
     if isinstance(value, list | dict):
         items = list[str] if isinstance(value, list) else dict[str, str]
         return Annotated[items, Field(min_length=len(value), max_length=len(value))]
@@ -48,7 +48,7 @@ def _shape(value: Any) -> Any:  # noqa: ANN401
 
 
 def _prompts(value: Any) -> Prompts:  # noqa: ANN401
-    """One list, whatever form the client chose: a text, texts, token ids, or lists of token ids."""
+    """Return a tuple of prompts for any form: a text, texts, token ids, or lists of token ids."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -67,7 +67,7 @@ def _prompts(value: Any) -> Prompts:  # noqa: ANN401
 
 
 def _are_ids(value: list[Any]) -> bool:
-    if set(map(type, value)) != {int}:  # of millions, if a client likes
+    if set(map(type, value)) != {int}:  # fast: there may be millions
         return False
     if min(value) < 0 or max(value) >= MAX_TOKEN_ID:
         raise ValueError(f"token ids are whole numbers from 0 to {MAX_TOKEN_ID - 1}")
@@ -104,17 +104,19 @@ Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class StreamOptions(BaseModel):
+    """``stream_options`` of a request."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: Annotated[bool, default_if_null(False)] = False
-    include_obfuscation: Annotated[bool | None, unsupported_unless()] = None
+    include_obfuscation: Annotated[bool | None, unsupported_except()] = None
 
 
 class CompletionRequest(SamplingFields):
-    """Body of ``POST /v1/completions``. With ``echo`` and 0 for ``max_tokens`` prompts are only scored."""
+    """Body of ``POST /v1/completions``. With ``echo`` and ``max_tokens`` 0 prompts are only scored."""
 
     model: str | None = None
-    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptsGiven), AfterValidator(_all_encodable)] = (
+    prompt: Annotated[Prompts, BeforeValidator(_prompts, json_schema_input_type=PromptInput), AfterValidator(_all_encodable)] = (
         Field(strict=False)
     )
     max_tokens: Annotated[int, default_if_null(16)] = Field(16, ge=0, lt=2**31)
@@ -124,32 +126,34 @@ class CompletionRequest(SamplingFields):
     stream: Annotated[bool, default_if_null(False)] = False
     stream_options: StreamOptions | None = None
     return_token_ids: Annotated[bool, default_if_null(False)] = False
-    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersGiven)] = Field(
+    return_experts: Annotated[tuple[int, ...], BeforeValidator(_layers, json_schema_input_type=LayersInput)] = Field(
         (), strict=False
     )
     response_format: ResponseFormat | None = None
-    user: str | None = None  # means nothing here, and harms nothing
+    user: str | None = None  # ignored
 
-    best_of: Annotated[Any, unsupported_unless(1)] = None
-    suffix: Annotated[Any, unsupported_unless("")] = None
+    best_of: Annotated[Any, unsupported_except(1)] = None
+    suffix: Annotated[Any, unsupported_except("")] = None
 
     @property
     def num_sequences(self) -> int:
+        """Number of sequences: ``n`` per prompt."""
         return len(self.prompt) * self.n
 
     @property
     def includes_usage(self) -> bool:
+        """Whether a stream ends with a chunk about the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def prompt_logprobs_count(self) -> int | None:
-        """How many of the likeliest tokens are told in each place of the prompt, by either name; None: nothing is."""
-        asked = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
-        return max(asked, default=None)
+        """Number of likeliest tokens per position of the prompt, by either name; None: no log-probabilities."""
+        counts = [each for each in (self.prompt_logprobs, self.logprobs if self.echo else None) if each is not None]
+        return max(counts, default=None)
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    """Raises ParameterError, which names the first thing that is wrong."""
+    """Parse and validate a body. Raises ParameterError, which names the first problem."""
     request = parse_body(CompletionRequest, body)
     if request.stream_options is not None and not request.stream:
         raise ParameterError("stream_options is only allowed with stream: true", "stream_options")
@@ -164,7 +168,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def parse_body(kind: type[Body], body: bytes) -> Body:
-    """Raises ParameterError, which names the first thing that is wrong."""
+    """Parse a body as ``kind``. Raises ParameterError, which names the first problem."""
     try:
         codecs.decode(body, "utf-8")
     except UnicodeDecodeError as error:
@@ -181,8 +185,8 @@ def _to_parameter_error(error: ValidationError) -> ParameterError:
     if error.error_count() > MAX_ERRORS:
         return ParameterError(f"{error.error_count()} things are wrong with the body; it has parameters that are not known")
     problem = error.errors(include_url=False, include_context=False)[0]
-    name = ".".join(map(_shown_name, problem["loc"])) if problem["loc"] else None
-    shown = _preview(problem["input"])
+    name = ".".join(map(_printable_name, problem["loc"])) if problem["loc"] else None
+    preview = _preview(problem["input"])
     match problem["type"]:
         case "json_invalid":
             return ParameterError(f"the body is not JSON: {problem['msg'].removeprefix('Invalid JSON: ')}")
@@ -195,11 +199,11 @@ def _to_parameter_error(error: ValidationError) -> ParameterError:
         case "value_error":
             return ParameterError(f"{name}: {problem['msg'].removeprefix('Value error, ')}", name)
         case _:
-            return ParameterError(f"{name} is {shown}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
+            return ParameterError(f"{name} is {preview}: {problem['msg'][0].lower()}{problem['msg'][1:]}", name)
 
 
 def _preview(value: Any) -> str:  # noqa: ANN401
-    """The first 60 characters, without writing out what may be megabytes."""
+    """Return the first 60 characters without formatting a value of megabytes."""
     match value:
         case list():
             return "a list"
@@ -210,15 +214,7 @@ def _preview(value: Any) -> str:  # noqa: ANN401
             return f"{start!r:.60}"
 
 
-def _shown_name(part: str | int) -> str:
-    """A client may call a parameter anything; an error says it in one short line."""
+def _printable_name(part: str | int) -> str:
+    """Return a client's name for a parameter in one short printable line."""
     name = "".join(char if char.isprintable() else "?" for char in str(part)[:MAX_NAME_CHARS])
     return name or '""'
-
-
-ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
-
-
-def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's shape for everything that goes wrong."""
-    return {"error": {"message": message, "type": type, "param": param, "code": code}}

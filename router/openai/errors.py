@@ -1,4 +1,4 @@
-"""Errors as OpenAI's HTTP tells them: the same for a request of its own and for a line of a batch job."""
+"""Errors in OpenAI's shape, for HTTP requests and for the lines of batch jobs."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,12 +19,17 @@ from tramontane.proto.errors import (
     UnsatisfiableSchemaError,
     UserError,
 )
-from tramontane.router.openai.completion_request import ErrorType, error_body
+from tramontane.router.openai.responses import Error, ErrorDetails, ErrorType
+
+
+def error_body(message: str, type: ErrorType, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return OpenAI's object for an error."""
+    return Error(error=ErrorDetails(message=message, type=type, param=param, code=code)).as_json()
 
 
 @dataclass(frozen=True, slots=True)
 class HttpErrorSpec:
-    """All but the message, which is the error's own."""
+    """Everything that a response says about an error except its message."""
 
     status: int
     type: ErrorType
@@ -32,40 +37,32 @@ class HttpErrorSpec:
     code: str | None = None
 
     def body(self, message: str) -> dict[str, Any]:
+        """Return the response's body."""
         return error_body(message, self.type, self.param, self.code)
 
 
+_INVALID = HttpErrorSpec(400, "invalid_request_error")
+_NOT_FOUND = HttpErrorSpec(404, "invalid_request_error", code="not_found")
+# The first class that an error is an instance of decides.
+_SPECS: tuple[tuple[type[TramontaneError], HttpErrorSpec], ...] = (
+    (OverloadedError, HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")),
+    (UnknownModelError, HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")),
+    (UnknownJobError, _NOT_FOUND),
+    (UnknownFileError, _NOT_FOUND),
+    (FileTooLargeError, HttpErrorSpec(413, "invalid_request_error")),
+    (UnsatisfiableSchemaError, HttpErrorSpec(400, "invalid_request_error", code="unfollowable")),
+    (PoisonRequestError, HttpErrorSpec(400, "invalid_request_error", code="poison")),
+    (JobRefusedError, _INVALID),
+    (RequestError, HttpErrorSpec(400, "invalid_request_error", "prompt")),
+    (UserError, _INVALID),
+    (DeadlineExceededError, HttpErrorSpec(504, "server_error", code="deadline_exceeded")),
+    (DrainingError, HttpErrorSpec(503, "server_error", code="draining")),
+)
+
+
 def http_error_for(error: TramontaneError) -> HttpErrorSpec:
-    match error:
-        case OverloadedError():
-            return HttpErrorSpec(429, "rate_limit_error", code="rate_limit_exceeded")
-        case UnknownModelError():
-            return HttpErrorSpec(404, "invalid_request_error", "model", "model_not_found")
-        case UnknownJobError() | UnknownFileError():
-            return HttpErrorSpec(404, "invalid_request_error", code="not_found")
-        case FileTooLargeError():
-            return HttpErrorSpec(413, "invalid_request_error")
-        case UnsatisfiableSchemaError() | PoisonRequestError():
-            return HttpErrorSpec(
-                400, "invalid_request_error", code="poison" if isinstance(error, PoisonRequestError) else "unfollowable"
-            )
-        case ParameterError():
-            return HttpErrorSpec(400, "invalid_request_error", error.parameter)
-        case JobRefusedError():
-            return HttpErrorSpec(400, "invalid_request_error")
-        case RequestError():
-            return HttpErrorSpec(400, "invalid_request_error", "prompt")
-        case UserError():
-            return HttpErrorSpec(400, "invalid_request_error")
-        case _:
-            return _server_error_for(error)
-
-
-def _server_error_for(error: TramontaneError) -> HttpErrorSpec:
-    match error:
-        case DeadlineExceededError():
-            return HttpErrorSpec(504, "server_error", code="deadline_exceeded")
-        case DrainingError():
-            return HttpErrorSpec(503, "server_error", code="draining")
-        case _:
-            return HttpErrorSpec(503, "server_error", code="unavailable")
+    """Return how a response describes an error."""
+    if isinstance(error, ParameterError):
+        return HttpErrorSpec(400, "invalid_request_error", error.parameter)
+    unavailable = HttpErrorSpec(503, "server_error", code="unavailable")
+    return next((spec for kind, spec in _SPECS if isinstance(error, kind)), unavailable)

@@ -1,23 +1,24 @@
-"""Tokens with their log-probabilities, and the shapes in which clients get them: OpenAI's two and vLLM's."""
+"""Tokens with their log-probabilities, in the shapes that clients receive: OpenAI's two and vLLM's."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from tramontane.proto.request import Logprobs
+from tramontane.router.openai.responses import CompletionLogprobs
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 
 class TokenLogprobs(NamedTuple):
-    """``top``: the likeliest tokens in this place, the likeliest first, each with its own log-probability."""
+    """Log-probability of a token. ``top``: the likeliest tokens at its position with theirs, the likeliest first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
 class TokenWithLogprobs(NamedTuple):
-    """A token of a text. ``score``: None for the first of a prompt, before which there is nothing.
+    """A token of a text. ``score``: None for the first token of a prompt.
 
-    ``offset``: at which character of the text it begins; for one that continues a character, where that character stands.
+    ``offset``: index of the character with which the token begins; if it continues a character, the index of that character.
     """
 
     token_id: int
@@ -25,26 +26,26 @@ class TokenWithLogprobs(NamedTuple):
     score: TokenLogprobs | None
 
 
-def index_by_position(news: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
-    """By sequence and position."""
+def index_by_position(batch: Iterable[Logprobs]) -> dict[tuple[int, int], TokenLogprobs]:
+    """Return log-probabilities by sequence and position."""
     return {
-        (seq_id, start + place): TokenLogprobs(*score)
-        for seq_id, start, logprobs, top in news
-        for place, score in enumerate(zip(logprobs, top, strict=True))
+        (seq_id, start + i): TokenLogprobs(*score)
+        for seq_id, start, logprobs, top in batch
+        for i, score in enumerate(zip(logprobs, top, strict=True))
     }
 
 
 def prompt_tokens(
     tokenizer: Tokenizer | None, token_ids: Sequence[int], index: int, scores: dict[tuple[int, int], TokenLogprobs]
 ) -> list[TokenWithLogprobs]:
-    """The prompt of sequence ``index``."""
+    """Return the tokens of sequence ``index``'s prompt."""
     offsets = tokenizer.offsets(token_ids) if tokenizer else [0] * len(token_ids)
-    placed = enumerate(zip(token_ids, offsets, strict=True))
-    return [TokenWithLogprobs(token_id, offset, scores.get((index, position))) for position, (token_id, offset) in placed]
+    tokens = enumerate(zip(token_ids, offsets, strict=True))
+    return [TokenWithLogprobs(token_id, offset, scores.get((index, position))) for position, (token_id, offset) in tokens]
 
 
 def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
-    """What a token says by itself. One that is no whole characters is shown by its bytes, one that says nothing by its number."""
+    """Return a token's own text; its bytes if it is not made of whole characters, and its id if it has no text."""
     piece = tokenizer.bytes_of(token_id) if tokenizer else b""
     if not piece:
         return f"token_id:{token_id}"
@@ -55,7 +56,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int) -> str:
 
 
 def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
-    """OpenAI's shape for completions: lists of equal length. ``top_logprobs`` has the chosen token too, though it be unlikely."""
+    """Return OpenAI's ``CompletionLogprobs``: lists of equal length. ``top_logprobs`` always includes the chosen token."""
     return {
         "tokens": [token_text(tokenizer, token.token_id) for token in tokens],
         "token_logprobs": [token.score and token.score.logprob for token in tokens],
@@ -65,23 +66,23 @@ def completion_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithL
 
 
 def _by_text(tokenizer: Tokenizer | None, token: TokenWithLogprobs, num_top: int) -> dict[str, float] | None:
-    """Where two tokens say the same, the likelier one."""
+    """Return log-probabilities by text. Of two tokens with the same text the likelier one counts."""
     if token.score is None:
         return None
-    told: dict[str, float] = {}
+    by_text: dict[str, float] = {}
     for token_id, logprob in (*token.score.top[:num_top], (token.token_id, token.score.logprob)):
-        told.setdefault(token_text(tokenizer, token_id), logprob)
-    return told
+        by_text.setdefault(token_text(tokenizer, token_id), logprob)
+    return by_text
 
 
 def merge_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
-    """Several of ``completion_logprobs`` in one."""
-    there = [part for part in parts if part]
-    return {name: [each for part in there for each in part[name]] for name in completion_logprobs(None, (), 0)}
+    """Concatenate several ``CompletionLogprobs``."""
+    present = [part for part in parts if part]
+    return {name: [each for part in present for each in part[name]] for name in CompletionLogprobs.model_fields}
 
 
 def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int) -> dict[str, Any]:
-    """OpenAI's shape for chats; ``num_top`` is what it calls ``top_logprobs``."""
+    """Return OpenAI's ``ChatLogprobs``; ``num_top`` is the request's ``top_logprobs``."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = tokenizer.bytes_of(token_id) if tokenizer else b""
@@ -95,10 +96,15 @@ def chat_logprobs(tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprob
     return {"content": content, "refusal": None}
 
 
+def merge_chat_logprobs(parts: Iterable[dict[str, Any] | None]) -> dict[str, Any]:
+    """Concatenate several ``ChatLogprobs``."""
+    return {"content": [token for part in parts if part for token in part["content"]], "refusal": None}
+
+
 def prompt_logprobs(
     tokenizer: Tokenizer | None, tokens: Sequence[TokenWithLogprobs], num_top: int
 ) -> list[dict[str, dict[str, Any]] | None]:
-    """vLLM's shape for prompts, without the ranks: by token id, the prompt's own token always there; null for the first."""
+    """Return vLLM's shape for prompts, without ranks: by token id, always with the prompt's own token; None for the first."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {"logprob": logprob, "decoded_token": token_text(tokenizer, token_id)}

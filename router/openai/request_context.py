@@ -1,4 +1,4 @@
-"""A source of tokens as one client may have it: by whose key it asks, and until when."""
+"""The token source of one request: with its client's API key and its deadline."""
 
 import asyncio
 import math
@@ -10,28 +10,29 @@ from tramontane.proto.errors import DeadlineExceededError, ParameterError
 from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import RequestOutput, SequenceRequest
 
-TIMEOUT = "x-request-timeout"
+TIMEOUT_HEADER = "x-request-timeout"
 MAX_TIMEOUT_S = 10_000_000.0
 
 
 class RequestTokenSource:
-    """A ``TokenSource`` for one request. At ``deadline``, of the event loop's clock, its work ends, also where it only waits.
+    """A ``TokenSource`` for one request. ``deadline`` (of the event loop's clock) ends its work, also while it waits.
 
-    ``request_id``: what logs call it.
+    ``owner``: number of the API key. ``request_id``: the id in the logs.
     """
 
     def __init__(self, source: TokenSource, owner: int, deadline: float = math.inf, request_id: str = "") -> None:
         self._source, self._owner, self._deadline, self._request_id = source, owner, deadline, request_id
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        """Raise if the source has no capacity for these sequences."""
         self._source.check_capacity(num_sequences, owner or self._owner)
 
     async def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
-        """Raises DeadlineExceededError, with nothing begun where it has passed already."""
+        """Yield the source's tokens. Raises DeadlineExceededError, before the source is called if the deadline has passed."""
         if asyncio.get_running_loop().time() >= self._deadline:
             raise _deadline_error()
-        asked = [replace(spec, owner=self._owner, request_id=self._request_id) for spec in specs]
-        async with aclosing(self._source.generate(asked)) as batches:
+        owned_specs = [replace(spec, owner=self._owner, request_id=self._request_id) for spec in specs]
+        async with aclosing(self._source.generate(owned_specs)) as batches:
             while (batch := await self._next(batches)) is not None:
                 yield batch
 
@@ -46,11 +47,11 @@ class RequestTokenSource:
 
 
 def _deadline_error() -> DeadlineExceededError:
-    return DeadlineExceededError(f"the time that {TIMEOUT} gave is over")
+    return DeadlineExceededError(f"the request took longer than its {TIMEOUT_HEADER} allows")
 
 
 def parse_timeout(values: Sequence[str]) -> float:
-    """Of the header, as often as it was sent. Raises ParameterError."""
+    """Return the seconds that the header's values allow, infinity without one. Raises ParameterError."""
     if not values:
         return math.inf
     try:
@@ -58,8 +59,8 @@ def parse_timeout(values: Sequence[str]) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= MAX_TIMEOUT_S:  # also what is no number
+    if not 0 < seconds <= MAX_TIMEOUT_S:  # NaN fails, too
         raise ParameterError(
-            f"the header must be given once, with seconds from 0 to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT
+            f"the header must be given once, with seconds from 0 to {MAX_TIMEOUT_S:.0f}, such as 30 or 0.5", TIMEOUT_HEADER
         )
     return seconds

@@ -1,4 +1,4 @@
-"""How a client may want its tokens chosen: what every endpoint that makes tokens takes, in OpenAI's words and vLLM's."""
+"""Sampling parameters of requests, with the names of OpenAI's API and vLLM's."""
 
 import secrets
 from typing import Annotated, Any
@@ -12,8 +12,8 @@ MAX_STOP_CHARS = 1024
 MAX_TOKEN_ID = 2**31
 
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
-StopsGiven = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
-BiasesGiven = Annotated[
+StopInput = Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]
+LogitBiasInput = Annotated[
     dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,9})$")], Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]],
     Field(max_length=MAX_BIASES),
 ]
@@ -21,7 +21,7 @@ LogitBias = tuple[tuple[int, float], ...]
 
 
 def default_if_null(default: Any) -> BeforeValidator:  # noqa: ANN401
-    """OpenAI's clients may send null for "not given"."""
+    """Replace null with ``default``: OpenAI's clients may send null for an absent field."""
     return BeforeValidator(lambda value: default if value is None else value)
 
 
@@ -59,7 +59,7 @@ Penalty = Annotated[float, default_if_null(0.0)]
 
 
 class SamplingFields(BaseModel):
-    """A base of requests. What bounds them beyond these fields (the vocabulary, the context) is checked where it is known."""
+    """Base of requests that generate tokens. Bounds that depend on the model are checked in ``served_model``."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, arbitrary_types_allowed=True)
 
@@ -72,17 +72,17 @@ class SamplingFields(BaseModel):
     repetition_penalty: Annotated[float, default_if_null(1.0)] = Field(
         1.0, ge=REPETITION_PENALTIES[0], le=REPETITION_PENALTIES[1]
     )
-    logit_bias: Annotated[LogitBias, BeforeValidator(_biases, json_schema_input_type=BiasesGiven)] = Field((), strict=False)
+    logit_bias: Annotated[LogitBias, BeforeValidator(_biases, json_schema_input_type=LogitBiasInput)] = Field((), strict=False)
     min_tokens: Annotated[int, default_if_null(0)] = Field(0, ge=0, lt=2**31)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=StopsGiven)] = Field((), strict=False)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops, json_schema_input_type=StopInput)] = Field((), strict=False)
     ignore_eos: Annotated[bool, default_if_null(False)] = False
     n: Annotated[int, default_if_null(1)] = Field(1, ge=1, le=128)
 
     def to_sampling_params(self, max_tokens: int) -> SamplingParams:
-        """Of the first choice; the others have other numbers for ``choice``. Without a seed each call draws one.
+        """Return the parameters of the first choice; the others differ in ``choice``. Without a seed each call draws one.
 
-        Raises RequestError for min_tokens above ``max_tokens``.
+        Raises RequestError if min_tokens is above ``max_tokens``.
         """
         return SamplingParams(
             max_tokens,

@@ -1,4 +1,4 @@
-"""What became of a door's requests: plain numbers that only grow, for whoever watches, in whichever thread."""
+"""Request counters of one ingress. They only grow, so that metrics can read them from any thread."""
 
 import asyncio
 import time
@@ -18,72 +18,70 @@ from tramontane.proto.ports import TokenSource
 from tramontane.proto.request import FinishReason, RequestOutput, SequenceRequest
 from tramontane.router.engine.pipeline_stats import SampleBuffer
 
-# Why a request was not taken. The first that fits counts.
+# Why a request was refused, by error. The first class that matches counts.
 REFUSALS = MappingProxyType(
     {QueueFullError: "full", OverloadedError: "overloaded", DrainingError: "draining", PipelineUnavailableError: "not_running"}
 )
-# What counts as a client that has left: it may only have no time any more.
-GONE = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
+# Errors that count as a client that left; a missed deadline is one.
+CLIENT_GONE_ERRORS = (asyncio.CancelledError, GeneratorExit, DeadlineExceededError)
 
 
-class HasFinish(Protocol):
-    """A choice: why it has finished, if it has."""
+class Finishable(Protocol):
+    """A choice."""
 
     @property
-    def finish(self) -> FinishReason | None: ...
+    def finish(self) -> FinishReason | None:
+        """Why the choice finished, None before that."""
+        ...
 
 
 class RequestStats:
-    """Of one door. Choices of a request end by themselves; its times are those of the request as a whole."""
+    """Counters of one ingress: finish reasons by choice, times by request."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.refused = dict.fromkeys(REFUSALS.values(), 0)
         self.finished = dict.fromkeys(FinishReason, 0)
         self.prompt_tokens = self.generation_tokens = 0
-        self.first_token_s, self.inter_token_s, self.whole_s, self.queue_s = (
-            SampleBuffer(),
-            SampleBuffer(),
-            SampleBuffer(),
-            SampleBuffer(),
-        )
+        self.first_token_s, self.inter_token_s = SampleBuffer(), SampleBuffer()
+        self.whole_s, self.queue_s = SampleBuffer(), SampleBuffer()
 
-    def note_refusal(self, error: BaseException) -> bool:
-        """Whether it is one."""
+    def record_refusal(self, error: BaseException) -> bool:
+        """Count an error if it is a refusal; return whether it is one."""
         reason = next((reason for kind, reason in REFUSALS.items() if isinstance(error, kind)), None)
         if reason is not None:
             self.refused[reason] += 1
         return reason is not None
 
     @contextmanager
-    def counted(
-        self, arrived_at: float, num_prompt: int, choices: Sequence[HasFinish], *, has_begun: bool
+    def track(
+        self, arrived_at: float, num_prompt: int, choices: Sequence[Finishable], *, has_begun: bool
     ) -> Iterator["RequestRecorder"]:
-        """Around the work on one request. ``has_begun``: another door has told something of it, and counted its beginning."""
-        one = RequestRecorder(self, arrived_at, num_prompt, has_begun)
-        left_by: FinishReason | None = FinishReason.ABORT
+        """Count one request while the context is open. ``has_begun``: another ingress has counted its beginning."""
+        recorder = RequestRecorder(self, arrived_at, num_prompt, has_begun)
+        reason: FinishReason | None = FinishReason.ABORT
         try:
-            yield one
+            yield recorder
         except BaseException as error:
-            if not one.has_begun and self.note_refusal(error):
-                left_by = None
-            elif not isinstance(error, GONE):
-                left_by = FinishReason.ERROR
+            if not recorder.has_begun and self.record_refusal(error):
+                reason = None
+            elif not isinstance(error, CLIENT_GONE_ERRORS):
+                reason = FinishReason.ERROR
             raise
         finally:
-            self._note_end(choices, left_by, arrived_at)
+            self._record_end(choices, reason, arrived_at)
 
-    def _note_end(self, choices: Sequence[HasFinish], left_by: FinishReason | None, arrived_at: float) -> None:
-        """``left_by``: why those have ended that did not finish; None: they never began."""
+    def _record_end(self, choices: Sequence[Finishable], reason: FinishReason | None, arrived_at: float) -> None:
+        """Count the choices by finish reason; ``reason`` is that of unfinished ones, None if the request was refused."""
         for choice in choices:
-            if (reason := choice.finish or left_by) is not None:
-                self.finished[reason] += 1
+            if (finish := choice.finish or reason) is not None:
+                self.finished[finish] += 1
         if all(choice.finish for choice in choices):
             self.whole_s.add(self.clock() - arrived_at)
 
 
 class RequestRecorder:
-    """One request, while it is worked on."""
+    """Measures the times of one request."""
 
     def __init__(self, counts: RequestStats, arrived_at: float, num_prompt: int, has_begun: bool) -> None:
         self._counts, self._arrived_at, self._num_prompt = counts, arrived_at, num_prompt
@@ -91,6 +89,7 @@ class RequestRecorder:
         self._last_at: float | None = None
 
     def observe(self, batch: RequestOutput) -> None:
+        """Count the tokens and the time of one batch."""
         counts, now = self._counts, self._counts.clock()
         counts.generation_tokens += len(batch.events)
         if self._last_at is not None:
@@ -103,17 +102,19 @@ class RequestRecorder:
 
 
 class CountingTokenSource:
-    """A ``TokenSource`` of which it is counted how often it has no room. What it refuses later, ``counted`` sees."""
+    """A ``TokenSource`` that counts refusals by ``check_capacity``. ``RequestStats.track`` counts later ones."""
 
     def __init__(self, source: TokenSource, counts: RequestStats) -> None:
         self._source, self._counts = source, counts
 
     def generate(self, specs: Sequence[SequenceRequest]) -> AsyncGenerator[RequestOutput, None]:
+        """Call the source."""
         return self._source.generate(specs)
 
     def check_capacity(self, num_sequences: int, owner: int = 0) -> None:
+        """Call the source, and count a refusal."""
         try:
             self._source.check_capacity(num_sequences, owner)
         except Exception as error:
-            self._counts.note_refusal(error)
+            self._counts.record_refusal(error)
             raise

@@ -1,23 +1,48 @@
-"""What the door answers, for its description: tests hold its answers against these models."""
+"""Models of the API server's answers: answers are built from them, and ``/openapi.json`` is generated from them."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+T = TypeVar("T")
 
 
-class _Answer(BaseModel):
+def _validate_json(value: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:  # noqa: ANN401
+    return validate(value) if info.mode == "json" else value
+
+
+# Log-probabilities and expert ids: an answer may have half a million of them, and to validate them would take several times as
+# long as to write them as JSON. So they are only validated where JSON is read, which tests do.
+Bulk = Annotated[T, WrapValidator(_validate_json)]
+
+
+class Answer(BaseModel):
+    """Base of all answers."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    def as_json(self) -> dict[str, Any]:
+        """Return the JSON object without the fields that were not set. Lists and dictionaries are shared, not copied."""
+        return {name: _as_json(value) for name, value in self if name in self.model_fields_set}
 
-class Usage(_Answer):
+
+def _as_json(value: Any) -> Any:  # noqa: ANN401
+    if isinstance(value, Answer):
+        return value.as_json()
+    return [each.as_json() for each in value] if isinstance(value, list) and value and isinstance(value[0], Answer) else value
+
+
+class Usage(Answer):
+    """Number of tokens. A prompt counts once, however many choices it has."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class Timings(_Answer):
+class Timings(Answer):
     """Seconds."""
 
     ingress_s: float
@@ -26,75 +51,98 @@ class Timings(_Answer):
     decode_s: float
 
 
-class CompletionLogprobs(_Answer):
+class CompletionLogprobs(Answer):
+    """Log-probabilities of a completion: lists with one item per token."""
+
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
-class PromptToken(_Answer):
+class PromptToken(Answer):
+    """Log-probability of one token at a position of the prompt."""
+
     logprob: float
     decoded_token: str
 
 
-class _Choice(_Answer):
-    """What is there only where it was asked for."""
-
+class _Choice(Answer):
     index: int
     finish_reason: FinishReason | None
     token_ids: list[int] = Field(default=[], description="with return_token_ids")
     prompt_token_ids: list[int] | None = Field(None, description="with return_token_ids")
-    prompt_experts: dict[str, list[list[int]]] = Field(default={}, description="with return_experts")
-    experts: dict[str, list[list[int]]] = Field(default={}, description="with return_experts")
-    prompt_logprobs: list[dict[str, PromptToken] | None] = Field(default=[], description="with prompt_logprobs")
+    prompt_experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
+    experts: Bulk[dict[str, list[list[int]]]] = Field(default={}, description="with return_experts")
+    prompt_logprobs: Bulk[list[dict[str, PromptToken] | None]] = Field(default=[], description="with prompt_logprobs")
 
 
 class CompletionChoice(_Choice):
+    """One choice of a completion."""
+
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: Bulk[CompletionLogprobs | None]
 
 
-class _CompletionBase(_Answer):
+class AnswerHead(Answer):
+    """Fields that whole answers and chunks have in common."""
+
     id: str
     created: int
     model: str
+
+
+class _WholeAnswer(AnswerHead):
     usage: Usage
     timings: Timings
 
 
-class CompletionAnswer(_CompletionBase):
+class CompletionAnswer(_WholeAnswer):
+    """Answer of ``POST /v1/completions`` that is not streamed."""
+
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
 
 
-class ChatToken(_Answer):
+class ChatToken(Answer):
+    """A token with its log-probability."""
+
     token: str
     logprob: float
     bytes: list[int] | None
 
 
 class ChosenChatToken(ChatToken):
+    """A token of the answer, with the likeliest tokens at its position."""
+
     top_logprobs: list[ChatToken]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(Answer):
+    """Log-probabilities of a chat's answer."""
+
     content: list[ChosenChatToken]
     refusal: None
 
 
-class FunctionCall(_Answer):
+class FunctionCall(Answer):
+    """Name and arguments (JSON) of a call."""
+
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(Answer):
+    """A call that the model makes."""
+
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class AnswerMessage(_Answer):
+class AnswerMessage(Answer):
+    """The assistant's message."""
+
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -102,16 +150,22 @@ class AnswerMessage(_Answer):
 
 
 class ChatChoice(_Choice):
+    """One choice of a chat's answer."""
+
     message: AnswerMessage
-    logprobs: ChatLogprobs | None
+    logprobs: Bulk[ChatLogprobs | None]
 
 
-class ChatAnswer(_CompletionBase):
+class ChatAnswer(_WholeAnswer):
+    """Answer of ``POST /v1/chat/completions`` that is not streamed."""
+
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
 
 
-class Model(_Answer):
+class Model(Answer):
+    """The model that is served."""
+
     id: str
     object: Literal["model"]
     created: int
@@ -120,50 +174,64 @@ class Model(_Answer):
     vocab_size: int
 
 
-class ModelList(_Answer):
+class ModelList(Answer):
+    """The served model as a list of one."""
+
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(_Answer):
+class Tokens(Answer):
+    """Token ids of a text or a conversation."""
+
     count: int
     max_model_len: int
     tokens: list[int]
     token_strs: None
 
 
-class Detokenized(_Answer):
+class Detokenized(Answer):
+    """Text of token ids."""
+
     prompt: str
 
 
-class Health(_Answer):
+class Health(Answer):
+    """Answer while a pipeline can make tokens."""
+
     status: Literal["ready"]
 
 
-class ExpertTokens(_Answer):
-    """A list for each layer, with a number for each expert."""
+class ExpertTokens(Answer):
+    """Number of tokens that each expert was given: one list per layer with one number per expert."""
 
     tokens_per_expert: list[list[int]]
     pipelines: int
 
 
 class MoveExpertsRequest(BaseModel):
-    """A load by which experts are to be spread, such as ``GET /experts`` gives; what else it has is passed over."""
+    """A load by which the experts are distributed, such as ``GET /experts`` returns; other fields are ignored."""
 
     tokens_per_expert: list[list[int]]
 
 
-class MoveExpertsResponse(_Answer):
+class MoveExpertsResponse(Answer):
+    """Number of experts that were loaded, and of pipelines that loaded them."""
+
     moved: int
     pipelines: int
 
 
-class ErrorDetails(_Answer):
+class ErrorDetails(Answer):
+    """What went wrong, and the parameter that is to blame if there is one."""
+
     message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    type: ErrorType
     param: str | None
     code: str | None
 
 
-class Error(_Answer):
+class Error(Answer):
+    """Body of every response that is an error."""
+
     error: ErrorDetails

@@ -1,4 +1,4 @@
-"""An answer that outlives the door that tells it: its name, its randomness, and what its client has been told."""
+"""State with which another ingress can continue an answer: its id, its seed, and what the client has received."""
 
 import secrets
 import time
@@ -10,14 +10,14 @@ from typing import Any
 from tramontane.proto.request import FinishReason
 from tramontane.router.openai.logprobs import TokenWithLogprobs
 
-# What one message tells of a choice: its index, the tokens that the message came from, how it ended, and the tokens among those
-# told so far whose log-probabilities wait for text that is held back. A plain tuple: one is pickled for every message.
+# What one message adds to a choice: its index, the new tokens, how it finished, and all tokens whose log-probabilities wait for
+# text that is held back. A plain tuple, because one is pickled for every message.
 ChoiceUpdate = tuple[int, list[int], FinishReason | None, list[TokenWithLogprobs]]
 
 
 @dataclass(slots=True)
 class ChoiceState:
-    """All the news of a choice, put together."""
+    """Sum of the updates of one choice."""
 
     token_ids: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -26,12 +26,13 @@ class ChoiceState:
 
 @dataclass(slots=True)
 class ResumeState:
-    """``id`` is the part of it that endpoints have in common; ``seed`` counts where the client gave none.
+    """An answer that may move to another ingress.
 
-    ``model`` is a mark of the one that it has begun with. ``choices`` has those of which a client has been told anything,
-    were it only that they have ended; or, of a whole answer, that its proxy has: then ``parts`` has all changes so far, of
-    which it will be made (see ``Completion.stream``). ``num_lost_ingresses`` had it before, ``waited_s`` after its arrival the
-    next one was asked.
+    ``id``: without the endpoint's prefix. ``seed``: used if the client gave none. ``model``: fingerprint of the model that began
+    it. ``choices``: those of which the client has received anything, if only that they finished. An answer that is not streamed
+    is buffered by the proxy: then ``choices`` is what the proxy has received, and ``parts`` all changes so far (see
+    ``Completion.stream``). ``num_lost_ingresses``: how many had the request before. ``waited_s``: time from the request's arrival
+    until the current ingress was called.
     """
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -45,27 +46,27 @@ class ResumeState:
 
     @property
     def is_resumed(self) -> bool:
-        """It had its place with another door, and must not be refused for want of one."""
+        """True if another ingress admitted this request already; it must not be rejected for lack of capacity."""
         return self.num_lost_ingresses > 0
 
     @property
     def is_buffered(self) -> bool:
-        """No client has been told anything of it."""
+        """True if only the proxy, not the client, has received parts of the answer."""
         return bool(self.parts)
 
     def bind_model(self, model: str) -> None:
-        """It is this model's, unless clients have been told what another one says."""
+        """Assign the answer to a model; a buffered one starts again if it was another's. Keeps the model of a begun stream."""
         if self.is_buffered and self.model != model:
             self.choices.clear()
             self.parts.clear()
         if not self.choices:
             self.model = model
 
-    def add(self, news: Iterable[ChoiceUpdate]) -> None:
-        """Of one message."""
-        for index, token_ids, finish, unscored in news:
+    def add(self, updates: Iterable[ChoiceUpdate]) -> None:
+        """Add the updates of one message."""
+        for index, token_ids, finish, pending_logprobs in updates:
             choice = self.choices.get(index)
             if choice is None:
                 choice = self.choices[index] = ChoiceState()
             choice.token_ids += token_ids
-            choice.finish, choice.pending_logprobs = finish, unscored
+            choice.finish, choice.pending_logprobs = finish, pending_logprobs

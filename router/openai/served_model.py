@@ -1,32 +1,33 @@
-"""The model that doors serve: what they know of it, what they say of it, and its prompts as token ids.
-
-What a request that is well-formed may still not ask of the model that is served.
-"""
+"""The model that an ingress serves: its description, the token ids of prompts, and which requests it can serve."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from tramontane.proto.errors import ParameterError, UnknownModelError
 from tramontane.router.openai.completion_request import CompletionRequest
 from tramontane.router.openai.request_stats import RequestStats
+from tramontane.router.openai.responses import Model, ModelList
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized beside the event loop
+OFFLOAD_CHARS = 4096  # characters of one request; more are tokenized in a thread
+# Bounds of one request. The first two are 2 MiB from the router, half of what a message may have.
+MAX_EXPERT_IDS = 2**19
+MAX_PROMPT_LOGPROBS = 2**17  # all of them come with a prompt's first token
+MAX_TOTAL_LOGPROBS = 2**19  # of the answer, which may be kept whole: about 20 MB of JSON
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a door knows of the model behind it. Without a tokenizer it takes and gives token ids only.
+    """What an ingress knows of its model. Without a tokenizer it accepts and returns token ids only.
 
-    ``num_layers`` and ``experts_per_token`` are those of a model with experts, else 0. ``counts``: what becomes of its requests.
+    ``max_sequences``: of one request. ``num_layers`` and ``experts_per_token`` are 0 for a model without experts.
     """
 
     name: str
     tokenizer: Tokenizer | None
     max_model_len: int
-    max_sequences: int  # of one request
+    max_sequences: int
     vocab_size: int
     num_layers: int = 0
     experts_per_token: int = 0
@@ -34,7 +35,7 @@ class ServedModel:
 
 
 async def tokenize_prompts(model: ServedModel, prompts: Sequence[str | tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Token ids of every prompt. Raises ParameterError."""
+    """Return the token ids of every prompt. Raises ParameterError."""
     num_characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
 
     def encode() -> list[tuple[int, ...]]:
@@ -56,36 +57,31 @@ def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
     return model.tokenizer.encode(text)
 
 
-def model_entry(model: ServedModel, created: int) -> dict[str, Any]:
-    """``GET /v1/models/{name}``."""
-    return {
-        "id": model.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "tramontane",
-        "max_model_len": model.max_model_len,
-        "vocab_size": model.vocab_size,
-    }
+def model_entry(model: ServedModel, created: int) -> Model:
+    """Return the answer of ``GET /v1/models/{name}``."""
+    return Model(
+        id=model.name,
+        object="model",
+        created=created,
+        owned_by="tramontane",
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+    )
 
 
-def model_list(model: ServedModel, created: int) -> dict[str, Any]:
-    """``GET /v1/models``."""
-    return {"object": "list", "data": [model_entry(model, created)]}
+def model_list(model: ServedModel, created: int) -> ModelList:
+    """Return the answer of ``GET /v1/models``."""
+    return ModelList(object="list", data=[model_entry(model, created)])
 
 
 def check_model_name(model: ServedModel, name: str | None) -> None:
-    """Raises RequestError if the client asks for another model."""
+    """Raise UnknownModelError if the client names another model."""
     if name is not None and name != model.name:
         raise UnknownModelError(f"the model {name!r:.80} does not exist; this server has {model.name!r}")
 
 
-MAX_EXPERT_IDS = 2**19  # that one request may ask for: 2 MiB on their way from a router, which is half of what a message may have
-MAX_PROMPT_LOGPROBS = 2**17  # likewise 2 MiB: they all come with a prompt's first token
-MAX_LOGPROBS_IN_ALL = 2**19  # of one request's answer, which may be kept whole: some 20 MB of JSON
-
-
 def validate_request(model: ServedModel, request: CompletionRequest) -> None:
-    """Before its prompts are tokenized. Raises ParameterError, as all of these do."""
+    """Validate a request before its prompts are tokenized. Raises ParameterError."""
     if request.num_sequences > model.max_sequences:
         raise ParameterError(
             f"{len(request.prompt)} prompt{'s' * (len(request.prompt) > 1)} with n = {request.n}: "
@@ -99,9 +95,9 @@ def validate_request(model: ServedModel, request: CompletionRequest) -> None:
 
 
 def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """What these many tokens make of it."""
+    """Validate a request whose prompts have these numbers of tokens. Raises ParameterError."""
     for length in lengths:
-        if length >= model.max_model_len:  # the router would say so too, but many such prompts are a burden to send
+        if length >= model.max_model_len:  # the router would refuse it too, but such prompts are expensive to send
             raise ParameterError(
                 f"the prompt has {length} tokens; with a context of {model.max_model_len} positions "
                 f"it may have at most {model.max_model_len - 1}",
@@ -111,7 +107,7 @@ def validate_prompts(model: ServedModel, request: CompletionRequest, lengths: Se
 
 
 def _validate_output_size(model: ServedModel, request: CompletionRequest, lengths: Sequence[int]) -> None:
-    """As much as there may be to tell of tokens: an answer can be as long as was asked for, or as the context."""
+    """Bound the size of the answer, which has up to ``max_tokens`` or fills the context."""
     num_prompt = request.n * sum(lengths)
     num_tokens = request.n * sum(min(length + request.max_tokens, model.max_model_len) for length in lengths)
     _check_num_experts(len(request.return_experts), num_tokens, model.experts_per_token)
@@ -119,11 +115,10 @@ def _validate_output_size(model: ServedModel, request: CompletionRequest, length
         name = "prompt_logprobs" if request.prompt_logprobs == num_top else "logprobs"
         _check_num_logprobs(name, num_prompt, num_top, MAX_PROMPT_LOGPROBS)
     if request.logprobs is not None:
-        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_LOGPROBS_IN_ALL)
+        _check_num_logprobs("logprobs", num_tokens - num_prompt, request.logprobs, MAX_TOTAL_LOGPROBS)
 
 
 def _check_layers(layers: Sequence[int], num_layers: int) -> None:
-    """``num_layers``: 0 for a model without experts."""
     if layers and not num_layers:
         raise ParameterError("return_experts: this model has no experts", "return_experts")
     if wrong := [layer for layer in layers if layer >= num_layers]:
@@ -133,7 +128,7 @@ def _check_layers(layers: Sequence[int], num_layers: int) -> None:
 
 
 def _check_num_experts(num_layers: int, num_tokens: int, experts_per_token: int) -> None:
-    """``num_layers`` asked for, of as many tokens as there may be."""
+    """Check the expert ids of ``num_layers`` requested layers and of at most ``num_tokens`` tokens."""
     num_ids = num_tokens * num_layers * experts_per_token
     if num_ids > MAX_EXPERT_IDS:
         raise ParameterError(
@@ -148,12 +143,12 @@ def _check_logit_bias(token_ids: Sequence[int], vocab_size: int) -> None:
         raise ParameterError(f"logit_bias: token id {wrong[0]} is outside the model's vocabulary of {vocab_size}", "logit_bias")
 
 
-def _check_num_logprobs(name: str, num_tokens: int, num_top: int, most: int) -> None:
-    """``num_tokens``: as many as there may be, of all choices. ``name``: of the parameter that asks for them."""
+def _check_num_logprobs(name: str, num_tokens: int, num_top: int, limit: int) -> None:
+    """Check the log-probabilities of at most ``num_tokens`` tokens of all choices. ``name``: the parameter that requests them."""
     num_logprobs = num_tokens * (num_top + 1)
-    if num_logprobs > most:
+    if num_logprobs > limit:
         raise ParameterError(
             f"{name}: of up to {num_tokens} tokens, with {num_top} others for each, these are {num_logprobs}; "
-            f"one request may ask for at most {most}, so ask for fewer, or for fewer tokens",
+            f"one request may ask for at most {limit}, so ask for fewer, or for fewer tokens",
             name,
         )

@@ -1,8 +1,8 @@
-"""``/tokenize`` and ``/detokenize``: vLLM's names and shapes."""
+"""``/tokenize`` and ``/detokenize``, with vLLM's names and shapes."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
@@ -11,11 +11,12 @@ from tramontane.router.openai.chat_completion import encode_chat
 from tramontane.router.openai.chat_request import Messages, Tools, chat_messages
 from tramontane.router.openai.completion_request import Text
 from tramontane.router.openai.request_fields import MAX_TOKEN_ID
+from tramontane.router.openai.responses import Detokenized, Tokens
 from tramontane.router.openai.served_model import OFFLOAD_CHARS, ServedModel
 from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
-EITHER: list[JsonValue] = [  # a null is as good as nothing
+PROMPT_OR_MESSAGES: list[JsonValue] = [  # null counts as absent
     {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
     {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
 ]
@@ -25,7 +26,7 @@ TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
 class TokenizeRequest(BaseModel):
     """Body of ``POST /tokenize``: either a text, or a conversation up to where the assistant answers."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra={"oneOf": EITHER})
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, json_schema_extra={"oneOf": PROMPT_OR_MESSAGES})
 
     model: str | None = None
     prompt: Text | None = None
@@ -44,8 +45,8 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[tuple[TokenId, ...], Field(strict=False, fail_fast=True)]
 
 
-async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequest) -> dict[str, Any]:
-    """As prompts and conversations are for completions. Raises RequestError for what is certainly longer than the context."""
+async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequest) -> Tokens:
+    """Tokenize as completions and chats do. Raises RequestError for input that is certainly longer than the context."""
     if (request.prompt is None) == (request.messages is None):
         raise ParameterError("give either prompt or messages", "prompt")
     if request.messages is not None:
@@ -53,29 +54,29 @@ async def tokenize(model: ServedModel, chat: ChatTemplate, request: TokenizeRequ
     else:
         if request.tools:
             raise ParameterError("tools are for messages", "tools")
-        ids = await _encoded(model, request.prompt or "")
-    return {"count": len(ids), "max_model_len": model.max_model_len, "tokens": list(ids), "token_strs": None}
+        ids = await _encode_text(model, request.prompt or "")
+    return Tokens(count=len(ids), max_model_len=model.max_model_len, tokens=list(ids), token_strs=None)
 
 
-async def _encoded(model: ServedModel, text: str) -> tuple[int, ...]:
-    tokenizer = _tokenizer_of(model, "prompt")
+async def _encode_text(model: ServedModel, text: str) -> tuple[int, ...]:
+    tokenizer = _require_tokenizer(model, "prompt")
     tokenizer.check_length(text, model.max_model_len)
     return await _offload_if_large(len(text), lambda: tokenizer.encode(text))
 
 
-async def detokenize(model: ServedModel, request: DetokenizeRequest) -> dict[str, Any]:
-    """Ids without a piece decode to nothing, as they do in answers. Raises RequestError for more than the context holds."""
-    tokenizer = _tokenizer_of(model, "tokens")
+async def detokenize(model: ServedModel, request: DetokenizeRequest) -> Detokenized:
+    """Decode; ids without a piece decode to nothing. Raises RequestError for more tokens than the context has positions."""
+    tokenizer = _require_tokenizer(model, "tokens")
     if len(request.tokens) > model.max_model_len:
         raise ParameterError(f"tokens has {len(request.tokens)}; the context has {model.max_model_len} positions", "tokens")
     if unknown := [token_id for token_id in request.tokens if token_id >= model.vocab_size]:
         raise ParameterError(f"token {unknown[0]} is not in the model's vocabulary of {model.vocab_size}", "tokens")
-    return {"prompt": await _offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens))}
+    return Detokenized(prompt=await _offload_if_large(len(request.tokens), lambda: tokenizer.decode(request.tokens)))
 
 
-def _tokenizer_of(model: ServedModel, parameter: str) -> Tokenizer:
+def _require_tokenizer(model: ServedModel, parameter: str) -> Tokenizer:
     if model.tokenizer is None:
-        raise ParameterError("this model has no tokenizer; it takes and gives token ids only", parameter)
+        raise ParameterError("this model has no tokenizer; it accepts and returns token ids only", parameter)
     return model.tokenizer
 
 
@@ -83,5 +84,5 @@ Result = TypeVar("Result")
 
 
 async def _offload_if_large(size: int, work: Callable[[], Result]) -> Result:
-    """Done here, or beside the event loop where there is so much of it that others would wait."""
+    """Call ``work`` here, or in a thread if it is so large that it would delay other requests."""
     return work() if size <= OFFLOAD_CHARS else await asyncio.to_thread(work)

@@ -1,4 +1,4 @@
-"""Our policy: micro-batches that take the stages equally long, as many as keep all of them at work, and no more."""
+"""The default policy: micro-batches that take every stage equally long, just as many as keep all stages busy."""
 
 import math
 from collections.abc import Sequence
@@ -11,29 +11,28 @@ from tramontane.router.scheduling.cost_model import CostColumns, CostModel, Seco
 from tramontane.router.scheduling.policy import BatchBudget, BatchWork, FixedInFlightPolicy, SchedulerState, reserved_for_prefill
 from tramontane.router.scheduling.round_times import SpreadTuner
 
-MAX_KEY_TIME_SHARE = (
-    0.2  # decodes count as alike where their keys take at most this share of the time that the rest of them takes
-)
-MIN_CHUNK = 8  # prompt tokens that go with decodes however tight the latency target is
-SPREAD_ROUNDS = 4  # over which waiting prompts are spread while sequences decode
-IDLE_SHARE = 0.03  # of the slowest stage's time; above it another micro-batch is allowed in flight
-SATURATED = 0.9  # of the time
-RECENT = 0.98  # what a stage did 35 micro-batches ago counts half
-LOOK_EVERY = 4  # micro-batches per stage
+MAX_KEY_TIME_SHARE = 0.2  # decodes count as alike while their keys take at most this share of the time that the rest takes
+MIN_CHUNK = 8  # prompt tokens that accompany decodes however tight the latency target is
+SPREAD_ROUNDS = 4  # rounds over which waiting prompts are spread while sequences decode
+MAX_IDLE_SHARE = 0.03  # of the slowest stage's busy time; above it another micro-batch is allowed in flight
+SATURATED_SHARE = 0.9  # of the time in which the last stage is busy
+SATURATION_DECAY = 0.98  # what a stage did 35 micro-batches ago counts half
+ADJUST_EVERY = 4  # micro-batches per stage
 
 
 class BalancedPolicy:
-    """What goes into a micro-batch is decided by predicted time, once the times of some have been seen.
+    """Decides by predicted time what goes into a micro-batch, once the times of some have been observed.
 
     * M, the micro-batches in flight, begins at stages + 1 and grows to at most twice the stages while the slowest
-      stage is seen to wait although there was more to do. Where stages have to take turns at the same processors,
+      stage is observed to wait although there is more to do. Where stages take turns at the same processors,
       it is as many as can work at once.
     * Decodes alone are spread over as few micro-batches as make a round shortest: with one, the stages take turns,
-      and where a stage takes as long for half of the tokens nothing is gained by cutting. What is foretold is tried.
-    * Prompts are cut so that the last piece is out soonest: n pieces take n - 1 times the slowest stage (or a turn of
-      all stages shared by M, where that is longer) and once through all of them. Each piece is what brings its
+      and where a stage takes as long for half of the tokens nothing is gained by cutting. Predictions are verified.
+    * Prompts are cut so that the last piece is finished soonest: n pieces take n - 1 times the slowest stage (or a turn of
+      all stages shared by M, where that is longer) and once through all of them. Each piece brings its
       micro-batch to the same time, decodes included.
-    * Prompts that are more urgent than something else that runs travel with no others, and are always out soonest.
+    * Prompts that are more urgent than another running sequence share no micro-batch with others, and are always cut
+      to be finished soonest.
     * With a target for the time between a sequence's tokens, a round of M micro-batches may not take longer.
     """
 
@@ -48,182 +47,185 @@ class BalancedPolicy:
         open_per_stage: int | None = None,
     ) -> None:
         self._num_stages, self._max_tokens, self._itl_target_s = num_stages, max_tokens, itl_target_s
-        self._times = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
-        self._cost = CostModel(self._times.num_columns)
+        self._columns = CostColumns(num_stages, has_expert_actors=open_per_stage is not None)
+        self._cost = CostModel(self._columns.num_columns)
         at_once = num_stages if stages_at_once is None else stages_at_once
         # Whether stages work at the same time, or a stage and its experts, so that it matters how work is cut.
         self._overlaps = at_once > 1 or (open_per_stage or 1) > 1
-        most = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
-        self._watch = InFlightTuner(num_stages, most)
-        self._even = FixedInFlightPolicy(self._watch.max_in_flight, max_tokens)
-        self._rounds = SpreadTuner()
-        self._rounds_foretold: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # rounds by spread, and for what
-        self._slopes: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and by which fit
+        limit = (at_once if at_once < num_stages else 2 * num_stages) if open_per_stage is None else open_per_stage * num_stages
+        self._in_flight_tuner = InFlightTuner(num_stages, limit)
+        self._untrained = FixedInFlightPolicy(self._in_flight_tuner.max_in_flight, max_tokens)
+        self._spread_tuner = SpreadTuner()
+        self._rounds_cache: tuple[tuple[int, ...], dict[int, float]] = ((), {})  # predicted rounds by spread, and their key
+        self._slopes_cache: tuple[int, tuple[float, float]] = (-1, (0.0, 0.0))  # of decodes, and the version of the fit
         self._spreads = sorted({2**power for power in range(num_stages.bit_length())} | {num_stages, num_stages + 1})
-        self._decode_debt = 0.0  # seconds of decodes that earlier micro-batches left over, or took too many
+        self._decode_debt = 0.0  # seconds of decodes by which earlier micro-batches took less than their share
 
     @property
     def max_in_flight(self) -> int:
         """M, as measured so far."""
-        return self._watch.max_in_flight
+        return self._in_flight_tuner.max_in_flight
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
-        if load.num_in_flight >= self._watch.max_in_flight:
-            self._watch.has_more_to_do = bool(load.num_ready or load.pending_tokens)
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """See ``Policy``."""
+        if state.num_in_flight >= self.max_in_flight:
+            self._in_flight_tuner.has_more_to_do = bool(state.num_ready or state.pending_tokens)
             return None
         if not self._cost.is_ready:
-            return self._even.share(load)
-        if load.pending_tokens:
-            spread = self._watch.max_in_flight if self._overlaps else 1
-            own = self._decodes(load, spread)
-            prefill = self._prefill(load, spread, own)
+            return self._untrained.choose_budget(state)
+        if state.pending_tokens:
+            spread = self.max_in_flight if self._overlaps else 1
+            own = self._decodes(state, spread)
+            prefill = self._prefill(state, spread, own)
             return BatchBudget(own.decodes, min(prefill, self._max_tokens - own.decodes))
-        rounds_s = self._rounds_s(load)
-        spread = self._rounds.choose(rounds_s)
-        if load.num_in_flight >= spread:
+        rounds_s = self._rounds_s(state)
+        spread = self._spread_tuner.choose(rounds_s)
+        if state.num_in_flight >= spread:
             return None
-        return BatchBudget(self._decodes(load, spread).decodes, 0, spread, rounds_s[spread])
+        return BatchBudget(self._decodes(state, spread).decodes, 0, spread, rounds_s[spread])
 
-    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+    def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+        """See ``Policy``."""
         if len(timings) == self._num_stages:
-            self._cost.observe(work, self._times.columns(timings))
-            self._watch.observe(timings)
-            self._rounds.observe(share.spread, share.round_s, timings[-1].ended_at)
+            self._cost.observe(work, self._columns.columns(timings))
+            self._in_flight_tuner.observe(timings)
+            self._spread_tuner.observe(budget.spread, budget.round_s, timings[-1].ended_at)
 
-    def _rounds_s(self, load: SchedulerState) -> dict[int, float]:
-        """What a round takes by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
+    def _rounds_s(self, state: SchedulerState) -> dict[int, float]:
+        """Return the predicted seconds of a round by spread m: round(m) = max(m slowest(D/m), sum over stages(D/m)).
 
-        Computed anew where there is a new fit, another number of decodes, or a sixteenth more keys are seen.
+        They are computed again after a new fit, for another number of decodes, or when the visible keys have changed by 4%.
         """
-        most = max(min(self._watch.max_in_flight, load.num_decoding), 1)
-        asked = (self._cost.version, most, load.num_decoding, int(16 * math.log2(max(load.decoding_keys, 1))))
-        if asked != self._rounds_foretold[0]:
-            spreads = [m for m in self._spreads if m < most] + [most]
-            works = [BatchWork(0, 0, -(-load.num_decoding // m), load.decoding_keys // m) for m in spreads]
+        widest = max(min(self.max_in_flight, state.num_decoding), 1)
+        key = (self._cost.version, widest, state.num_decoding, int(16 * math.log2(max(state.decoding_keys, 1))))
+        if key != self._rounds_cache[0]:
+            spreads = [m for m in self._spreads if m < widest] + [widest]
+            works = [BatchWork(0, 0, -(-state.num_decoding // m), state.decoding_keys // m) for m in spreads]
             slowest_M, through_M = self._predict(works)
             rounds = np.maximum(slowest_M * np.array(spreads), through_M)
-            self._rounds_foretold = asked, dict(zip(spreads, rounds.tolist(), strict=True))
-        return self._rounds_foretold[1]
+            self._rounds_cache = key, dict(zip(spreads, rounds.tolist(), strict=True))
+        return self._rounds_cache[1]
 
-    def _decodes(self, load: SchedulerState, spread: int) -> BatchWork:
-        """Of the sequences that can go, so many that this micro-batch has its share of all decodes' time.
+    def _decodes(self, state: SchedulerState, spread: int) -> BatchWork:
+        """Return as many of the ready decodes as give this micro-batch its share of all decodes' time.
 
-        Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too little is carried on.
+        Ten alike over four: 2.5 each, so that 3, 2, 3 and 2 go; what was taken too much or too little is carried over.
         """
-        if not load.num_ready:
+        if not state.num_ready:
             return BatchWork()
         per_token, per_key = self._decode_slopes()
-        even = (per_token * load.num_decoding + per_key * load.decoding_keys) / spread
-        quota, taken, count, seen = even + self._decode_debt, 0.0, 0, 0
-        most = min(load.num_ready, self._max_tokens - reserved_for_prefill(load, self._max_tokens))
-        if per_key * load.decoding_keys < MAX_KEY_TIME_SHARE * per_token * load.num_decoding:
-            keys = load.decoding_keys // load.num_decoding
+        even = (per_token * state.num_decoding + per_key * state.decoding_keys) / spread
+        quota, taken, count, num_keys = even + self._decode_debt, 0.0, 0, 0
+        max_count = min(state.num_ready, self._max_tokens - reserved_for_prefill(state, self._max_tokens))
+        if per_key * state.decoding_keys < MAX_KEY_TIME_SHARE * per_token * state.num_decoding:
+            keys = state.decoding_keys // state.num_decoding
             cost = per_token + per_key * keys
-            count = min(max(round(quota / cost), 1), most)
-            taken, seen = count * cost, count * keys
+            count = min(max(round(quota / cost), 1), max_count)
+            taken, num_keys = count * cost, count * keys
         else:
-            for keys in islice(load.ready_keys, most):
+            for keys in islice(state.ready_keys, max_count):
                 cost = per_token + per_key * keys
                 if count and taken + cost / 2 > quota:
                     break
-                taken, count, seen = taken + cost, count + 1, seen + keys
-        self._decode_debt = min(max(quota - taken, -even), even) if count < load.num_ready else 0.0
-        return BatchWork(decodes=count, decode_keys=seen)
+                taken, count, num_keys = taken + cost, count + 1, num_keys + keys
+        self._decode_debt = min(max(quota - taken, -even), even) if count < state.num_ready else 0.0
+        return BatchWork(decodes=count, decode_keys=num_keys)
 
     def _decode_slopes(self) -> tuple[float, float]:
-        """Seconds per decode and per key that it sees, summed over the stages: only their proportion matters."""
-        if self._slopes[0] != self._cost.version:
+        """Return the seconds per decode and per key that it sees, summed over the stages: only their proportion matters."""
+        if self._slopes_cache[0] != self._cost.version:
             base, token, key = self._predict([BatchWork(), BatchWork(decodes=1), BatchWork(decode_keys=1)])[1]
-            self._slopes = self._cost.version, (max(float(token - base), 1e-9), max(float(key - base), 0.0))
-        return self._slopes[1]
+            self._slopes_cache = self._cost.version, (max(float(token - base), 1e-9), max(float(key - base), 0.0))
+        return self._slopes_cache[1]
 
-    def _prefill(self, load: SchedulerState, spread: int, own: BatchWork) -> int:
-        """Prompt tokens beside these decodes.
+    def _prefill(self, state: SchedulerState, spread: int, own: BatchWork) -> int:
+        """Return the number of prompt tokens that accompany these decodes.
 
-        While the stages have all they can do, prompts are spread over the next rounds, so that all micro-batches are
-        alike: what comes now and then all at once would have to be waited for in every stage. Otherwise they are cut
-        to be out soonest, which is not at all where one stage works at a time.
+        While the stages are fully loaded, prompts are spread over the next rounds, so that all micro-batches are
+        alike: every stage would have to wait for a large one. Otherwise they are cut to be finished soonest, which means
+        not at all where one stage works at a time.
         """
-        even = own if load.urgent_tokens else BatchWork(0, 0, -(-load.num_decoding // spread), load.decoding_keys // spread)
-        pending = load.urgent_tokens or load.pending_tokens
+        even = own if state.urgent_tokens else BatchWork(0, 0, -(-state.num_decoding // spread), state.decoding_keys // spread)
+        pending = state.urgent_tokens or state.pending_tokens
         fewest = -(-pending // max(self._max_tokens - max(even.decodes, own.decodes), 1))
-        is_full = load.num_decoding and (load.waiting_tokens or self._watch.is_saturated)
-        if self._overlaps and is_full and not load.urgent_tokens:
+        is_full = state.num_decoding and (state.waiting_tokens or self._in_flight_tuner.is_saturated)
+        if self._overlaps and is_full and not state.urgent_tokens:
             pieces = [max(fewest, min(SPREAD_ROUNDS * spread, pending // MIN_CHUNK))]
         else:
             pieces = list(range(fewest, fewest + 2 * self._num_stages))
         sizes = [-(-pending // n) for n in pieces]
-        works = [_with_prefill(even, size, load.prefill_start) for size in sizes]
+        works = [_with_prefill(even, size, state.prefill_start) for size in sizes]
         slowest, through = self._predict(works)
-        interval = np.maximum(slowest, through / self._watch.max_in_flight)
-        out_after = (np.array(pieces) - 1) * interval + through
-        best = int(np.argmin(out_after))
-        if not load.num_decoding:
+        interval = np.maximum(slowest, through / self.max_in_flight)
+        finished_after = (np.array(pieces) - 1) * interval + through
+        best = int(np.argmin(finished_after))
+        if not state.num_decoding:
             return sizes[best]
-        size = sizes[best] if load.urgent_tokens else self._adjusted(sizes[best], works[best], own, even)
-        return self._within_target(size, own, load)
+        size = sizes[best] if state.urgent_tokens else self._adjusted(sizes[best], works[best], own, even)
+        return self._within_target(size, own, state)
 
     def _adjusted(self, size: int, nominal: BatchWork, own: BatchWork, even: BatchWork) -> int:
-        """More prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
-        with_both, alone, ours = (float(t) for t in self._predict([nominal, even, own])[0])
-        per_token = (with_both - alone) / size
-        return max(size + round((alone - ours) / per_token), 1) if per_token > 0 else size
+        """Return more prompt tokens where there are fewer decodes than in an even share, fewer where there are more."""
+        nominal_s, even_s, own_s = (float(t) for t in self._predict([nominal, even, own])[0])
+        per_token = (nominal_s - even_s) / size
+        return max(size + round((even_s - own_s) / per_token), 1) if per_token > 0 else size
 
-    def _within_target(self, size: int, own: BatchWork, load: SchedulerState) -> int:
-        """The most prompt tokens up to ``size`` with which a round of micro-batches like this one keeps the target."""
+    def _within_target(self, size: int, own: BatchWork, state: SchedulerState) -> int:
+        """Return the most prompt tokens up to ``size`` with which a round of such micro-batches keeps the latency target."""
         if self._itl_target_s is None:
             return size
-        least = min(MIN_CHUNK, size)
-        sizes = [max(size * eighths // 8, least) for eighths in range(8, 0, -1)]
-        slowest, through = self._predict([_with_prefill(own, each, load.prefill_start) for each in sizes])
-        rounds = np.maximum(slowest * self._watch.max_in_flight, through)
+        smallest = min(MIN_CHUNK, size)
+        sizes = [max(size * eighths // 8, smallest) for eighths in range(8, 0, -1)]
+        slowest, through = self._predict([_with_prefill(own, each, state.prefill_start) for each in sizes])
+        rounds = np.maximum(slowest * self.max_in_flight, through)
         fitting = [each for each, seconds in zip(sizes, rounds, strict=True) if seconds <= self._itl_target_s]
-        return fitting[0] if fitting else least
+        return fitting[0] if fitting else smallest
 
     def _predict(self, works: Sequence[BatchWork]) -> tuple[Seconds, Seconds]:
-        """Of each: what whoever has most to do takes, and the way through the whole pipeline."""
-        return self._times.bottleneck_and_latency(self._cost.seconds(works))
+        """Return for each micro-batch the time of the slowest stage, and the time through the whole pipeline."""
+        return self._columns.bottleneck_and_latency(self._cost.predict(works))
 
 
 class InFlightTuner:
-    """Measures M: how many micro-batches in flight, of ``most``, keep the slowest stage at work."""
+    """Measures M: how many micro-batches in flight, at most ``limit``, keep the slowest stage busy."""
 
-    def __init__(self, num_stages: int, most: int) -> None:
-        self._num_stages, self._most = num_stages, most
-        self.max_in_flight = min(num_stages + 1, most)
+    def __init__(self, num_stages: int, limit: int) -> None:
+        self._num_stages, self._limit = num_stages, limit
+        self.max_in_flight = min(num_stages + 1, limit)
         self.has_more_to_do = False
         self._last_end = [0.0] * num_stages
         self._busy, self._idle = [0.0] * num_stages, [0.0] * num_stages
-        self._num_seen = 0
-        self._recently_busy, self._recently_free = 0.0, 0.0  # seconds of the last stage, older ones counting less
+        self._num_observed = 0
+        self._recently_busy, self._recently_idle = 0.0, 0.0  # seconds of the last stage, with exponential decay
 
     @property
     def is_saturated(self) -> bool:
         """Whether the last stage hardly ever waits."""
-        return self._recently_busy > SATURATED * (self._recently_busy + self._recently_free)
+        return self._recently_busy > SATURATED_SHARE * (self._recently_busy + self._recently_idle)
 
     def observe(self, timings: Sequence[StageTiming]) -> None:
+        """Record the timings of one micro-batch in every stage."""
         for timing in timings:
             stage = timing.stage_id
             self._busy[stage] += timing.busy_s
-            # Where several are open at once the stage was idle for what is between two ends beside work.
+            # Where several micro-batches are open in a stage, it was idle in the part between two ends that was not work.
             gap = max(timing.ended_at - self._last_end[stage] - timing.busy_s, 0.0) if self._last_end[stage] else 0.0
             self._idle[stage] += gap if self.has_more_to_do else 0.0
             if stage == self._num_stages - 1:
-                self._recently_busy = RECENT * self._recently_busy + timing.busy_s
-                self._recently_free = RECENT * self._recently_free + gap
+                self._recently_busy = SATURATION_DECAY * self._recently_busy + timing.busy_s
+                self._recently_idle = SATURATION_DECAY * self._recently_idle + gap
             self._last_end[stage] = timing.ended_at
-        self._num_seen += 1
-        if self._num_seen >= LOOK_EVERY * self._num_stages:
+        self._num_observed += 1
+        if self._num_observed >= ADJUST_EVERY * self._num_stages:
             self._adjust()
 
     def _adjust(self) -> None:
         slowest = max(range(self._num_stages), key=self._busy.__getitem__)
-        if self._idle[slowest] > IDLE_SHARE * self._busy[slowest]:
-            self.max_in_flight = min(self.max_in_flight + 1, self._most)
-        self._busy, self._idle, self._num_seen = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
+        if self._idle[slowest] > MAX_IDLE_SHARE * self._busy[slowest]:
+            self.max_in_flight = min(self.max_in_flight + 1, self._limit)
+        self._busy, self._idle, self._num_observed = [0.0] * self._num_stages, [0.0] * self._num_stages, 0
 
 
 def _with_prefill(decodes: BatchWork, tokens: int, start: int) -> BatchWork:
-    """A piece of a prompt after ``start`` positions sees on average half of itself and all before."""
+    """Add a chunk of a prompt after ``start`` positions: a token sees on average half of the chunk, and all before it."""
     return BatchWork(tokens, tokens * start + tokens * (tokens + 1) // 2, decodes.decodes, decodes.decode_keys)

@@ -1,18 +1,19 @@
-"""Which sequences may be what makes stages fail: they are tried alone before anybody is accused."""
+"""Detection of poison requests: a sequence under suspicion runs alone before it is blamed."""
 
 from collections import deque
 from collections.abc import Mapping
 
 from tramontane.router.scheduling.sequence import Sequence, SequenceStatus
 
-MAX_FAILURES = 2  # in a row, without a token between them; the last one alone
+MAX_FAILURES = 2  # failed micro-batches in a row, without a token between them; the last one with the sequence alone
 
 
 class PoisonDetector:
-    """A sequence that was in a failing micro-batch may have caused it, or only have been in its company.
+    """Finds the sequence that makes micro-batches fail.
 
-    If one that was in ``MAX_FAILURES`` of them is to blame, it is for the same position each time. It is tried alone, before
-    anybody else goes on: where it makes a token it is acquitted, where the pipeline fails again it is guilty.
+    Each sequence of a failed micro-batch may be the cause. A poisonous one fails at the same position every time, so one that
+    was in ``MAX_FAILURES`` failures for a common position is run alone, before all others: if it yields a token it is cleared,
+    if the pipeline fails again it is the cause.
     """
 
     def __init__(self) -> None:
@@ -23,16 +24,17 @@ class PoisonDetector:
 
     @property
     def first(self) -> Sequence:
-        """Whose turn it is."""
+        """The next sequence to be run alone."""
         return self._to_isolate[0]
 
     def record_failure(self, positions: Mapping[Sequence, tuple[int, int]], *, alone: bool) -> Sequence | None:
-        """These, from here to before there, were in a micro-batch that failed; ``alone``: nothing else was in the pipeline.
+        """Count a failed micro-batch against its sequences; return the cause, if it is certain.
 
-        Returns who is guilty.
+        ``positions`` has the first position of each sequence in the micro-batch and the one after the last. ``alone`` means
+        that no other sequence was in the pipeline.
         """
         for sequence, span in positions.items():
-            _count(sequence, span)
+            _count_failure(sequence, span)
             if sequence.num_failures >= MAX_FAILURES and alone:
                 return sequence
             if sequence.num_failures >= MAX_FAILURES and sequence not in self._to_isolate:
@@ -40,20 +42,23 @@ class PoisonDetector:
         return None
 
     def clear(self, sequence: Sequence) -> bool:
-        """It is acquitted; returns whether it has to make room for the next one's trial."""
+        """Clear a sequence that yielded a token; return whether it must be preempted so that the next one can run alone."""
         if sequence in self._to_isolate:
             self._to_isolate.remove(sequence)
             return bool(self._to_isolate) and sequence.status is SequenceStatus.RUNNING
         return False
 
     def discard(self, sequence: Sequence) -> None:
-        """It has ended."""
+        """Forget a sequence that has ended."""
         if sequence in self._to_isolate:
             self._to_isolate.remove(sequence)
 
 
-def _count(sequence: Sequence, span: tuple[int, int]) -> None:
-    """Positions 0..63 and then 32..95: twice, for one of 32..63. Then 64..127: that is another failure, and the first."""
+def _count_failure(sequence: Sequence, span: tuple[int, int]) -> None:
+    """Count a failure at these positions.
+
+    Positions 0..63 and then 32..95 are two failures, for a position of 32..63. 64..127 after that is a first failure again.
+    """
     common = max(sequence.failed_at[0], span[0]), min(sequence.failed_at[1], span[1])
     again = sequence.num_known == sequence.num_known_at_failure and common[0] < common[1]
     sequence.num_failures = sequence.num_failures + 1 if again else 1

@@ -1,4 +1,4 @@
-"""How much of what could run goes into the next micro-batch: the part of scheduling that can be argued about."""
+"""The policy interface: how much of what could run goes into the next micro-batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,9 +9,9 @@ from tramontane.proto.step import StageTiming
 
 @dataclass(frozen=True, slots=True)
 class BatchWork:
-    """What a micro-batch gives a stage to do, counted so that time is about linear in it.
+    """The work of a micro-batch in one stage, counted so that time is about linear in it.
 
-    ``prefill_keys``: keys that all prompt tokens together attend to, ``decode_keys`` likewise.
+    ``prefill_keys`` is the number of keys that all prompt tokens together attend to, ``decode_keys`` that of all decodes.
     """
 
     prefill_tokens: int = 0
@@ -25,9 +25,9 @@ class SchedulerState:
     """What there is to do at this moment.
 
     ``num_decoding`` sequences are past their prompts, with ``decoding_keys`` visible keys in all; the next token of
-    ``num_ready`` of them can go now (``ready_keys``: visible keys of each, in the order in which they would go). Of prompts,
-    ``pending_tokens`` are admitted and not yet submitted, the first of them after ``prefill_start`` earlier positions;
-    the first ``urgent_tokens`` of these are more urgent than something else that runs, and that should give way to them.
+    ``num_ready`` of them can be submitted now (``ready_keys``: visible keys of each, in the order in which they would go). Of
+    prompts, ``pending_tokens`` are admitted and not yet submitted, the first of them after ``prefill_start`` earlier positions;
+    the first ``urgent_tokens`` of these are more urgent than another running sequence, which should yield to them.
     ``waiting_tokens`` are not admitted. ``free_share`` of the scarcest pages is free.
     """
 
@@ -43,22 +43,12 @@ class SchedulerState:
     urgent_tokens: int = 0
 
 
-def reserved_for_prefill(load: SchedulerState, max_tokens: int) -> int:
-    """Tokens of a micro-batch that decodes leave to prompts: one, and what urgent ones need up to seven eighths of all.
-
-    Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
-    """
-    if not load.pending_tokens or max_tokens == 1:
-        return 0
-    return max(min(load.urgent_tokens, max_tokens * 7 // 8), 1)
-
-
 @dataclass(frozen=True, slots=True)
 class BatchBudget:
-    """At most so many decode tokens and so many prompt tokens in the next micro-batch.
+    """The most decode tokens and prompt tokens that the next micro-batch may have.
 
-    ``spread`` is for the policy itself: of a micro-batch without prompts, over how many decodes are spread, and how
-    long it expects a round of them to take.
+    ``spread`` and ``round_s`` are for the policy itself: over how many micro-batches it spreads decodes (0 if this one may have
+    prompt tokens), and how long it expects a round of them to take.
     """
 
     decodes: int
@@ -68,21 +58,24 @@ class BatchBudget:
 
 
 class Policy(Protocol):
-    """``overlaps_chunks``: whether a prompt's next chunk may go while its last one is in flight."""
+    """Decides the size of every micro-batch.
+
+    ``overlaps_chunks`` states whether a prompt's next chunk may be submitted while its last one is in flight.
+    """
 
     overlaps_chunks: bool
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
-        """For the next micro-batch; None if nothing should be submitted before a result comes back."""
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """Return the budget of the next micro-batch, or None if none is to be submitted before a result returns."""
 
-    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """How long each stage took for a micro-batch, and what had been decided for it. In the order of submission."""
+    def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+        """Learn how long each stage took for a micro-batch of this budget. Called in the order of submission."""
 
 
 class FixedInFlightPolicy:
-    """A fixed number M of micro-batches in flight, with as many decodes each as even shares of them have.
+    """Keeps a fixed number M of micro-batches in flight and spreads decodes evenly over them.
 
-    Urgent prompts travel with no others.
+    Urgent prompts share no micro-batch with others.
     """
 
     overlaps_chunks = True
@@ -90,12 +83,23 @@ class FixedInFlightPolicy:
     def __init__(self, max_in_flight: int, max_tokens: int) -> None:
         self._max_in_flight, self._max_tokens = max_in_flight, max_tokens
 
-    def share(self, load: SchedulerState) -> BatchBudget | None:
-        if load.num_in_flight >= self._max_in_flight:
+    def choose_budget(self, state: SchedulerState) -> BatchBudget | None:
+        """See ``Policy``."""
+        if state.num_in_flight >= self._max_in_flight:
             return None
-        most = self._max_tokens - reserved_for_prefill(load, self._max_tokens)
-        decodes = min(-(-load.num_decoding // self._max_in_flight), most, load.num_ready)
-        return BatchBudget(decodes, min(load.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
+        max_decodes = self._max_tokens - reserved_for_prefill(state, self._max_tokens)
+        decodes = min(-(-state.num_decoding // self._max_in_flight), max_decodes, state.num_ready)
+        return BatchBudget(decodes, min(state.urgent_tokens or self._max_tokens, self._max_tokens - decodes))
 
-    def observe(self, share: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
-        """Nothing is learned."""
+    def observe(self, budget: BatchBudget, work: BatchWork, timings: Sequence[StageTiming]) -> None:
+        """Learn nothing."""
+
+
+def reserved_for_prefill(state: SchedulerState, max_tokens: int) -> int:
+    """Return how many tokens of a micro-batch decodes leave to prompts: one, or what urgent ones need up to seven eighths.
+
+    Of 64, urgent prompts of 20 tokens get 20 and those of 200 get 56. Of 1 a decode takes it.
+    """
+    if not state.pending_tokens or max_tokens == 1:
+        return 0
+    return max(min(state.urgent_tokens, max_tokens * 7 // 8), 1)

@@ -1,4 +1,4 @@
-"""Prompts that are being computed: which of them go next, and how they are cut."""
+"""The prefill queue: which prompts are computed next, and how they are cut into chunks."""
 
 from bisect import insort
 from itertools import takewhile
@@ -10,36 +10,39 @@ from tramontane.router.scheduling.sequence import Sequence, priority_key
 
 
 class PrefillQueue:
-    """Admitted sequences whose known tokens have not all been submitted, by rank.
+    """Admitted sequences whose known tokens have not all been submitted, by priority and arrival.
 
-    ``overlap``: whether a prompt's next chunk may go while its last one is in flight. ``least_urgent`` is the level up to
-    which any go at all: others make way for somebody who waits for a place.
+    ``overlaps_chunks`` states whether a prompt's next chunk may be submitted while its last one is in flight.
+    ``priority_limit`` is the least urgent level that may be scheduled at all: others pause while their slots or pages are needed.
     """
 
-    def __init__(self, ledger: PageAllocator, overlap: bool) -> None:
-        self._ledger, self._overlap = ledger, overlap
-        self.all: list[Sequence] = []
-        self.least_urgent = NUM_PRIORITIES
+    def __init__(self, allocator: PageAllocator, overlaps_chunks: bool) -> None:
+        self._allocator, self._overlaps_chunks = allocator, overlaps_chunks
+        self.sequences: list[Sequence] = []
+        self.priority_limit = NUM_PRIORITIES
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.all, sequence, key=priority_key)
+        """Insert a sequence by priority and arrival."""
+        insort(self.sequences, sequence, key=priority_key)
 
     def discard(self, sequence: Sequence) -> None:
-        if sequence in self.all:
-            self.all.remove(sequence)
+        """Remove a sequence if it is here."""
+        if sequence in self.sequences:
+            self.sequences.remove(sequence)
 
     def sort(self) -> None:
-        """Somebody's level is another now."""
-        self.all.sort(key=priority_key)
+        """Restore the order after a sequence has been promoted."""
+        self.sequences.sort(key=priority_key)
 
     def schedulable(self) -> list[Sequence]:
-        """Those of which something could go now."""
-        if self._overlap and self.least_urgent == NUM_PRIORITIES:
-            return self.all
-        return [s for s in self.all if s.effective_priority <= self.least_urgent and (self._overlap or not s.num_in_flight)]
+        """Return the sequences of which a chunk could be submitted now."""
+        if self._overlaps_chunks and self.priority_limit == NUM_PRIORITIES:
+            return self.sequences
+        urgent = [s for s in self.sequences if s.effective_priority <= self.priority_limit]
+        return [s for s in urgent if self._overlaps_chunks or not s.num_in_flight]
 
     def take_chunks(self, budget: int) -> list[Chunk]:
-        """Of whoever is first as much as there is, then of the next."""
+        """Return chunks of at most ``budget`` tokens together: all of the first sequence, then of the next."""
         chunks = []
         for sequence in list(self.schedulable()):
             if budget <= 0:
@@ -47,7 +50,7 @@ class PrefillQueue:
             chunks.append(self._chunk(sequence, min(sequence.num_pending, budget)))
             budget -= chunks[-1].num_tokens
             if not sequence.num_pending:
-                self.all.remove(sequence)
+                self.sequences.remove(sequence)
         return chunks
 
     def _chunk(self, sequence: Sequence, num_tokens: int) -> Chunk:
@@ -58,7 +61,7 @@ class PrefillQueue:
             seq_id=sequence.seq_id,
             start=start,
             token_ids=sequence.known_ids(start, end),
-            new_pages=self._ledger.allocate(sequence, end),
+            new_pages=self._allocator.allocate(sequence, end),
             sampling=sequence.sampling if start == 0 else None,
             needs_sample=end == sequence.num_known,
             num_prompt=len(sequence.prompt_ids) if start == 0 else 0,
@@ -66,6 +69,6 @@ class PrefillQueue:
         )
 
 
-def urgent_tokens(prompts: list[Sequence]) -> int:
-    """Of those as urgent as the first: what of them has not been submitted."""
-    return sum(s.num_pending for s in takewhile(lambda s: s.effective_priority == prompts[0].effective_priority, prompts))
+def urgent_tokens(prefills: list[Sequence]) -> int:
+    """Return the unsubmitted tokens of the sequences that are as urgent as the first one."""
+    return sum(s.num_pending for s in takewhile(lambda s: s.effective_priority == prefills[0].effective_priority, prefills))

@@ -1,6 +1,6 @@
-"""Who holds a place and pages, and who gives them back for whom.
+"""The running set: which sequences hold a slot and pages, and which one is preempted for which.
 
-How much a router has been given that has not ended: what pipelines are scaled by.
+Also the load that they and the waiting sequences put on a pipeline, by which pipelines are scaled.
 """
 
 from collections.abc import Collection
@@ -15,100 +15,104 @@ from tramontane.router.scheduling.sequence import Sequence, SequenceStatus, prio
 class RunningSet:
     """Sequences that run, or have stopped and are still in flight.
 
-    Where there is no room for a sequence, less urgent ones give theirs back; never one that is as urgent.
+    Less urgent sequences are preempted for one that finds no slot or too few pages, never one that is as urgent.
     """
 
-    def __init__(self, cache: CachePlan, num_places: int) -> None:
-        self.ledger = PageAllocator(cache)
+    def __init__(self, cache: CachePlan, num_slots: int) -> None:
+        self.allocator = PageAllocator(cache)
         self.by_id: dict[int, Sequence] = {}
-        self._num_places = num_places
-        self._num_of_level = [0] * NUM_PRIORITIES
+        self._num_slots = num_slots
+        self._num_by_level = [0] * NUM_PRIORITIES
 
     def __len__(self) -> int:
         return len(self.by_id)
 
     def admit(self, sequence: Sequence) -> bool:
-        """A place and the promise of pages. Beside others only where each of them has room for one page more."""
-        if len(self.by_id) >= self._num_places or not self.ledger.reserve_for_admission(sequence, num_spare=len(self.by_id)):
+        """Give the sequence a slot and reserve its pages; return False if there are too few.
+
+        Each sequence that is running must keep one page to grow into.
+        """
+        if len(self.by_id) >= self._num_slots or not self.allocator.reserve_for_admission(sequence, num_spare=len(self.by_id)):
             return False
         sequence.status = SequenceStatus.RUNNING
         self.by_id[sequence.seq_id] = sequence
-        self._num_of_level[sequence.effective_priority] += 1
+        self._num_by_level[sequence.effective_priority] += 1
         return True
 
     def release(self, sequence: Sequence) -> None:
-        """Only when nothing in flight can touch its pages."""
-        self.ledger.release(sequence)
+        """Free slot and pages; only when nothing in flight can touch the pages."""
+        self.allocator.release(sequence)
         del self.by_id[sequence.seq_id]
-        self._num_of_level[sequence.effective_priority] -= 1
+        self._num_by_level[sequence.effective_priority] -= 1
 
     def promote(self, sequence: Sequence) -> None:
-        """It is as urgent as any from now on."""
-        self._num_of_level[sequence.effective_priority] -= 1
-        self._num_of_level[0] += 1
+        """Make a sequence as urgent as any."""
+        self._num_by_level[sequence.effective_priority] -= 1
+        self._num_by_level[0] += 1
         sequence.effective_priority = 0
 
     def has_any_below(self, level: int) -> bool:
-        """Whether anybody is less urgent than this."""
-        return any(self._num_of_level[level + 1 :])
+        """Return whether any sequence is less urgent than this level."""
+        return any(self._num_by_level[level + 1 :])
 
     def lower_priority_than(self, level: int) -> list[Sequence]:
+        """Return the sequences that are less urgent than this level."""
         return [s for s in self.by_id.values() if s.effective_priority > level] if self.has_any_below(level) else []
 
     def can_preempt_for(self, claimant: Sequence) -> bool:
-        """Whether there would be room for it if all less urgent ones had given theirs back."""
+        """Return whether the claimant could be admitted after all less urgent sequences were preempted."""
         less_urgent = self.lower_priority_than(claimant.effective_priority)
         num_others = len(self.by_id) - len(less_urgent)
         return (
             bool(less_urgent)
-            and num_others < self._num_places
-            and self.ledger.fits_after_freeing(less_urgent, claimant, num_spare=num_others)
+            and num_others < self._num_slots
+            and self.allocator.fits_after_freeing(less_urgent, claimant, num_spare=num_others)
         )
 
     def preemption_victim(self, claimant: Sequence) -> Sequence | None:
-        """Of the less urgent, the least urgent with nothing in flight, of these whoever has least to compute again."""
+        """Return the least urgent sequence with nothing in flight; of equals, the one with least to compute again."""
         idle = [s for s in self.lower_priority_than(claimant.effective_priority) if not s.num_in_flight]
         return min(idle, key=lambda s: (-s.effective_priority, s.num_dispatched, -s.seq_id), default=None)
 
     def lowest_priority(self) -> Sequence | None:
-        """The least urgent, of these the youngest; None while somebody who has stopped is still to give its pages back."""
+        """Return the least urgent sequence, of equals the youngest; None while a stopped one has yet to release its pages."""
         running = [s for s in self.by_id.values() if s.status is SequenceStatus.RUNNING]
         return max(running, key=priority_key) if len(running) == len(self.by_id) else None
 
     def num_admissible(self, arriving: list[Sequence], level: int) -> int:
-        """How many of these could begin now, one after the other, if all less urgent ones gave way."""
+        """Return how many of these, in order, could begin now if all sequences below this level were preempted."""
         less_urgent = self.lower_priority_than(level)
-        num_places = self._num_places - len(self.by_id) + len(less_urgent)
-        return self.ledger.num_fitting(arriving[:num_places], less_urgent)
+        num_slots = self._num_slots - len(self.by_id) + len(less_urgent)
+        return self.allocator.num_fitting(arriving[:num_slots], less_urgent)
 
     def check_integrity(self) -> None:
-        self.ledger.check_integrity(self.by_id.values())
-        assert len(self.by_id) <= self._num_places
+        """Assert that pages, slots and counts are right."""
+        self.allocator.check_integrity(self.by_id.values())
+        assert len(self.by_id) <= self._num_slots
         for sequence in self.by_id.values():
             assert sequence.num_dispatched <= sequence.num_known
             assert sequence.status is SequenceStatus.RUNNING or sequence.num_in_flight > 0
         levels = [s.effective_priority for s in self.by_id.values()]
-        assert self._num_of_level == [levels.count(level) for level in range(NUM_PRIORITIES)]
+        assert self._num_by_level == [levels.count(level) for level in range(NUM_PRIORITIES)]
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineLoad:
-    """``share``: of the pipeline's places or of its cache's pages, whichever is more; above 1 where something has to wait.
+    """The load of one pipeline.
 
-    ``tokens``: in flight, which are the prompts and the answers so far, of what runs and of what waits.
+    ``share`` is the used part of its slots or of its cache's pages, whichever is more; above 1 where sequences have to wait.
+    ``tokens`` counts the prompts and the outputs so far of all running and waiting sequences.
     """
 
     share: float
     tokens: int
 
 
-def measure_load(sequences: Collection[Sequence], ledger: PageAllocator, num_places: int) -> PipelineLoad:
-    """Of all that run or wait.
+def measure_load(sequences: Collection[Sequence], allocator: PageAllocator, num_slots: int) -> PipelineLoad:
+    """Return the load of these running and waiting sequences.
 
-    Three sequences that need 4 pages each, of 4 places and 8 pages: three quarters of the places, 1.5 times the pages.
+    Three sequences that need 4 pages each, of 4 slots and 8 pages: three quarters of the slots, 1.5 times the pages.
     """
-    of_pages = [
-        sum(needs) / window_class.num_pages
-        for window_class, needs in zip(ledger.cache.classes, zip(*map(ledger.pages_needed, sequences), strict=True), strict=False)
-    ]
-    return PipelineLoad(max([len(sequences) / num_places, *of_pages]), sum(s.num_known for s in sequences))
+    needs_by_class = zip(*map(allocator.pages_needed, sequences), strict=True)
+    page_shares = [sum(needs) / c.num_pages for c, needs in zip(allocator.cache.classes, needs_by_class, strict=False)]
+    return PipelineLoad(max([len(sequences) / num_slots, *page_shares]), sum(s.num_known for s in sequences))

@@ -1,4 +1,4 @@
-"""How many keys tokens attend to, and from that what a micro-batch gives a stage to do."""
+"""Attention keys per token, and from them the work of a micro-batch."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,17 @@ from tramontane.router.scheduling.policy import BatchWork
 
 
 class WorkEstimator:
-    """``windows``: one of each kind that the model's layers have; the context's length for those without."""
+    """Estimates the keys that tokens attend to.
+
+    ``windows`` has one window per kind of layer in the model; the length of the context for layers without one.
+    """
 
     def __init__(self, windows: Sequence[int]) -> None:
         self._windows = tuple(windows)
         self._shortest, self._longest = min(windows), max(windows)
 
     def visible_keys(self, num_positions: int) -> int:
-        """Of the last of so many positions, on average over the kinds of windows.
+        """Return the keys that the last of so many positions sees, averaged over the kinds of windows.
 
         Windows of 4 and 10: the third position sees 3, the eighth (4 + 8) // 2 = 6, the twelfth (4 + 10) // 2 = 7.
         """
@@ -23,13 +26,16 @@ class WorkEstimator:
         return sum(min(window, num_positions) for window in self._windows) // len(self._windows)
 
     def visible_keys_gained(self, num_positions: Sequence[int]) -> int:
-        """How many more than the one before it the last of so many positions sees, for each of these, summed."""
+        """Return the sum, over sequences of so many positions, of how many more keys the last one sees than the one before."""
         if not num_positions or max(num_positions) <= self._shortest:
             return len(num_positions)
         return sum(self.visible_keys(n) - self.visible_keys(n - 1) for n in num_positions if n <= self._longest)
 
     def work_of(self, batch: MicroBatch) -> BatchWork:
-        """A prompt's chunk sees its earlier positions with each token, and on average half of itself."""
+        """Return the work of a micro-batch.
+
+        Each token of a prompt's chunk sees the positions before the chunk, and on average half of the chunk.
+        """
         tokens = keys = 0
         single = [start + 1 for start in batch.decodes.starts]
         for chunk in batch.chunks:

@@ -1,4 +1,4 @@
-"""Policies side by side: the same requests on the same modelled pipeline, and what came of it."""
+"""Comparison of policies: the same requests on the same modelled pipeline."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from tramontane.router.simulation.simulator import PipelineModel, SimRequest, Si
 
 PAGE_SIZE, WINDOW = 16, 4096
 PERCENTILES = (50, 90, 99)
-WARMUP_SHARE = 0.1  # of the time with a backlog is left out at the start: pipelines fill, and ours learns
+WARMUP_SHARE = 0.1  # of the time with a backlog, left out at the start: pipelines fill, and our policy learns
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """A policy, made anew for every run, and the most tokens that it puts into a micro-batch."""
+    """A policy, of which every run makes a new one, and the most tokens that it puts into a micro-batch."""
 
     name: str
     make: Callable[[int], Policy]  # from the number of stages
@@ -29,9 +29,10 @@ class PolicyEntry:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one run. ``bubble`` is the stages' idle share while requests waited for a place, or else over the whole run.
+    """The figures of one run.
 
-    Seconds by percentile (50, 90, 99): to the first token, between tokens, and from arrival to the end.
+    ``bubble`` is the stages' idle share while requests waited for a slot, or over the whole run if none did. TTFT, ITL and
+    the time from arrival to the end are in seconds, by percentile (50, 90, 99).
     """
 
     name: str
@@ -43,7 +44,7 @@ class Summary:
 
 
 def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[PolicyEntry]:
-    """Ours with these settings, and the published ones with theirs."""
+    """Return our policy with these settings, and the published ones with theirs."""
     return [
         PolicyEntry("tramontane", lambda stages: BalancedPolicy(stages, max_tokens, itl_target_s), max_tokens),
         PolicyEntry("full budget (vLLM)", VllmPolicy, 2048),
@@ -53,32 +54,32 @@ def all_policies(max_tokens: int, itl_target_s: float | None = None) -> list[Pol
 
 
 def compare(
-    chosen: Sequence[PolicyEntry],
+    entries: Sequence[PolicyEntry],
     pipeline: PipelineModel,
     num_stages: int,
     arrivals: Sequence[SimRequest],
     max_num_seqs: int,
     on_done: Callable[[], None] = lambda: None,
 ) -> list[tuple[Summary, SimTrace]]:
-    """All of them, one after the other. ``on_done`` hears of each."""
+    """Simulate all policies, one after the other; ``on_done`` is called after each."""
     outcomes = []
-    for candidate in chosen:
-        scheduler = scheduler_for(candidate, num_stages, arrivals, max_num_seqs)
-        trace = simulate(scheduler, pipeline, arrivals)
-        outcomes.append((summary(candidate.name, trace), trace))
+    for entry in entries:
+        trace = simulate(make_scheduler(entry, num_stages, arrivals, max_num_seqs), pipeline, arrivals)
+        outcomes.append((summarize(entry.name, trace), trace))
         on_done()
     return outcomes
 
 
-def scheduler_for(candidate: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
-    """With room in the caches for ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
+def make_scheduler(entry: PolicyEntry, num_stages: int, arrivals: Sequence[SimRequest], max_num_seqs: int) -> Scheduler:
+    """Make a scheduler whose cache holds ``max_num_seqs`` sequences of the longest kind; windows as in Mistral 7B v0.1."""
     max_len = max(arrival.prompt_tokens + arrival.new_tokens for arrival in arrivals) + 1
     ring = ring_pages(WINDOW, PAGE_SIZE, max_len)
     cache = CachePlan(PAGE_SIZE, (WindowClass(WINDOW, ring, ring * max_num_seqs),))
-    return Scheduler(cache, SchedulerLimits(max_num_seqs, candidate.max_tokens, max_len, 1000), candidate.make(num_stages))
+    return Scheduler(cache, SchedulerLimits(max_num_seqs, entry.max_tokens, max_len, 1000), entry.make(num_stages))
 
 
-def summary(name: str, trace: SimTrace) -> Summary:
+def summarize(name: str, trace: SimTrace) -> Summary:
+    """Return the figures of a run."""
     start, end = WARMUP_SHARE * trace.backlog_until, trace.backlog_until
     if not trace.backlog_until:
         start, end = trace.arrivals[0].at, trace.span_s
@@ -86,9 +87,9 @@ def summary(name: str, trace: SimTrace) -> Summary:
         name,
         trace.bubble(start, end),
         trace.tokens_per_s,
-        _percentiles(trace.first_token_s()),
-        _percentiles(trace.between_tokens_s()),
-        _percentiles(trace.whole_s()),
+        _percentiles(trace.ttft_s()),
+        _percentiles(trace.itl_s()),
+        _percentiles(trace.e2e_s()),
     )
 
 

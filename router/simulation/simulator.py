@@ -1,4 +1,4 @@
-"""The real scheduler against a modelled pipeline: no model, no cluster, no clock but the simulated one."""
+"""The simulator: the real scheduler against a modelled pipeline. No model, no cluster, no clock but the simulated one."""
 
 import random
 from collections import deque
@@ -12,12 +12,12 @@ from tramontane.router.scheduling.policy import BatchWork
 from tramontane.router.scheduling.scheduler import Scheduler
 from tramontane.router.scheduling.sequence import Sequence as LiveSequence
 
-TOKEN = 7  # what every sequence says
+TOKEN = 7  # the only token of every prompt and output
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A request: when it comes, how many tokens it brings, how many it wants, and how urgent it is."""
+    """A request: its time of arrival, the tokens of its prompt and of its output, and its priority."""
 
     at: float
     prompt_tokens: int
@@ -27,9 +27,11 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class PipelineModel:
-    """``seconds``: of every stage for a piece of work. A hop between neighbours, and from and to the router, takes ``hop_s``.
+    """A model of a pipeline's times.
 
-    ``noise``: standard deviation of a step's time, as a share of it. ``shares_one_core``: only one stage works at a time.
+    ``seconds`` returns the time of every stage for some work. A hop between neighbors, and from and to the router, takes
+    ``hop_s``. ``noise`` is the standard deviation of a step's time, as a share of it. With ``shares_one_core`` only one stage
+    works at a time.
     """
 
     seconds: Callable[[BatchWork], Sequence[float]]
@@ -40,10 +42,10 @@ class PipelineModel:
 
 @dataclass(frozen=True, slots=True)
 class SimTrace:
-    """What happened: of each request when its tokens came, of each micro-batch when each stage worked.
+    """The record of one run: the token times of each request, and the stage timings of each micro-batch.
 
-    Until ``backlog_until`` there was always a request that waited for a place. ``in_flight``, where it is known: of each
-    micro-batch when it was sent and when it was back.
+    Until ``backlog_until`` there was always a request that waited for a slot. ``in_flight`` has, where it is known, the times
+    of submission and completion of each micro-batch.
     """
 
     arrivals: tuple[SimRequest, ...]
@@ -54,34 +56,35 @@ class SimTrace:
 
     @property
     def span_s(self) -> float:
+        """The time of the last token."""
         return max(times[-1] for times in self.token_times)
 
     @property
     def tokens_per_s(self) -> float:
-        """In and out."""
+        """Prompt and output tokens per second."""
         return sum(a.prompt_tokens + a.new_tokens for a in self.arrivals) / self.span_s
 
     def bubble(self, start: float, end: float) -> float:
-        """Share of all stages' time between two moments in which they had nothing to do."""
+        """Return the share of all stages' time between two moments in which they did not compute."""
         spans = [(max(t.started_at, start), min(t.ended_at, end)) for timings in self.timings for t in timings]
         busy = sum(max(until - since, 0.0) for since, until in spans)
         return 1 - busy / ((end - start) * len(self.timings[0]))
 
-    def first_token_s(self) -> list[float]:
-        """Of each request, from its arrival."""
+    def ttft_s(self) -> list[float]:
+        """Return the time to the first token of each request."""
         return [times[0] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
 
-    def whole_s(self) -> list[float]:
-        """Of each request, from its arrival to its last token."""
+    def e2e_s(self) -> list[float]:
+        """Return the time from the arrival to the last token of each request."""
         return [times[-1] - arrival.at for times, arrival in zip(self.token_times, self.arrivals, strict=True)]
 
-    def between_tokens_s(self) -> list[float]:
-        """Between a request's tokens, all of them."""
-        return [later - sooner for times in self.token_times for sooner, later in pairwise(times)]
+    def itl_s(self) -> list[float]:
+        """Return all times between two tokens of a request."""
+        return [later - earlier for times in self.token_times for earlier, later in pairwise(times)]
 
 
 def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], seed: int = 0) -> SimTrace:
-    """Run all requests to their ends."""
+    """Run all requests to their ends and return the record."""
     run = _Run(scheduler, model, arrivals, random.Random(seed))
     while run.is_unfinished:
         run.admit_arrivals()
@@ -92,7 +95,10 @@ def simulate(scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimR
 
 
 class _Run:
-    """Micro-batches pass every stage in the order of submission, so that all their times are known when they are submitted."""
+    """The state of one run.
+
+    Micro-batches pass every stage in the order of submission, so all their times are known when they are submitted.
+    """
 
     def __init__(self, scheduler: Scheduler, model: PipelineModel, arrivals: Sequence[SimRequest], rng: random.Random) -> None:
         self._scheduler, self._model, self._rng = scheduler, model, rng
@@ -101,24 +107,27 @@ class _Run:
         self.timings: list[tuple[StageTiming, ...]] = []
         self.in_flight: list[tuple[float, float]] = []
         self.backlog_until = 0.0
-        self._now, self._num_come = 0.0, 0
+        self._now, self._num_arrived = 0.0, 0
         self._free_at = [0.0] * len(model.seconds(BatchWork()))
         self._in_flight: deque[tuple[float, MicroBatch, tuple[StageTiming, ...]]] = deque()
 
     @property
     def is_unfinished(self) -> bool:
-        return self._num_come < len(self.arrivals) or not self._scheduler.is_idle
+        """Whether requests have yet to arrive or to end."""
+        return self._num_arrived < len(self.arrivals) or not self._scheduler.is_idle
 
     def admit_arrivals(self) -> None:
-        while self._num_come < len(self.arrivals) and self.arrivals[self._num_come].at <= self._now:
-            arrival = self.arrivals[self._num_come]
+        """Add the requests that have arrived by now to the scheduler."""
+        while self._num_arrived < len(self.arrivals) and self.arrivals[self._num_arrived].at <= self._now:
+            arrival = self.arrivals[self._num_arrived]
             sampling = SamplingParams(max_tokens=arrival.new_tokens, temperature=0.0)
             prompt = (TOKEN,) * arrival.prompt_tokens
             max_len = arrival.prompt_tokens + arrival.new_tokens
-            self._scheduler.add(LiveSequence(self._num_come, prompt, sampling, max_len, arrival.priority))
-            self._num_come += 1
+            self._scheduler.add(LiveSequence(self._num_arrived, prompt, sampling, max_len, arrival.priority))
+            self._num_arrived += 1
 
     def submit(self) -> None:
+        """Submit micro-batches until the scheduler makes no more."""
         while (batch := self._scheduler.schedule()) is not None:
             timings = self._pass(self._scheduler.measure_work(batch))
             self._in_flight.append((timings[-1].ended_at + self._model.hop_s, batch, timings))
@@ -127,11 +136,14 @@ class _Run:
             self.backlog_until = self._now
 
     def wait(self) -> None:
-        """Until the next result, or the next arrival."""
-        coming = [self.arrivals[self._num_come].at] if self._num_come < len(self.arrivals) else []
-        self._now = min([*coming, *(back_at for back_at, _, _ in [*self._in_flight][:1])])
+        """Advance the time to the next result, or the next arrival."""
+        events = [self.arrivals[self._num_arrived].at] if self._num_arrived < len(self.arrivals) else []
+        if self._in_flight:
+            events.append(self._in_flight[0][0])
+        self._now = min(events)
 
     def collect(self) -> None:
+        """Complete the micro-batches that have returned by now."""
         while self._in_flight and self._in_flight[0][0] <= self._now:
             _, batch, timings = self._in_flight.popleft()
             tokens = (TOKEN,) * len(batch.sampled_seq_ids)
@@ -140,7 +152,10 @@ class _Run:
             self.timings.append(timings)
 
     def _pass(self, work: BatchWork) -> tuple[StageTiming, ...]:
-        """Two stages of 3 s, hops of 1 s, submitted at 0: the first works from 1 to 4, the second from 5 to 8."""
+        """Return the timings of some work in all stages.
+
+        Two stages of 3 s, hops of 1 s, submitted at 0: the first works from 1 to 4, the second from 5 to 8.
+        """
         timings, arrives = [], self._now + self._model.hop_s
         for stage, expected in enumerate(self._model.seconds(work)):
             busy = expected * max(1 + self._rng.gauss(0, self._model.noise), 0.1)

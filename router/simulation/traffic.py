@@ -1,4 +1,4 @@
-"""Requests as recorded traffic has them: log-normal lengths, arrivals at random or in bursts."""
+"""Synthetic traffic like recorded traffic: log-normal lengths, arrivals at random or in bursts."""
 
 import math
 import random
@@ -9,22 +9,25 @@ from tramontane.router.simulation.simulator import SimRequest
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """Log-normal with this mean; ``spread`` is the standard deviation of the logarithm. Always within the bounds."""
+    """Log-normal lengths with this mean, cut to the bounds; ``spread`` is the standard deviation of the logarithm."""
 
     mean: int
     spread: float
-    most: int
-    least: int = 1
+    max_tokens: int
+    min_tokens: int = 1
 
     def draw(self, rng: random.Random) -> int:
-        """mean = exp(mu + spread**2 / 2), so mu = log(mean) - spread**2 / 2."""
+        """Draw a length: mean = exp(mu + spread**2 / 2), so mu = log(mean) - spread**2 / 2."""
         drawn = rng.lognormvariate(math.log(self.mean) - self.spread**2 / 2, self.spread)
-        return max(self.least, min(self.most, round(drawn)))
+        return max(self.min_tokens, min(self.max_tokens, round(drawn)))
 
 
 @dataclass(frozen=True, slots=True)
 class TrafficModel:
-    """``rate``: requests per second, or None where all are there from the start. ``burst``: so many come at once."""
+    """Requests of random lengths.
+
+    ``rate`` is in requests per second, or None where all arrive at the start. ``burst`` requests arrive at once.
+    """
 
     num_requests: int
     prompt: LengthDistribution
@@ -33,7 +36,7 @@ class TrafficModel:
     burst: int = 1
 
     def arrivals(self, seed: int = 0) -> tuple[SimRequest, ...]:
-        """Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
+        """Draw Poisson arrivals of bursts: the time between two of them is exponential with mean burst / rate."""
         rng, now, drawn = random.Random(seed), 0.0, []
         for number in range(self.num_requests):
             if self.rate is not None and number % self.burst == 0:

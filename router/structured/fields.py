@@ -1,4 +1,4 @@
-"""How a client may want its answers to look: ``response_format``, ``tools`` and ``tool_choice`` in OpenAI's words."""
+"""Request fields that constrain answers: OpenAI's ``response_format``, ``tools`` and ``tool_choice``."""
 
 from typing import Any, Literal
 
@@ -12,10 +12,12 @@ class _Body(BaseModel):
 
 
 class JsonSchemaFormat(_Body):
+    """A named JSON schema that the answer follows."""
+
     name: str = Field(pattern=NAME)
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # here every answer follows its schema
+    strict: bool | None = None  # ignored: every answer follows its schema
 
 
 class ResponseFormat(_Body):
@@ -26,6 +28,8 @@ class ResponseFormat(_Body):
 
 
 class Function(_Body):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
     name: str = Field(pattern=NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -33,17 +37,21 @@ class Function(_Body):
 
 
 class Tool(_Body):
-    """One of ``tools``. Where ``strict`` is not asked for, what a schema says beyond what is supported is passed over."""
+    """One of ``tools``. Without ``strict``, unsupported keywords of its schema are ignored."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(_Body):
+    """Name of a function."""
+
     name: str
 
 
 class ToolChoiceFunction(_Body):
+    """A ``tool_choice`` that requires one tool."""
+
     type: Literal["function"]
     function: FunctionName
 

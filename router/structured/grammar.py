@@ -1,10 +1,10 @@
-"""What an answer must look like, from OpenAI's words to a grammar that the last stage follows (llguidance's Lark).
+"""Grammars (llguidance's Lark) that the last stage follows, made from OpenAI's request fields.
 
     grammar = build_grammar(request.response_format, request.tools, request.tool_choice, chat.tool_format)
     SamplingParams(..., grammar=grammar)
 
-A schema's order of properties is that of the answer. JSON is written on one line, with a space after commas and colons or
-without: left free, a model that has nothing to say goes on with spaces and line breaks for ever.
+An answer has its properties in the schema's order. JSON is written on one line, with an optional space after commas and colons:
+with free whitespace a model may emit spaces and line breaks forever.
 """
 
 import json
@@ -19,13 +19,13 @@ from tramontane.router.structured.validator import validate_grammar
 from tramontane.router.tokenization.chat import ToolFormat
 
 MAX_GRAMMAR_CHARS = 2**16  # of all of one request's schemas
-MAX_SENT_CHARS = 2**20  # that one request may send to the stages: each of its sequences takes its grammar along
+MAX_SENT_CHARS = 2**20  # of one request to the stages: each of its sequences carries the grammar
 MAX_DEPTH = 32  # of a schema, counting every list and object
 MAX_TOOLS = 128
-MAX_MULTIPLE = 10_000  # all different values of ``multipleOf`` multiplied: compiling takes 5 microseconds for each remainder
-# Escapes by number are left out: "\u0061" would pass for a property that the schema does not name, and be read as "a".
+MAX_MULTIPLE = 10_000  # product of all different values of ``multipleOf``: compiling takes 5 microseconds per remainder
+# No numeric escapes: "\u0061" would count as a property that the schema does not name, although it reads as "a".
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "json_allowed_escapes": 'nrbtf\\"'}
-OPTIONS = "x-guidance"  # where llguidance looks for them in a schema
+OPTIONS = "x-guidance"  # key of llguidance's options in a schema
 TEXT = r"TEXT: /(.|\n)+/"
 
 
@@ -38,27 +38,26 @@ def build_grammar(
     parallel: bool = True,
     num_sequences: int = 1,
 ) -> str:
-    """The grammar of one request's answers; empty where they are free.
+    """Return the grammar of one request's answers, empty if they are unconstrained.
 
-    ``tool_format``: the model's, None where it knows no tools. Without ``parallel`` there is one call at the most. Raises
-    ParameterError for what is malformed, too large, or cannot be followed. Call it ``run_in_grammar_pool``: it takes 30 ms for
-    schemas
-    that are not known yet, and a second of a process of its own for hostile ones.
+    ``tool_format``: the model's, None if it has no tools. Without ``parallel`` there is at most one call. Raises ParameterError
+    for schemas that are malformed, too large, or cannot be followed. Call it in ``run_in_grammar_pool``: it takes 30 ms for new
+    schemas, and a second of a separate process for hostile ones.
     """
-    wanted = _allowed_tools(tools or (), tool_choice)
-    must_call = bool(wanted) and tool_choice not in (None, "auto")
+    callable_tools = _allowed_tools(tools or (), tool_choice)
+    must_call = bool(callable_tools) and tool_choice not in (None, "auto")
     answer = None if must_call else _answer(response_format)
-    if not answer and not wanted:
+    if not answer and not callable_tools:
         return ""
     schemas = [answer] if answer else []
     rules = ["start: answer"]
-    if wanted:
+    if callable_tools:
         if tool_format is None:
             raise ParameterError("this model's chat format has no tools; leave tools out", "tools")
-        schemas += [_arguments(tool.function, index) for index, tool in enumerate(wanted)]
+        schemas += [_arguments(tool.function, index) for index, tool in enumerate(callable_tools)]
         rules[0] = "start: calls" if must_call else "start: answer | calls" if answer else "start: TEXT? calls?"
-        rules += [*_calls(wanted, tool_format, parallel=parallel), TEXT]
-    rules += ['answer: " "? body'] * bool(answer) + [f"{schema.rule}: %json {schema.written}" for schema in schemas]
+        rules += [*_calls(callable_tools, tool_format, parallel=parallel), TEXT]
+    rules += ['answer: " "? body'] * bool(answer) + [f"{schema.rule}: %json {schema.text}" for schema in schemas]
     grammar = "\n".join(rules)
     _check_size(grammar, num_sequences, schemas[0].where)
     _check(grammar, schemas)
@@ -66,20 +65,20 @@ def build_grammar(
 
 
 def visible_tools(tools: Sequence[Tool] | None, tool_choice: ToolChoice | None) -> tuple[Tool, ...]:
-    """Those that the model is told of: none of them where it must not call any."""
+    """Return the tools that are described to the model: none if it must not call any."""
     return () if tool_choice == "none" else tuple(tools or ())
 
 
 class _Schema(NamedTuple):
-    """As a rule of a grammar; ``where`` it stands in the request."""
+    """A JSON schema as a rule of the grammar. ``where``: its place in the request."""
 
     rule: str
     where: str
-    written: str
+    text: str
 
 
 def _answer(response_format: ResponseFormat | None) -> _Schema | None:
-    """None for text."""
+    """Return the schema of the answer, None for text."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":
@@ -90,7 +89,7 @@ def _answer(response_format: ResponseFormat | None) -> _Schema | None:
 
 
 def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[Tool, ...]:
-    """The tools that may be called."""
+    """Return the tools that may be called."""
     if len(tools) > MAX_TOOLS:
         raise ParameterError(f"there are {len(tools)} tools; there may be at most {MAX_TOOLS}", "tools")
     names = [tool.function.name for tool in tools]
@@ -105,16 +104,16 @@ def _allowed_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> tuple[To
     return visible_tools(tools, choice)
 
 
-def _calls(tools: Sequence[Tool], form: ToolFormat, *, parallel: bool) -> list[str]:
-    """Either a list after one control token, or a control token before each call and one before its arguments."""
+def _calls(tools: Sequence[Tool], tool_format: ToolFormat, *, parallel: bool) -> list[str]:
+    """Return the rules for calls: a list after one control token, or control tokens before each call and its arguments."""
     names = enumerate(tool.function.name for tool in tools)
-    if form.args is None:
+    if tool_format.args is None:
         more = ' (", " call)*' if parallel else ""
-        rules = [f'calls: <[{form.calls}]> " "? "[" call{more} "]"']
+        rules = [f'calls: <[{tool_format.calls}]> " "? "[" call{more} "]"']
         each = [json.dumps(f'{{"name": "{name}", "arguments": ') + f' args{i} "}}"' for i, name in names]
     else:
         rules = ["calls: call+" if parallel else "calls: call"]
-        each = [f'<[{form.calls}]> " "? "{name}" <[{form.args}]> " "? args{i}' for i, name in names]
+        each = [f'<[{tool_format.calls}]> " "? "{name}" <[{tool_format.args}]> " "? args{i}' for i, name in names]
     return [*rules, "call: " + " | ".join(each)]
 
 
@@ -131,24 +130,24 @@ def _schema(rule: str, schema: Mapping[str, Any], where: str, *, lenient: bool =
         raise ParameterError(f"{where}: {OPTIONS} is not supported; leave it out", where)
     multiples = _multiple_ofs(schema, where)
     try:
-        written = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
+        text = json.dumps({**schema, OPTIONS: JSON_STYLE | {"lenient": lenient}}, allow_nan=False)
     except ValueError:
-        raise ParameterError(f"{where}: NaN and Infinity are no JSON", where) from None
+        raise ParameterError(f"{where}: NaN and Infinity are not JSON", where) from None
     if math.prod(multiples) > MAX_MULTIPLE:
         raise ParameterError(
-            f"{where}: its multipleOf are too large, {MAX_MULTIPLE} is the most for all of them multiplied", where
+            f"{where}: the values of multipleOf are too large, their product may be at most {MAX_MULTIPLE}", where
         )
-    return _Schema(rule, where, written)
+    return _Schema(rule, where, text)
 
 
 def _multiple_ofs(schema: object, where: str) -> set[int]:
-    """Of every ``multipleOf`` its digits without the point: 125 of 12.5. Raises ParameterError where it is nested too deeply."""
+    """Return the digits of every ``multipleOf``: 125 of 12.5. Raises ParameterError if the schema is nested too deeply."""
     level: list[Any] = [schema]
     multiples: set[int] = set()
     for _ in range(MAX_DEPTH):
-        values = [whole.get("multipleOf") for whole in level if isinstance(whole, dict)]
+        values = [node.get("multipleOf") for node in level if isinstance(node, dict)]
         multiples |= {_digits(value) for value in values if isinstance(value, int | float)}
-        level = [part for whole in level for part in _parts(whole)]
+        level = [child for node in level for child in _children(node)]
     if level:
         raise ParameterError(f"{where} is nested more than {MAX_DEPTH} deep", where)
     return multiples
@@ -156,16 +155,16 @@ def _multiple_ofs(schema: object, where: str) -> set[int]:
 
 def _digits(number: float) -> int:
     if isinstance(number, int):
-        return abs(number)  # of any size: some are too large for a float
+        return abs(number)  # may be too large for a float
     if not math.isfinite(number):
-        return 1  # refused for what it is
-    written = Decimal(str(number)).normalize()
-    exponent = written.as_tuple().exponent
+        return 1  # refused later
+    decimal = Decimal(str(number)).normalize()
+    exponent = decimal.as_tuple().exponent
     assert isinstance(exponent, int)
-    return int(abs(written.scaleb(-min(exponent, 0))))
+    return int(abs(decimal.scaleb(-min(exponent, 0))))
 
 
-def _parts(value: object) -> Sequence[Any]:
+def _children(value: object) -> Sequence[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else ()
@@ -182,8 +181,8 @@ def _check_size(grammar: str, num_sequences: int, where: str) -> None:
 
 
 def _check(grammar: str, schemas: Sequence[_Schema]) -> None:
-    """Says which schema is wrong, and why."""
-    found = validate_grammar(grammar, tuple(f"start: %json {schema.written}" for schema in schemas))
+    """Raise ParameterError with the schema that is wrong and the reason."""
+    found = validate_grammar(grammar, tuple(f"start: %json {schema.text}" for schema in schemas))
     if found is None:
         return
     if found.part or len(schemas) == 1:

@@ -1,8 +1,7 @@
-"""Whether a grammar can be followed, found out where it can do no harm.
+"""Validation of grammars in a separate process.
 
-No bound on what a schema says bounds what compiling it takes: an ``allOf`` of 28 patterns, 2 KB, takes minutes and all memory
-there is, and others are found every day. So a process of its own compiles it (``grammar_child``), which ends at a bound on its
-computing and its memory. That costs 30 ms; what is asked for again is known.
+No bound on a schema's contents bounds the cost of compiling it: an ``allOf`` of 28 patterns (2 KB) takes minutes and all memory.
+So a process with limits on CPU time and memory compiles it (``validator_process``). That costs 30 ms; results are cached.
 """
 
 import asyncio
@@ -17,48 +16,51 @@ from typing import NamedTuple, TypeVar
 
 from llguidance import _lib
 
-from tramontane.router.structured import validator_process as grammar_child
+from tramontane.router.structured import validator_process
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_KNOWN = 256  # grammars of up to 64 KiB
-# So many processes at once; whoever comes then waits, without holding up those who need no grammar.
-CHECKERS = ThreadPoolExecutor(4, thread_name_prefix="grammars")
+CACHE_SIZE = 256  # grammars of up to 64 KiB
+# Bounds the number of processes. Further requests wait, without delaying requests that need no grammar.
+GRAMMAR_POOL = ThreadPoolExecutor(4, thread_name_prefix="grammars")
 
 
 class GrammarError(NamedTuple):
-    """What is wrong with the whole grammar (``part`` 0) or with one part (from 1)."""
+    """Reason why the whole grammar (``part`` 0) or one part (from 1) is invalid."""
 
     part: int
     reason: str
 
 
 async def run_in_grammar_pool(call: Callable[[], T]) -> T:
-    """A call that checks a grammar, in a thread."""
-    return await asyncio.get_running_loop().run_in_executor(CHECKERS, call)
+    """Run a call that validates a grammar in a thread."""
+    return await asyncio.get_running_loop().run_in_executor(GRAMMAR_POOL, call)
 
 
-@lru_cache(MAX_KNOWN)
+@lru_cache(CACHE_SIZE)
 def validate_grammar(whole: str, parts: tuple[str, ...]) -> GrammarError | None:
-    """What a stage would find, but for what its vocabulary has to do with; None where all is well. Takes a second at the most."""
-    command = [sys.executable, "-I", "-S", grammar_child.__file__, _lib.__file__]
-    asked = json.dumps([whole, *parts]).encode()
-    child = subprocess.run(command, input=asked, capture_output=True, check=False)
+    """Return what is wrong with a grammar, None if nothing is. Takes at most a second.
+
+    Stages would find the same, except for problems of their vocabulary. ``parts`` locate the error of the whole.
+    """
+    command = [sys.executable, "-I", "-S", validator_process.__file__, _lib.__file__]
+    grammars = json.dumps([whole, *parts]).encode()
+    child = subprocess.run(command, input=grammars, capture_output=True, check=False)
     lines = child.stdout.splitlines()
     if not lines:
-        if child.returncode > 0:  # no signal ended it
-            logger.warning("a grammar could not be checked: %s", child.stderr.decode(errors="replace")[-500:])
+        if child.returncode > 0:  # not ended by a signal, that is, by a limit
+            logger.warning("The process that validates grammars failed: %s", child.stderr.decode(errors="replace")[-500:])
         return GrammarError(0, "it is too complicated")
     part, reason = json.loads(lines[-1])
-    return GrammarError(part, _in_short(reason)) if reason else None
+    return GrammarError(part, _shorten(reason)) if reason else None
 
 
-def _in_short(message: str) -> str:
-    """Without the grammar that surrounds the schema, which nobody but us has written.
+def _shorten(message: str) -> str:
+    r"""Return an error without the grammar around the schema, which the client did not write.
 
-    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\\n   1 | start: ..." says "Unimplemented keys: [...]".
+    "at 1(8): failed to compile JSON schema: Unimplemented keys: [...]\n   1 | start: ..." becomes "Unimplemented keys: [...]".
     """
     before, _, _ = message.partition("\n   1 | ")
     _, _, reason = before.rpartition("JSON schema: ")

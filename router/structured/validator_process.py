@@ -1,8 +1,9 @@
-"""A process of its own that compiles grammars, for ``grammar_check``: what takes too much ends with it, and costs nobody else.
+"""Program that compiles grammars for ``validator``, within limits on its CPU time and memory.
 
-    python -I -S grammar_child.py LIBRARY  < ["start: whole", "start: part", ...]  > [0, "complaint"]
+    python -I -S validator_process.py LIBRARY  < ["start: whole", "start: part", ...]  > [0, "error"]
 
-Whole first; the parts only to find out whose complaint that is. The last line that it writes counts; none, and it was too much.
+The whole grammar comes first; the parts are compiled only to locate its error. The last line of output counts; without any the
+grammar exceeded a limit.
 """
 
 import json
@@ -13,16 +14,17 @@ from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from typing import Any
 
-MAX_CPU_S = 0.5  # for one request; the stages, where all sequences wait for it, take as long again
-MAX_BYTES = 256 * 2**20  # of addresses, of which Python and llguidance have 30 MiB
-MAX_GRAMMAR_SIZE = 200_000  # the stages have the same, and more limits
+MAX_CPU_S = 0.5  # of one request; the stages, where all sequences wait, need the same time again
+MAX_BYTES = 256 * 2**20  # of address space; Python and llguidance use 30 MiB
+MAX_GRAMMAR_SIZE = 200_000  # the stages have this limit and others
 
 
 def main(library: str) -> None:
+    """Compile the grammars on stdin with llguidance's ``library``."""
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MAX_BYTES)
-    _limit(resource.RLIMIT_CPU, 2)  # counts whole seconds, and nothing withstands it
-    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # whose signal ends a process that does not care for it
+    _limit(resource.RLIMIT_CPU, 2)  # whole seconds; cannot be ignored
+    signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)  # its signal ends the process
     llguidance = _load_llguidance(library)
     whole, *parts = json.load(sys.stdin)
     if _report(llguidance, 0, whole):
@@ -37,14 +39,14 @@ def _report(llguidance: Any, index: int, grammar: str) -> bool:  # noqa: ANN401
     return bool(is_error)
 
 
-def _limit(what: int, most: int) -> None:
-    _, allowed = resource.getrlimit(what)
-    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    resource.setrlimit(what, (most, most))
+def _limit(kind: int, limit: int) -> None:
+    _, allowed = resource.getrlimit(kind)
+    limit = limit if allowed == resource.RLIM_INFINITY else min(limit, allowed)
+    resource.setrlimit(kind, (limit, limit))
 
 
 def _load_llguidance(library: str) -> Any:  # noqa: ANN401
-    """The library without its package, which takes 60 ms to import."""
+    """Load the library without its package, which takes 60 ms to import."""
     loader = ExtensionFileLoader("_lib", library)
     spec = spec_from_loader("_lib", loader)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""The kinds of tokenizer files: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's tokenizer.json."""
+"""Tokenizers by file format: SentencePiece (tokenizer.model), Mistral's tekken.json, Hugging Face's tokenizer.json."""
 
 import json
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from tramontane.router.tokenization.tokenizer import REPLACE_EACH, Tokenizer
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-SPACE = "\u2581"  # how SentencePiece writes one
-SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # what stands for its decoding, each with the settings that do
+SPACE = "\u2581"  # stands for a space in SentencePiece
+SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # decoder steps of Hugging Face that decode as SentencePiece, by settings
     "Replace": {"pattern": {"String": SPACE}, "content": " "},
     "ByteFallback": {},
     "Fuse": {},
@@ -21,11 +21,11 @@ SENTENCEPIECE_STEPS: dict[str, dict[str, Any]] = {  # what stands for its decodi
 }
 BPE = "BPE"
 NUM_BYTES = 256  # tekken's first pieces
-MOST_HOLES = 2**16  # ids without a piece
+MAX_UNUSED_IDS = 2**16  # ids without a piece
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """``tokenizer.model``, by SentencePiece itself."""
+    """Tokenizer of a ``tokenizer.model``, by SentencePiece itself."""
 
     def __init__(self, path: Path) -> None:
         import sentencepiece
@@ -42,12 +42,14 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(pieces, frozenset(self._bos), adds_space, REPLACE_EACH, bytes_of_text)
 
     def vocabulary(self) -> tuple[bytes, ...]:
+        """Return the pieces, without the text that the unknown token decodes to."""
         pieces = list(self._piece_bytes)
         pieces[self.model.unk_id()] = b""
         return tuple(pieces)
 
     def control_id(self, name: str) -> int | None:
-        token_id = self.model.piece_to_id(name)  # the unknown one's, where there is no such piece
+        """Return the id of a control token, None if there is none of this name."""
+        token_id = self.model.piece_to_id(name)  # the unknown token's id if there is no such piece
         return token_id if self.model.is_control(token_id) else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -62,7 +64,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 class TekkenTokenizer(Tokenizer):
-    """``tekken.json``, by mistral-common. The first ids are control tokens, then come byte sequences."""
+    """Tokenizer of a ``tekken.json``, by mistral-common. The first ids are control tokens, byte sequences follow."""
 
     def __init__(self, path: Path) -> None:
         from mistral_common.tokens.tokenizers.tekken import Tekkenizer
@@ -77,6 +79,7 @@ class TekkenTokenizer(Tokenizer):
         super().__init__(pieces, frozenset({self.tekkenizer.bos_id}), strips_space=False)
 
     def control_id(self, name: str) -> int | None:
+        """Return the id of a control token, None if there is none of this name."""
         return self.tekkenizer.get_special_token(name) if self.tekkenizer.is_special(name) else None
 
     def _encode(self, text: str) -> tuple[int, ...]:
@@ -84,7 +87,7 @@ class TekkenTokenizer(Tokenizer):
 
 
 class HfTokenizer(Tokenizer):
-    """``tokenizer.json``, by Hugging Face's tokenizers. Only decoders that map every id to bytes are taken."""
+    """Tokenizer of a ``tokenizer.json``, by Hugging Face's tokenizers. Its decoder must map every id to bytes."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -106,12 +109,13 @@ class HfTokenizer(Tokenizer):
             bos_ids = frozenset(backend.encode("").ids)
         except CheckpointError:
             raise
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # the library raises plain Exception
             raise CheckpointError(f"{path} is not a tokenizer of Hugging Face's tokenizers: {_first_line(error)}") from error
         self._backend = backend
         super().__init__(pieces, bos_ids, strips_space=any(map(_strips_space, steps)))
 
     def control_id(self, name: str) -> int | None:
+        """Return the id of a control token, None if there is none of this name."""
         token_id = self._backend.token_to_id(name)
         added = self._backend.get_added_tokens_decoder()
         return token_id if token_id in added and added[token_id].special else None
@@ -127,10 +131,10 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes, ...]:
-    """The bytes of every id; none for control tokens and for ids that have no piece."""
+    """Return the bytes of every id, none for control tokens and for ids without a piece."""
     added, vocab = backend.get_added_tokens_decoder(), backend.get_vocab()
     size = max(vocab.values()) + 1
-    if size > 2 * len(vocab) + MOST_HOLES:
+    if size > 2 * len(vocab) + MAX_UNUSED_IDS:
         raise ValueError(f"{len(vocab)} pieces have ids up to {size - 1}")
     pieces = [b""] * size
     for piece, token_id in vocab.items():
@@ -142,7 +146,7 @@ def _pieces(backend: "Backend", to_bytes: Callable[[str], bytes]) -> tuple[bytes
 
 
 def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]:
-    """What a piece stands for, by the steps of the file's decoder."""
+    """Return the function from a piece to its bytes, given the steps of the file's decoder."""
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         byte_of = _gpt2_bytes()
@@ -152,7 +156,7 @@ def _to_bytes(steps: list[dict[str, Any]], path: Path) -> Callable[[str], bytes]
         return lambda piece: _bytes_of_piece(piece, is_byte=has_bytes and _is_byte(piece))
     raise CheckpointError(
         f"{path} decodes by {', '.join(kinds) or 'nothing'} in a way that is not supported; "
-        "supported are ByteLevel, and what stands for SentencePiece (Replace or Metaspace, ByteFallback)"
+        "supported are ByteLevel and SentencePiece's steps (Replace or Metaspace, ByteFallback)"
     )
 
 
@@ -166,7 +170,7 @@ def _is_sentencepiece_step(step: dict[str, Any]) -> bool:
 
 
 def _bytes_of_piece(piece: str, *, is_byte: bool) -> bytes:
-    """ "\u2581King" is " King"; "<0x0A>" is a newline."""
+    """Return a piece's bytes: those of " King" for "\u2581King", a newline for "<0x0A>"."""
     return bytes([int(piece[3:5], 16)]) if is_byte else piece.replace(SPACE, " ").encode()
 
 
@@ -175,7 +179,7 @@ def _is_byte(piece: str) -> bool:
 
 
 def _gpt2_bytes() -> dict[str, int]:
-    """GPT-2's alphabet for bytes: printable ones are themselves, the others follow from U+0100 on, so that U+0120 is a space."""
+    """Return GPT-2's alphabet for bytes: printable bytes are themselves, the others start at U+0100, so U+0120 is a space."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

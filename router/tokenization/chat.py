@@ -1,4 +1,4 @@
-"""A conversation, and what turns it into a prompt."""
+"""Conversations, and the protocol of chat templates, which turn them into prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ ToolSpec = Mapping[str, Any]  # a function that the model may call, as OpenAI wr
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """``id`` is nine letters and digits, as Mistral wants it; ``arguments`` is JSON."""
+    """A call of a tool. ``id``: nine letters and digits, as Mistral's format requires. ``arguments``: JSON."""
 
     id: str
     name: str
@@ -20,7 +20,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """An assistant may call tools; what one answers is a message of the role tool, with the call's id."""
+    """A message. An assistant may call tools; the result is a message with the role tool and the call's id."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str
@@ -29,14 +29,14 @@ class ChatMessage:
 
 
 def message_texts(messages: Sequence[ChatMessage]) -> list[str]:
-    """All that somebody wrote."""
+    """Return every text that a user, a model or a tool wrote."""
     calls = [text for message in messages for call in message.tool_calls for text in (call.id, call.name, call.arguments)]
     return [message.content for message in messages] + [message.tool_call_id for message in messages] + calls
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model calls tools: the control tokens [TOOL_CALLS] and [ARGS].
+    """How a model calls tools: the ids of the control tokens [TOOL_CALLS] and [ARGS].
 
     Without ``args``: [TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]. With it, for each call: [TOOL_CALLS]f[ARGS]{...}.
     """
@@ -46,25 +46,23 @@ class ToolFormat:
 
 
 class ChatTemplate(Protocol):
-    """Token ids up to where the assistant answers.
-
-    What people and models wrote is text, also where it looks like a control token.
-    Raises RequestError for conversations that the model's format does not know.
-    """
+    """Turns conversations into prompts. What users and models wrote stays text, even if it looks like a control token."""
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """None for a format without tools."""
+        """How the model calls tools; None for a format without tools."""
         ...
 
-    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]: ...
+    def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Questions and answers in turn, as many of the latest as leave room for an answer.
+    """Alternating questions and answers: the latest ones that leave room for an answer.
 
-    ``head`` (a system message, or nothing) is never forgotten; ``num_dropped`` counts what was.
+    ``system`` (a system message or nothing) is never dropped; ``num_dropped`` counts the dropped messages.
     """
 
     prompt: ChatTemplate
@@ -75,11 +73,11 @@ class Conversation:
     num_dropped: int = 0
 
     def with_question(self, question: str) -> tuple["Conversation", tuple[int, ...]]:
-        """With a question, and the prompt for its answer. Raises RequestError if it fits into no context."""
+        """Return the conversation with a question, and its prompt. Raises RequestError if the question alone is too long."""
         turns = (*self.turns, ChatMessage("user", question))
-        room = self.context - min(self.max_tokens, self.context // 2)
+        max_prompt = self.context - min(self.max_tokens, self.context // 2)
         ids = self.prompt.encode((*self.system, *turns))
-        while len(ids) > room and len(turns) > 1:
+        while len(ids) > max_prompt and len(turns) > 1:
             turns = turns[2:]
             ids = self.prompt.encode((*self.system, *turns))
         if len(ids) >= self.context:
@@ -90,6 +88,6 @@ class Conversation:
         return replace(self, turns=turns, num_dropped=self.num_dropped + dropped), ids
 
     def with_answer(self, answer: str) -> "Conversation":
-        """With the answer to its last question; a question that got none is forgotten."""
+        """Return the conversation with the last question's answer; a question with an empty answer is dropped."""
         turns = (*self.turns, ChatMessage("assistant", answer)) if answer.strip() else self.turns[:-1]
         return replace(self, turns=turns)

@@ -1,4 +1,4 @@
-"""Which of a checkpoint's files say how its texts become tokens, and its conversations prompts."""
+"""Loads the tokenizer and the chat template of a checkpoint folder."""
 
 import json
 from pathlib import Path
@@ -9,25 +9,26 @@ from tramontane.router.tokenization.chat import ChatTemplate, ToolFormat
 from tramontane.router.tokenization.tokenizer import Tokenizer
 
 TEKKEN, HUGGING_FACE, SENTENCEPIECE = "tekken.json", "tokenizer.json", "tokenizer.model"
-VERSIONED = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]  # as Mistral names its own
+VERSIONED_NAMES = [f"{SENTENCEPIECE}.v{version}" for version in ("7m1", "7", "3m1", "3", "2", "1")]  # as Mistral names its own
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 PROBE = (("user", "ONE"), ("assistant", "TWO"), ("user", "THREE"))
-PROBE_BY_MISTRAL = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # but for spaces, and for what may stand before
+MISTRAL_PROBE = "[INST]ONE[/INST]TWO</s>[INST]THREE[/INST]"  # without spaces and without what may precede it
 
 
 def find_tokenizer_file(folder: Path) -> Path | None:
-    """The one that is read. Where there are several they agree, but for tokens that a fine-tune with
-    a chat template of its own has added: those are in ``tokenizer.json`` only.
+    """Return the tokenizer file to read, None if there is none.
+
+    Several files agree, except for tokens that a fine-tune with its own chat template added: only ``tokenizer.json`` has those.
     """
     if (folder / HUGGING_FACE).is_file() and _has_own_format(folder):
         return folder / HUGGING_FACE
-    candidates = (folder / name for name in (TEKKEN, *VERSIONED, SENTENCEPIECE, HUGGING_FACE))
+    candidates = (folder / name for name in (TEKKEN, *VERSIONED_NAMES, SENTENCEPIECE, HUGGING_FACE))
     return next((path for path in candidates if path.is_file()), None)
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
-    """None if the folder has none. Raises CheckpointError if it is damaged, or larger than the model's vocabulary."""
+    """Load a folder's tokenizer, None if there is none. Raises CheckpointError if it is damaged or exceeds ``vocab_size``."""
     path = find_tokenizer_file(folder)
     if path is None:
         return None
@@ -39,7 +40,7 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Tokenizer | None:
 
 
 def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
-    """As ``load_tokenizer``, for those who cannot do without."""
+    """Load a folder's tokenizer. Raises CheckpointError also if there is none."""
     tokenizer = load_tokenizer(folder, vocab_size)
     if tokenizer is None:
         raise CheckpointError(
@@ -49,60 +50,62 @@ def require_tokenizer(folder: Path, vocab_size: int) -> Tokenizer:
 
 
 def load_chat_template(folder: Path, tokenizer: Tokenizer) -> ChatTemplate:
-    """How a conversation becomes a prompt: by mistral-common for Mistral's tokenizers, else by the checkpoint's template."""
-    from tramontane.router.tokenization.mistral_chat import MistralChatTemplate  # it brings what completions never need
+    """Load a folder's chat template: mistral-common's for Mistral's tokenizers, otherwise the checkpoint's own."""
+    from tramontane.router.tokenization.mistral_chat import MistralChatTemplate  # imports what completions do not need
 
     template = _template(folder)
     if isinstance(tokenizer, HfTokenizer):
         if template is None:
             raise CheckpointError(
-                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is no chat model"
+                f"{folder} has no chat template (neither {TEMPLATE} nor one in {SETTINGS}): it is not a chat model"
             )
-        return _by_template(folder, template, tokenizer)
+        return _load_jinja(folder, template, tokenizer)
     if _has_own_format(folder):
         raise CheckpointError(f"{folder} has a chat template of its own, which needs the tokenizer as {HUGGING_FACE}; convert it")
     try:
         if isinstance(tokenizer, TekkenTokenizer):
             return MistralChatTemplate(tokenizer.tekkenizer)
         assert isinstance(tokenizer, SentencePieceTokenizer)
-        return MistralChatTemplate.of_sentencepiece(tokenizer.path)
+        return MistralChatTemplate.from_sentencepiece(tokenizer.path)
     except ValueError as error:
         raise CheckpointError(f"the tokenizer of {folder} lacks what Mistral's instruct format needs: {error}") from error
 
 
-def _by_template(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemplate:
+def _load_jinja(folder: Path, template: str, tokenizer: HfTokenizer) -> ChatTemplate:
     from tramontane.router.tokenization.template_chat import JinjaChatTemplate, TemplateTokens
 
     try:
-        return JinjaChatTemplate(template, _names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer))
+        return JinjaChatTemplate(
+            template, _token_names(folder), TemplateTokens(tokenizer.text), _tool_format(template, tokenizer)
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / HUGGING_FACE} is not as its chat template needs it: {error!r}") from error
 
 
 def _tool_format(template: str, tokenizer: Tokenizer) -> ToolFormat | None:
-    """Mistral's, if the template writes it."""
+    """Return Mistral's format for tools if the template uses it."""
     calls, args = (tokenizer.control_id(name) if name in template else None for name in ("[TOOL_CALLS]", "[ARGS]"))
     return None if calls is None or "tools" not in template else ToolFormat(calls, args)
 
 
 def _has_own_format(folder: Path) -> bool:
-    """Whether the folder's chat template writes anything else than Mistral's instruct format, as its own templates do too."""
+    """Return True if the folder has a chat template that does not write Mistral's instruct format."""
     template = _template(folder)
     if template is None:
         return False
-    from tramontane.router.tokenization.template_chat import compile_template, render  # only where there is a template
+    from tramontane.router.tokenization.template_chat import compile_template, render  # imported only if there is a template
 
     try:
-        said = [{"role": role, "content": content} for role, content in PROBE]
-        prompt = render(compile_template(template), said, _names(folder) | {"eos_token": "</s>"})
+        messages = [{"role": role, "content": content} for role, content in PROBE]
+        prompt = render(compile_template(template), messages, _token_names(folder) | {"eos_token": "</s>"})
     except (RequestError, CheckpointError):
         return True
-    return not "".join(prompt.split()).endswith(PROBE_BY_MISTRAL)
+    return not "".join(prompt.split()).endswith(MISTRAL_PROBE)
 
 
-def _names(folder: Path) -> dict[str, str]:
+def _token_names(folder: Path) -> dict[str, str]:
     settings = _settings(folder)
-    return {name: _content(settings.get(name)) for name in NAMED_TOKENS}
+    return {name: _token_text(settings.get(name)) for name in NAMED_TOKENS}
 
 
 def _template(folder: Path) -> str | None:
@@ -114,8 +117,8 @@ def _template(folder: Path) -> str | None:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     template = _settings(folder).get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
-        template = named[0].get("template") if named else None
+        defaults = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+        template = defaults[0].get("template") if defaults else None
     return template if isinstance(template, str) else None
 
 
@@ -130,6 +133,6 @@ def _settings(folder: Path) -> dict[str, object]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _content(token: object) -> str:
-    """A token is written as its text, or as an object with its text and flags."""
+def _token_text(token: object) -> str:
+    """Return the text of a token, which is written as a text or as an object with text and flags."""
     return str(token.get("content", "")) if isinstance(token, dict) else str(token or "")

@@ -1,4 +1,4 @@
-"""Mistral's own instruct formats, by mistral-common: control tokens are ids, never spelled out in text."""
+"""Mistral's own instruct formats, by mistral-common: control tokens are inserted as ids, never as text."""
 
 import json
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ FORMATS = {
     TokenizerVersion.v13: instruct.InstructTokenizerV13,
     TokenizerVersion.v15: instruct.InstructTokenizerV15,
 }
-# The first control token that each version of the SentencePiece models brought, newest first; version 1 had none.
-BROUGHT = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
+# A control token that each version of the SentencePiece models introduced, newest first; version 1 has none.
+INTRODUCED_TOKENS = {TokenizerVersion.v7: "[SYSTEM_PROMPT]", TokenizerVersion.v3: "[PREFIX]", TokenizerVersion.v2: "[INST]"}
 
 
 class MistralChatTemplate:
-    """Conversations of text, in the format of the tokenizer's version.
+    """Chat template in the format of the tokenizer's version.
 
-    In version 1 "[INST]" itself is text, so that there a user who types it does open an instruction.
+    In version 1 "[INST]" is itself text, so that a user who types it does begin an instruction.
     """
 
     def __init__(self, tokenizer: Tekkenizer | SentencePieceTokenizer) -> None:
@@ -46,17 +46,17 @@ class MistralChatTemplate:
         )
 
     @classmethod
-    def of_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
-        """The version is in the file's name (tokenizer.model.v3), or shows in its control tokens."""
+    def from_sentencepiece(cls, path: Path) -> "MistralChatTemplate":
+        """Load a SentencePiece model. Its version is in the file's name (tokenizer.model.v3), else its control tokens show it."""
         tokenizer = SentencePieceTokenizer(path)
         if path.suffix == ".model":
-            known = (version for version, token in BROUGHT.items() if tokenizer.is_special(token))
-            tokenizer = SentencePieceTokenizer(path, next(known, TokenizerVersion.v1))
+            versions = (version for version, token in INTRODUCED_TOKENS.items() if tokenizer.is_special(token))
+            tokenizer = SentencePieceTokenizer(path, next(versions, TokenizerVersion.v1))
         return cls(tokenizer)
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Version 1 has no tools, and from version 11 on calls are no list any more."""
+        """None in version 1, which has no tools. From version 11 on each call has its own control tokens."""
         tokenizer = self._mistral.instruct_tokenizer.tokenizer
         if tokenizer.version < TokenizerVersion.v2:
             return None
@@ -64,9 +64,10 @@ class MistralChatTemplate:
         return ToolFormat(tokenizer.get_special_token("[TOOL_CALLS]"), args)
 
     def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """Return token ids up to where the assistant answers. Raises RequestError if the format lacks such conversations."""
         written: list[Any] = [_to_mistral_message(message) for message in messages]
         try:
-            # A model's name is asked for, and used for nothing.
+            # The model's name is required and has no effect.
             request: ChatCompletionRequest[Any] = ChatCompletionRequest(
                 model="model", messages=written, tools=list(map(_known_fields, tools)) or None
             )
@@ -82,7 +83,7 @@ def _known_fields(tool: ToolSpec) -> Any:  # noqa: ANN401 - what mistral-common 
 
 
 def _to_mistral_message(message: ChatMessage) -> dict[str, Any]:
-    """As OpenAI writes it."""
+    """Return a message in OpenAI's shape."""
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         written["content"] = message.content or None

@@ -1,4 +1,4 @@
-"""A checkpoint's own chat template: Jinja, rendered to text, whose control tokens are its own and never a user's."""
+"""A checkpoint's own chat template: Jinja, whose control tokens come from the template and never from a user's text."""
 
 import json
 import re
@@ -19,13 +19,13 @@ from tramontane.router.tokenization.tokenizer import validate_text
 
 
 class TemplateTokens:
-    """Encodes what a template renders, as Hugging Face's tokenizers would, but for control tokens that people spelled out.
+    """Encodes rendered templates as Hugging Face's tokenizers do, except for control tokens that users spelled out.
 
-    In a copy of the tokenizer all added tokens have names that nobody can guess. Only what the template
-    writes is renamed; in what people write they are hidden from the renaming meanwhile:
+    In a copy of the tokenizer all added tokens have secret names. The template's own tokens are renamed; in users' texts an alias
+    protects them from the renaming:
 
         a user writes    "use </s>"
-        hidden           "use ALIAS2"
+        protected        "use ALIAS2"
         rendered         "[INST] use ALIAS2 [/INST]"
         encoded          "NAME3 use </s> NAME4"         where only NAME3 and NAME4 are control tokens
     """
@@ -36,7 +36,7 @@ class TemplateTokens:
         self._secret = secrets.token_hex(8)
         self._names = {token["content"]: f"<{self._secret}-{token['id']}>" for token in added}
         self._aliases = {token["content"]: f"{self._secret}={token['id']}=" for token in added}
-        # An answer may hold tokens that are added without being special, and templates look for them (</think>).
+        # Answers may hold added tokens that are not special, which templates look for (</think>).
         self._aliases_in_answers = {token["content"]: self._aliases[token["content"]] for token in added if token["special"]}
         self._contents = {alias: content for content, alias in self._aliases.items()}
         for token in added:
@@ -49,23 +49,23 @@ class TemplateTokens:
         self._tokenizer.no_padding()
 
     def protect(self, written: Any, *, in_answer: bool = False) -> Any:  # noqa: ANN401 - any JSON
-        """The same, with an alias for whatever looks like a control token in its texts."""
+        """Return the value with aliases for everything in its texts that looks like a control token."""
         if isinstance(written, str):
-            return _replaced(written, self._aliases_in_answers if in_answer else self._aliases)
+            return _replace_all(written, self._aliases_in_answers if in_answer else self._aliases)
         if isinstance(written, Mapping):
             return {self.protect(key): self.protect(value) for key, value in written.items()}
         return list(map(self.protect, written)) if isinstance(written, list | tuple) else written
 
     def encode(self, rendered: str) -> tuple[int, ...]:
-        """Raises RequestError if the template has cut or changed an alias."""
-        text = _replaced(_replaced(rendered, self._names), self._contents)
-        if self._secret in _replaced(text, dict.fromkeys(self._names.values(), "")).lower():
+        """Return the token ids of a rendered template. Raises RequestError if the template cut or changed an alias."""
+        text = _replace_all(_replace_all(rendered, self._names), self._contents)
+        if self._secret in _replace_all(text, dict.fromkeys(self._names.values(), "")).lower():
             raise RequestError("a message spells out control tokens, and the model's chat template alters them; leave them out")
         return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 class JinjaChatTemplate:
-    """``names``: what the template may call by name, such as ``bos_token``."""
+    """Chat template in Jinja. ``names``: variables of the template, such as ``bos_token``."""
 
     def __init__(
         self, template: str, names: Mapping[str, str], tokens: TemplateTokens, tool_format: ToolFormat | None = None
@@ -74,16 +74,17 @@ class JinjaChatTemplate:
         self.tool_format = tool_format
 
     def encode(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()) -> tuple[int, ...]:
+        """Return token ids up to where the assistant answers. Raises RequestError if the template refuses the conversation."""
         with validate_text(*message_texts(messages), json.dumps(list(tools), ensure_ascii=False)):
-            hidden = [self._hidden(message) for message in messages]
-            return self._tokens.encode(render(self._template, hidden, self._names, self._tokens.protect(list(tools)) or None))
+            protected = [self._protect(message) for message in messages]
+            return self._tokens.encode(render(self._template, protected, self._names, self._tokens.protect(list(tools)) or None))
 
-    def _hidden(self, message: ChatMessage) -> dict[str, Any]:
-        """As templates take a message: with arguments that are read already."""
+    def _protect(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message as templates expect it, with protected texts and parsed arguments."""
         content = self._tokens.protect(message.content, in_answer=message.role == "assistant")
         written: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
-            calls = [(call.id, {"name": call.name, "arguments": _read(call.arguments)}) for call in message.tool_calls]
+            calls = [(call.id, {"name": call.name, "arguments": _parse_arguments(call.arguments)}) for call in message.tool_calls]
             written["tool_calls"] = [
                 {"id": self._tokens.protect(call_id), "type": "function", "function": self._tokens.protect(function)}
                 for call_id, function in calls
@@ -93,7 +94,7 @@ class JinjaChatTemplate:
         return written
 
 
-def _read(arguments: str) -> Any:  # noqa: ANN401
+def _parse_arguments(arguments: str) -> Any:  # noqa: ANN401
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -101,22 +102,22 @@ def _read(arguments: str) -> Any:  # noqa: ANN401
 
 
 def compile_template(template: str) -> Template:
-    """With what transformers offers to templates. Raises CheckpointError."""
+    """Compile a template with the functions that transformers offers. Raises CheckpointError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
     try:
         return environment.from_string(template)
     except (TemplateError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the chat template cannot be understood: {error}") from error
+        raise CheckpointError(f"the chat template cannot be compiled: {error}") from error
 
 
 def render(
     template: Template, messages: Sequence[Mapping[str, Any]], names: Mapping[str, str], tools: Sequence[Any] | None = None
 ) -> str:
-    """Up to where the assistant answers. Raises RequestError."""
+    """Render a conversation up to where the assistant answers. Raises RequestError."""
     try:
         return template.render(messages=messages, add_generation_prompt=True, tools=tools, documents=None, **names)
     except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
@@ -124,20 +125,21 @@ def render(
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks what a model is to be trained on; it changes nothing here."""
+    """The tag ``{% generation %}``, which marks text for training; it has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - as Extension declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the tag's contents."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _replaced(text: str, replacements: Mapping[str, str]) -> str:
-    """The longest that fits, from left to right, all in one pass.
+def _replace_all(text: str, replacements: Mapping[str, str]) -> str:
+    """Replace the longest match at every position, from left to right, in one pass.
 
-    By first character and length rather than by one regular expression: a thousand tokens that begin alike
-    would be tried one after the other at every place.
+    It looks up slices by first character and length: one regular expression would try a thousand tokens that begin alike one
+    after the other at every position.
     """
     if not replacements:
         return text
@@ -154,7 +156,7 @@ def _replaced(text: str, replacements: Mapping[str, str]) -> str:
     return "".join(parts) + text[done:]
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
 
 
@@ -163,5 +165,5 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **settings: Any) -> str:  # noqa: ANN401
-    """As transformers gives it to templates: readable, not escaped for HTML."""
+    """Return JSON as transformers' filter does: readable, not escaped for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **settings)

@@ -1,4 +1,4 @@
-"""What a model says, told apart: text, and calls of tools in Mistral's formats, while it is said.
+"""Separates the text of an answer from its tool calls in Mistral's formats, token by token.
 
     parser = ToolCallParser(tokenizer, chat.tool_format)
     for event in events:
@@ -6,31 +6,32 @@
         if not parser.is_calling:
             text = choice_text.push(event)  # as without tools
 
-The deltas of a call are OpenAI's: the first one has its id and name, all have pieces of its arguments; ``merge_deltas`` puts them
-together. A choice that has made a call ends with the reason ``tool_calls`` where it would have ended with ``stop``.
+The deltas of a call are OpenAI's: the first has its id and name, all have pieces of its arguments; ``merge_deltas`` joins them.
+A choice that has made a call finishes with the reason ``tool_calls`` instead of ``stop``.
 """
 
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
 from tramontane.router.tokenization.tokenizer import IncrementalDecoder, Tokenizer
 
-HEAD = re.compile(r'[\[\s,}]*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*')  # what stands before a call's arguments in a list
+HEAD = re.compile(r'[\[\s,}]*\{\s*"name":\s*"([^"]*)",\s*"arguments":\s*')  # precedes a call's arguments in a list
 ID_LETTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 
 
 def new_call_id() -> str:
+    """Return a random id of nine letters and digits."""
     return "".join(secrets.choice(ID_LETTERS) for _ in range(ID_LENGTH))
 
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """News of the call with this index; ``id`` and ``name`` come with its first one."""
+    """Addition to the call with this index; ``id`` and ``name`` are in the first one."""
 
     index: int
     arguments: str
@@ -38,7 +39,7 @@ class CallDelta:
     name: str | None = None
 
     def as_openai(self) -> dict[str, Any]:
-        """One of a streamed message's ``tool_calls``."""
+        """Return the delta as an item of a streamed message's ``tool_calls``."""
         if self.name is None:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         function = {"name": self.name, "arguments": self.arguments}
@@ -46,7 +47,7 @@ class CallDelta:
 
 
 def merge_deltas(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
-    """The calls of a whole answer."""
+    """Return the calls of a whole answer."""
     calls: list[ToolCall] = []
     for delta in deltas:
         if delta.name is not None and delta.id is not None:
@@ -56,31 +57,26 @@ def merge_deltas(deltas: Iterable[CallDelta]) -> tuple[ToolCall, ...]:
     return tuple(calls)
 
 
-def as_openai(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """A whole message's ``tool_calls``."""
-    return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
-
-
 class ToolCallParser:
-    """Of one sequence. It follows a grammar (see ``constraints``), so its calls are well-formed as far as they go."""
+    """Parser for one sequence. It follows a grammar (see ``structured.grammar``), so its calls are well-formed but may be cut."""
 
-    def __init__(self, tokenizer: Tokenizer, form: ToolFormat, new_id: Callable[[], str] = new_call_id) -> None:
-        self._tokenizer, self._form, self._new_id = tokenizer, form, new_id
+    def __init__(self, tokenizer: Tokenizer, tool_format: ToolFormat, new_id: Callable[[], str] = new_call_id) -> None:
+        self._tokenizer, self._format, self._new_id = tokenizer, tool_format, new_id
         self._decoder: IncrementalDecoder | None = None
-        self._rest = ""  # said, and not yet told
-        self._object: _JsonObjectScanner | None = None  # of the arguments that are being said
+        self._rest = ""  # decoded and not yet returned
+        self._object: _JsonObjectScanner | None = None  # None outside of arguments
         self.num_calls = 0
 
     @property
     def is_calling(self) -> bool:
-        """Whether the last token, and all that follows, is about calls."""
+        """True once calls have begun; all later tokens belong to calls."""
         return self._decoder is not None
 
     def push(self, token_id: int) -> list[CallDelta]:
-        """What this token makes known of calls."""
-        if token_id == self._form.calls:
+        """Return what this token adds to calls."""
+        if token_id == self._format.calls:
             self._decoder, self._rest, self._object = self._tokenizer.decoder(), "", None
-        elif self._decoder is not None and token_id == self._form.args:
+        elif self._decoder is not None and token_id == self._format.args:
             name, self._rest = self._rest.strip(), ""
             return self._start_call(name)
         elif self._decoder is not None:
@@ -96,7 +92,7 @@ class ToolCallParser:
         deltas: list[CallDelta] = []
         while True:
             if self._object is None:
-                head = HEAD.match(self._rest) if self._form.args is None else None
+                head = HEAD.match(self._rest) if self._format.args is None else None
                 if head is None:
                     return deltas
                 self._rest = self._rest[head.end() :]
@@ -108,34 +104,34 @@ class ToolCallParser:
             arguments, self._rest = self._rest[:end], self._rest[end:]
             if arguments:
                 deltas.append(CallDelta(self.num_calls - 1, arguments))
-            if not self._object.is_found:
+            if not self._object.is_complete:
                 return deltas
             self._object = None
 
 
 class _JsonObjectScanner:
-    """Where a JSON object ends that comes in pieces."""
+    """Finds the end of a JSON object that arrives in pieces."""
 
     def __init__(self) -> None:
-        self._depth, self._in_text, self._is_escaped = 0, False, False
-        self.is_found = False
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self.is_complete = False
 
     @property
     def has_begun(self) -> bool:
         return self._depth > 0
 
     def find(self, piece: str) -> int:
-        """How much of the piece belongs to the object: of '1}}' in {"a": 1}} two characters."""
+        """Return how many characters of the piece belong to the object: of '1}}' in {"a": 1}} two."""
         for at, character in enumerate(piece):
             if self._is_escaped:
                 self._is_escaped = False
-            elif self._in_text:
-                self._is_escaped, self._in_text = character == "\\", character != '"'
+            elif self._in_string:
+                self._is_escaped, self._in_string = character == "\\", character != '"'
             elif character == '"':
-                self._in_text = True
+                self._in_string = True
             elif character in "{}":
                 self._depth += 1 if character == "{" else -1
                 if not self._depth:
-                    self.is_found = True
+                    self.is_complete = True
                     return at + 1
         return len(piece)

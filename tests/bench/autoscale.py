@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from serve_cluster import jobs_in, leftovers, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
 MOST = 3

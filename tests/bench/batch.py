@@ -29,9 +29,9 @@ import psutil
 from batch_server import Server
 from rich.console import Console
 
+from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
-from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage

@@ -41,7 +41,7 @@ from rich.table import Table
 from serve_cluster import URL, ingress_stats, leftovers, router_stats, served
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES, local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES, local_ray_cluster
 
 WANTED = 16  # streams with unfinished tokens, at each fault
 REQUESTS = 40

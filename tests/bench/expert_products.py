@@ -2,9 +2,10 @@
 
     python tests/bench/expert_products.py [--experts 8] [--dim 4096] [--hidden 14336] [--rows 2 4 8 16 32 128 1024]
 
-Mixtral 8x7B's sizes, in bfloat16: up to how many rows the second is quicker is what ``grouped.FEW_ROWS`` should be. Rows are
-dealt out to the experts by chance, several times, in a CUDA graph, so that no launch is waited for. The share is of the memory
-wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small sizes end soon.
+Mixtral 8x7B's sizes, in bfloat16: up to how many rows the first is quicker is what ``grouped_gemm.MAX_SMALL_BATCH_ROWS``
+should be. Rows are dealt out to the experts by chance, several times, in a CUDA graph, so that no launch is waited for. The
+share is of the memory wall: the bytes of all experts that have rows, at the speed of a copy. On a CPU (``--cpu``) only small
+sizes end soon.
 """
 
 import argparse
@@ -46,7 +47,7 @@ def main() -> None:
             touched = sum(len({*each.tolist()} - {0}) for each in ends) / DEALS  # groups that are empty end where others do
             wall_s = touched * (plain.w13_E2FD[0].nbytes + plain.w2_EDF[0].nbytes) / speed
             cells = _cells(plain.run, rows_CD, ends, wall_s)
-            cells += _cells(stack.row_by_row, rows_CD, ends, wall_s) if stack.for_few else ["", ""]
+            cells += _cells(stack.run_small_batch, rows_CD, ends, wall_s) if stack.has_small_batch_kernel else ["", ""]
             table.add_row(str(num_rows), f"{touched:.1f}", *cells)
     Console(width=100).print(table)
 

@@ -47,7 +47,7 @@ from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMes
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address
-from tramontane.workers.links.tcp_channel import SocketEdges
+from tramontane.workers.links.tcp_channel import TcpChannelFactory
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -96,7 +96,7 @@ def pipeline_speed(folder: Path, flags: str, prompts: int) -> float:
 def _expert_process(pipe: "Connection[Any, Any]", plan: ExpertPlan, actor_id: int) -> None:
     """Says when it has loaded; then told where a stage's calls come from, says where its replies will."""
     worker = ExpertWorker.load(plan, actor_id, RandomWeights())
-    door = ExpertServer(worker, plan, HOST, SocketEdges(), num_threads=1)
+    door = ExpertServer(worker, plan, HOST, TcpChannelFactory(), num_threads=1)
     pipe.send(None)
     while True:
         pipe.send(door.open(pipe.recv()))
@@ -158,7 +158,12 @@ def delayed_speed(pipes: list["Connection[Any, Any]"], plan: ExpertPlan, prompts
 
     def connect(actor_id: int, notify: Callable[[], None]) -> DelayedExpert:
         made = DirectExpertClient(
-            partial(introduce, actor_id), notify, ExpertMessageLayout.of(plan, CPU), HOST, SocketEdges(), f"experts {actor_id}"
+            partial(introduce, actor_id),
+            notify,
+            ExpertMessageLayout.of(plan, CPU),
+            HOST,
+            TcpChannelFactory(),
+            f"experts {actor_id}",
         )
         return DelayedExpert(made, delay_s)
 

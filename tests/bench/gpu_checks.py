@@ -156,7 +156,9 @@ def _prefill(kernel: PrefillKernel, window: int | None, device: str) -> float:
         for lens, heads in ((prefill.query_lens, HEADS), (prefill.key_lens, KV_HEADS), (prefill.key_lens, KV_HEADS))
     )
     blocks = zip(q.split(prefill.query_lens), k.split(prefill.key_lens), v.split(prefill.key_lens), strict=True)
-    return relative(kernel.attend(q, k, v, kernel.bias(prefill)), torch.cat([reference_attention(*b, window) for b in blocks]))
+    return relative(
+        kernel.attend(q, k, v, kernel.build_mask(prefill)), torch.cat([reference_attention(*b, window) for b in blocks])
+    )
 
 
 def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: str) -> float:
@@ -172,7 +174,7 @@ def _decode(kernel: DecodeKernel, window: int | None, page_size: int, device: st
         positions = torch.arange(index.ring.first_visible(position), position + 1, device=device)
         rows = index.ring.rows(torch.full_like(positions, slot), positions)
         expected.append(reference_attention(q[token, None], cached.k_NGd[rows], cached.v_NGd[rows], window))
-    return relative(kernel.attend(q, cached, kernel.bias(index)), torch.cat(expected))
+    return relative(kernel.attend(q, cached, kernel.build_mask(index)), torch.cat(expected))
 
 
 def _indexes(
@@ -199,7 +201,7 @@ def _indexes(
 def replay_check(device: str, small: bool) -> Iterator[Check]:
     """Logits of recorded steps against those of computed ones, of tokens that depend on neither: worst of several sizes."""
     with running(_four_layers(small), device, max_num_seqs=17, max_len=512) as runner:
-        means, worst = runner.worker.means, 0.0
+        backend, worst = runner.worker.backend, 0.0
         for batch in BATCHES:
             recorded = _forced(runner, batch)
             graphs, runner.worker.graphs = runner.worker.graphs, None
@@ -207,7 +209,7 @@ def replay_check(device: str, small: bool) -> Iterator[Check]:
             worst = max(worst, *differences, key=_badness)
             runner.worker.graphs = graphs
         yield Check("recorded steps: logits of them against computed ones, at worst", worst, MAX_DIFFERENCE)
-        if means.recorder is not None:
+        if backend.graph_capture is not None:
             recorded_sizes = {num_rows for num_rows, _ in graphs.sizes} if graphs is not None else set()
             missing = {next_power_of_two(batch) for batch in BATCHES} - recorded_sizes
             yield Check("recorded steps: sizes that could not be recorded", float(len(missing)), 1.0)

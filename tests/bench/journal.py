@@ -162,7 +162,7 @@ def _pauses(seconds: Seconds, num_stages: int, lengths: Sequence[int], window: i
     for run in (arrivals[:16], arrivals):
         scheduler = Scheduler(cache, SchedulerLimits(len(lengths), BUDGET, max_len, 1000), policy)
         trace = simulate(scheduler, PipelineModel(seconds, HOP_S), run)
-    return trace.first_token_s()
+    return trace.ttft_s()
 
 
 def _show(cases: Sequence[Case], real: Sequence[RealPauses], num_stages: int) -> None:

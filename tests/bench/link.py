@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.table import Table
 from tiny_models import tiny_args, tiny_plan
 
+from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.stage_control import fence_stages
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import Link, PipelinePlan
@@ -61,7 +62,7 @@ class SleepingStage(StageActor):
         from tramontane.workers.stage.pending_outcome import PendingOutcome
         from tramontane.workers.stage.stage_worker import StageWorker
 
-        worker = StageWorker.load(self._plan, self._weights, self._device)
+        worker = StageWorker.load(self._plan, self._settings.weights, self._settings.device)
         hidden_TD = torch.zeros(max(SIZES.values()), DIM)
 
         def begin(batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
@@ -98,7 +99,7 @@ def _stages(plan: PipelinePlan) -> Iterator[list["ActorHandle[Any]"]]:
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import benchmarks
     kind = remote_stage_class(SleepingStage).options(num_cpus=1)
-    yield [kind.remote(stage, RandomWeights(), "cpu", 1) for stage in plan.stages]
+    yield [kind.remote(stage, WorkerSettings(RandomWeights(), "cpu", threads=1)) for stage in plan.stages]
 
 
 async def _run(

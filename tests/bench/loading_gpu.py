@@ -31,7 +31,7 @@ from tramontane.proto.model_folder import Layout, read_model_args
 from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.checkpoint import Checkpoint
 from tramontane.workers.weights.quantize import load_tensor
-from tramontane.workers.weights.tensor_reader import MmapRows, RowsOf, open_reader
+from tramontane.workers.weights.tensor_reader import MmapRows, ReadRows, open_reader
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 EXTRA_LIMIT = 512 * 2**20  # pieces as they are stored, sorted, in float32; not more with more layers
@@ -40,7 +40,7 @@ TARGETS: dict[str, tuple[str, Quantization | None]] = {
     "to float32": ("float32", None),
     "to int8": ("bfloat16", Quantization.INT8),
 }
-Way = Callable[[str], AbstractContextManager[RowsOf]]
+Way = Callable[[str], AbstractContextManager[ReadRows]]
 console = Console(stderr=True)
 
 
@@ -79,12 +79,12 @@ class LibraryRows:
 
 
 @contextmanager
-def _mapped(_device: str) -> Iterator[RowsOf]:
+def _mapped(_device: str) -> Iterator[ReadRows]:
     yield MmapRows
 
 
 @contextmanager
-def _by_library(device: str) -> Iterator[RowsOf]:
+def _by_library(device: str) -> Iterator[ReadRows]:
     yield partial(LibraryRows, device)
 
 

@@ -19,9 +19,10 @@ from disk import forget, read_from_disk, write_model
 from rich.console import Console
 from rich.table import Table
 
+from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.actors.stage_actor import StageActor, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan
 from tramontane.proto.byte_size import GIB
 from tramontane.proto.model_args import ModelArgs, Quantization
@@ -107,7 +108,8 @@ def plan_for(args: ModelArgs, num_stages: int, dtype: str, quantize: Quantizatio
 def measure(plan: PipelinePlan, weights: WeightSource) -> list[Figures]:
     if isinstance(weights, Path):
         forget(weights)
-    stages = [remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, weights, "cpu", 1) for stage in plan.stages]
+    settings = WorkerSettings(weights, "cpu", threads=1)
+    stages = [remote_stage_class(MeasuredStage).options(num_cpus=1).remote(stage, settings) for stage in plan.stages]
     wait_until_ready(stages)
     figures: list[Figures] = ray.get([stage.figures.remote() for stage in stages])
     for stage in stages:

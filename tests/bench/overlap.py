@@ -27,7 +27,7 @@ from rich.table import Table
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
 from tramontane.cluster.config.engine_config import DEMO_MODEL
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.pipeline.stage_chain import ObjectStoreStageChain
 from tramontane.cluster.planning.hardware import probe_local
 from tramontane.cluster.planning.planner import PlanRequest, StageBudget, make_plan

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from serve_cluster import deploy, is_rolled_in, jobs_in, router_stats, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 WANTED = 12  # streams with unfinished tokens, at each deployment
 REQUESTS = 40

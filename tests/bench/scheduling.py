@@ -61,7 +61,7 @@ def measure(num_stages: int, num_sequences: int, num_steps: int) -> tuple[float,
         hearing = [requests[event.seq_id] for event in events]
         started = time.perf_counter()
         log.record(batch, result)
-        log.note_tokens(hearing, now)
+        log.record_tokens(hearing, now)
         noting.append(time.perf_counter() - started)
         for request in hearing:
             request.last_token_at = now

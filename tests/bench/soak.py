@@ -37,7 +37,7 @@ from serve_cluster import served
 from soak_load import MAX_BODY, Crowd, requests
 from soak_watch import Sample, is_quiet, not_back, quietest, slope_per_hour, take
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 EVERY_S = 30.0
 SHARES = (0.1, 0.45, 0.45)  # of the time, before each quiet look

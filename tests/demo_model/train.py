@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from tramontane.proto.hf_config import from_hf_config
 from tramontane.proto.model_args import ModelArgs
 from tramontane.workers.model.rotary import rotary_tables
-from tramontane.workers.model.transformer import StageModel, run_to_completion
+from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.weights.tensor_specs import stage_tensors
 
 CONFIG = {
@@ -136,7 +136,7 @@ def logits_of(model: StageModel, ids: Tensor, args: ModelArgs, attend: WindowAtt
     hidden = F.dropout(model.embed(ids.reshape(-1)), dropout, training=dropout > 0)
     for layer in range(args.n_layers):
         before = hidden
-        hidden = run_to_completion(model.layer(layer, hidden, rotary, attend))
+        hidden = model.layer(layer, hidden, rotary, attend)
         if dropout:
             hidden = before + F.dropout(hidden - before, dropout)
     return model.head(hidden)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tramontane.proto.jobs import ResultLine
 from tramontane.router.batch.claims import JobClaimStore
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import JobLimits
-from tramontane.router.batch.jobs import ResultLine
 from tramontane.router.batch.runner import Answer, BatchRunner
 from tramontane.router.batch.service import BatchService, JobSettings
 from tramontane.router.batch.storage import JobStorage

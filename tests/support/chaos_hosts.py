@@ -21,7 +21,7 @@ from chaos_faults import TITLES, Faults, title_of
 from hosts import Host, network, why_impossible
 
 from tramontane.cluster.config.ray_settings import RAY_SETTINGS, SERVE_SETTINGS
-from tramontane.cluster.pipeline.lifecycle import OBJECT_STORE_BYTES
+from tramontane.cluster.pipeline.ray_cluster import OBJECT_STORE_BYTES
 
 HEAD_PORT = 6379
 POLL_S = 0.05

@@ -29,7 +29,7 @@ def _serve(fused: FusedOps) -> None:
     model, plan, compiled_before = random_model(ARGS), tiny_plan(ARGS, 2), dict(counters["stats"])
     assert compiled_before["unique_graphs"]
     answers = [
-        run_in_process(plan, split_model(model, plan, means=DeviceBackend(cpu_kernels(), pointwise)), PROMPTS)
+        run_in_process(plan, split_model(model, plan, backend=DeviceBackend(cpu_kernels(), pointwise)), PROMPTS)
         for pointwise in (EAGER, fused)
     ]
     assert answers[0] == answers[1]

@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 
 from tramontane.proto.errors import RequestError, UnknownJobError
+from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.request import RequestOutput, SequenceRequest
-from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.served_model import ServedModel
 

@@ -80,7 +80,7 @@ async def run_answers(
 
     async def one(prompt: list[int]) -> RequestOutput:
         specs = [SequenceRequest(tuple(prompt), sampling)]
-        return RequestOutput.merged([batch async for batch in router.generate(specs)])
+        return RequestOutput.merge([batch async for batch in router.generate(specs)])
 
     outputs = list(await asyncio.gather(*map(one, prompts))) if together else [await one(prompt) for prompt in prompts]
     scheduler.check_integrity()

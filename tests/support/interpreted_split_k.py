@@ -27,7 +27,7 @@ def _difference(page_size: int, num_keys: int, window: int | None, kv_heads: int
     kernel = PagedDecode(type("OnCpu", (triton_splitk.FwOp,), attributes))
     index = _decode_index(POSITIONS, window, page_size)
     cached, q_BHd = _filled(index, kv_heads, torch.float32, HEAD_DIM), _random(len(POSITIONS), HEADS, HEAD_DIM, seed=1)
-    out_BHd = kernel.attend(q_BHd, cached, kernel.bias(index))
+    out_BHd = kernel.attend(q_BHd, cached, kernel.build_mask(index))
     return float((out_BHd - _expected(index, q_BHd, cached)).abs().max())
 
 

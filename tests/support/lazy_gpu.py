@@ -1,7 +1,7 @@
 """A GPU that takes its time: nothing is done when it is begun, and two processes' work is done in any order that events allow.
 
-As CUDA has it, a wait is for what had been recorded when the wait was asked for, and memory that is given back while somebody
-has it open, or is about to use it, is an error.
+As CUDA has it, a wait is for what had been recorded when the wait was asked for, and memory that is freed while another process
+has it open, or pending work uses it, is an error.
 """
 
 import random
@@ -20,14 +20,14 @@ from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
 class LazyMemory:
     bytes_N: Tensor
     handle: bytes
-    stream: "Stream"  # of whoever made it, or opened it
+    stream: "Stream"  # of the process that made or opened it
     opened_of: "LazyMemory | None" = None
     num_open: int = 0
     is_closed: bool = False
 
     def close(self) -> None:
         assert not self.is_closed
-        assert not self.num_open, "the neighbour has it open"
+        assert not self.num_open, "the neighbor has it open"
         assert not any(self.bytes_N.data_ptr() == other.data_ptr() for _, used in self.stream.begun for other in used), "in use"
         self.is_closed = True
         if self.opened_of is not None:
@@ -38,7 +38,7 @@ class LazyMemory:
 class LazyEvent:
     handle: bytes
     gpu: "LazyGpu"
-    stream: "Stream"  # of whoever records
+    stream: "Stream"  # of the process that records
     num_asked: int = 0
     num_done: int = 0
     is_closed: bool = False
@@ -68,7 +68,7 @@ class LazyEvent:
 @dataclass(eq=False)
 class OpenedEvent:
     event: LazyEvent
-    stream: "Stream"  # of whoever waits
+    stream: "Stream"  # of the process that waits
     handle: bytes = b""
 
     def record(self) -> None:
@@ -113,11 +113,11 @@ class LazyGpu:
 
     @property
     def num_kept(self) -> int:
-        """Pieces of memory that nobody has closed."""
+        """Pieces of memory that have not been closed."""
         return sum(not memory.is_closed for memory in self._memories)
 
     def is_done(self, event: LazyEvent) -> bool:
-        """Not while somebody is about to take what was done off its stream."""
+        """Whether the event was reached; waits while another thread takes a finished operation off its stream."""
         with self._turn:
             return event.num_done >= event.num_asked
 

@@ -1,4 +1,4 @@
-"""Stages whose experts are elsewhere, in this process: every expert actor's door is a real one, and can be shut."""
+"""Stages with expert actors in this process: every actor has a real server, whose links can be cut."""
 
 import asyncio
 import threading
@@ -20,7 +20,7 @@ from tramontane.workers.experts.expert_link import DirectExpertClient, ExpertMes
 from tramontane.workers.experts.expert_worker import ExpertCall, ExpertReply, ExpertWorker
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import Address, Channel, ChannelFactory, Listener
-from tramontane.workers.links.tcp_channel import SocketEdges
+from tramontane.workers.links.tcp_channel import TcpChannelFactory
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
@@ -36,7 +36,7 @@ def expert_plan(
     return plan_experts(args, ExpertRequest((StageBudget(2**30),) * num_actors, dtype, replicas=replicas, loads=loads))
 
 
-class WatchedEdges(SocketEdges):
+class WatchedEdges(TcpChannelFactory):
     """Remembers every end that it made, so that all can be cut at once, as when a process dies."""
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class WatchedEdges(SocketEdges):
 
 
 class ExpertActors:
-    """One worker and one door each. ``kill`` cuts all of an actor's links, and it is not to be found until ``revive``."""
+    """One worker and one server per actor. ``kill`` cuts all of an actor's links; it cannot be reached until ``revive``."""
 
     def __init__(self, plan: ExpertPlan, weights: WeightSource, edges: ChannelFactory | None = None) -> None:
         self.plan, self._fixed_edges = plan, edges  # of another kind; such actors cannot be killed
         self.workers = [ExpertWorker.load(plan, actor.actor_id, weights) for actor in plan.actors]
         self._edges = [WatchedEdges() for _ in plan.actors]
-        self._doors = [self._door(actor.actor_id) for actor in plan.actors]
+        self._servers = [self._make_server(actor.actor_id) for actor in plan.actors]
         self._dead: set[int] = set()
-        self.failure = ""  # why nobody who is dead will ever be revived
+        self.failure = ""  # why dead actors will never be revived
         self.before_call: dict[int, Callable[[ExpertCall], None]] = {}  # by actor
 
     def connect(self, actor_id: int, notify: Callable[[], None]) -> DirectExpertClient:
@@ -71,9 +71,9 @@ class ExpertActors:
         def introduce(calls: Address) -> Address:
             if actor_id in self._dead:
                 raise PipelineError(self.failure) if self.failure else ExpertUnavailableError("dead")
-            return self._doors[actor_id].open(calls)
+            return self._servers[actor_id].open(calls)
 
-        edges = self._fixed_edges or SocketEdges()
+        edges = self._fixed_edges or TcpChannelFactory()
         return DirectExpertClient(introduce, notify, ExpertMessageLayout.of(self.plan, CPU), HOST, edges, f"experts {actor_id}")
 
     def kill(self, actor_id: int) -> None:
@@ -81,12 +81,12 @@ class ExpertActors:
         for end in self._edges[actor_id].ends:
             end.close()
         self._edges[actor_id] = WatchedEdges()
-        self._doors[actor_id] = self._door(actor_id)
+        self._servers[actor_id] = self._make_server(actor_id)
 
     def revive(self, actor_id: int) -> None:
         self._dead.remove(actor_id)
 
-    def _door(self, actor_id: int) -> ExpertServer:
+    def _make_server(self, actor_id: int) -> ExpertServer:
         worker, run = self.workers[actor_id], ExpertWorker.run
 
         def watched(call: ExpertCall, rows_CD: torch.Tensor) -> ExpertReply:

@@ -19,7 +19,7 @@ from tramontane.router.tokenization.chat import ChatTemplate
 from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 
 TOKENIZER = SentencePieceTokenizer(DEMO_MODEL / "tokenizer.model")
-CHAT: ChatTemplate = MistralChatTemplate.of_sentencepiece(DEMO_MODEL / "tokenizer.model")
+CHAT: ChatTemplate = MistralChatTemplate.from_sentencepiece(DEMO_MODEL / "tokenizer.model")
 CONTEXT, MAX_BODY, VOCAB_SIZE = 128, 2**16, TOKENIZER.vocab_size
 MODEL = ServedModel("tiny", TOKENIZER, CONTEXT, 16, VOCAB_SIZE)
 TIMES = RequestTimings(0.0, 0.0, 0.0)

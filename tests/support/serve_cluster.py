@@ -23,10 +23,6 @@ from ray.serve.schema import ServeDeploySchema
 from tramontane.cluster.config.engine_config import EngineConfig
 from tramontane.cluster.serving.app import APPLICATION, application, grpc_options
 
-PORT, GRPC_PORT = 8765, 8766
-URL = f"http://127.0.0.1:{PORT}"
-GRPC = f"127.0.0.1:{GRPC_PORT}"
-
 
 def free_port() -> int:
     """A free port that nothing takes before the server does.
@@ -39,6 +35,11 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+PORT, GRPC_PORT = free_port(), free_port()
+URL = f"http://127.0.0.1:{PORT}"
+GRPC = f"127.0.0.1:{GRPC_PORT}"
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from chaos_load import Tokens, bodies, note_difference, tokens_of
 from grpc_fuzz import METHODS, REFUSALS, end_of, hostile_messages
 from rude_clients import Rude, Unexpected
 
+from tramontane.client import AsyncClient
 from tramontane.proto.errors import DeadlineExceededError, TramontaneError
-from tramontane.router.client.client import AsyncClient
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_BODY = 2**20  # that the server is started with

@@ -14,7 +14,7 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.router.scheduling.page_allocator import PageAllocator
 from tramontane.router.scheduling.sequence import Sequence
-from tramontane.workers.model.transformer import StageModel, StepCoroutine
+from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -29,14 +29,8 @@ def teacher_forced(folder: Path, ids: Seq[int], dtype: str, quantize: Quantizati
 
 
 def keep_hidden(model: StageModel, into: list[Tensor]) -> None:
-    """Every step's hidden states of all rows, as they leave the last layer."""
-
-    def kept(waiting: StepCoroutine[Tensor]) -> StepCoroutine[Tensor]:
-        hidden = yield from waiting
-        into.append(hidden)
-        return hidden
-
-    model.register_forward_hook(lambda _model, _args, waiting: kept(waiting))
+    """Keep every step's hidden states of all rows, as they leave the last layer."""
+    model.register_forward_hook(lambda _model, _args, hidden: into.append(hidden))
 
 
 class Driver:

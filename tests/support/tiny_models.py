@@ -72,7 +72,7 @@ def random_model(args: ModelArgs, seed: int = 0) -> StageModel:
 
 
 def split_model(
-    whole: StageModel, plan: PipelinePlan, read_pieces: LoadVocabulary = tuple, means: DeviceBackend | None = None
+    whole: StageModel, plan: PipelinePlan, read_pieces: LoadVocabulary = tuple, backend: DeviceBackend | None = None
 ) -> list[StageWorker]:
     """Stages that share the whole model's weights."""
     workers = []
@@ -81,7 +81,7 @@ def split_model(
         with torch.device("meta"):
             part = StageModel(plan.args, stage.layers)
         part.load_state_dict({name: state[name] for name in part.state_dict()}, assign=True)
-        workers.append(StageWorker(stage, part, read_pieces=read_pieces, means=means))
+        workers.append(StageWorker(stage, part, read_pieces=read_pieces, backend=backend))
     return workers
 
 
@@ -117,7 +117,7 @@ def unpacked(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def tiny_plan(args: ModelArgs, num_stages: int = 1, page_size: int = 16, max_num_seqs: int = 64, **changes: Any) -> PipelinePlan:  # noqa: ANN401
     request = PlanRequest(
-        rooms=(StageBudget(4 * GIB),) * num_stages,
+        budgets=(StageBudget(4 * GIB),) * num_stages,
         dtype="float32",
         max_model_len=args.max_seq_len,
         max_num_seqs=max_num_seqs,

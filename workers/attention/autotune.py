@@ -1,4 +1,4 @@
-"""Which kernels a stage attends with: on a GPU the fastest of those that are there and compute what the plain ones do.
+"""Choice of a stage's attention kernels: on a GPU the fastest of those that run and agree with PyTorch's attention.
 
 Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tramontane.proto.plan import StagePlan, WindowClass, ring_pages
 from tramontane.workers.attention.backend import AttentionKernels, DecodeKernel, PrefillKernel
-from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, decode_index, num_cached_keys
+from tramontane.workers.attention.metadata import DecodeMetadata, PrefillMetadata, build_decode_metadata, num_cached_keys
 from tramontane.workers.attention.page_table import padded_width
 from tramontane.workers.attention.rolling_cache import LayerCache, PageRings
 from tramontane.workers.attention.sdpa_backend import BatchSizeDispatch, PagedDecode, SdpaPrefill, cpu_kernels
@@ -25,22 +25,24 @@ logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 Compute = Callable[[], Tensor]
-Clock = Callable[[Compute], float]  # seconds that it takes
+Clock = Callable[[Compute], float]  # returns seconds
 
-# Rounding of 16-bit floats makes a tenth of it; a key too many, or one too few, far more.
-MAX_DIFFERENCE = 2e-2  # relative, by norms
-CHUNKS, CHUNK_TOKENS, KEYS = 4, 128, 1024  # what is tried of prompts: chunks, and keys before each
-# With so many, and with a stage's own windows, the right ones are timed: tables are partly filled then, as most are while a
-# sequence grows. 80 pages of 16 in a table of 96, and 65 of the 32nd token. To tell right from wrong fewer keys are better.
-TIMED_KEYS = 1280
-FEW_TOKENS, MANY_TOKENS = 4, 32  # for either number of single tokens other kernels may be the fastest
-WIDEST = 256  # window that is tried in the place of a wider one: kernels cannot tell, and this one ends within the keys
-CYCLES = 50_000_000  # for which the GPU is kept waiting, some 25 ms, while the host asks for what is timed
+# Relative, by norms. 16-bit rounding causes a tenth of it; one key too many or too few far more.
+MAX_DIFFERENCE = 2e-2
+CHUNKS, CHUNK_TOKENS = 4, 128  # of a prefill case
+CORRECTNESS_KEYS = 1024  # cached before each chunk or single token: with few keys errors show more clearly
+# Wider windows are replaced by this one, which ends within the keys: kernels do not distinguish them.
+MAX_CORRECTNESS_WINDOW = 256
+# Timed with the stage's own windows and with partly filled tables, as most are while a sequence grows: 80 pages of 16 in a
+# table of 96, and 65 of the 32nd token.
+TIMING_KEYS = 1280
+FEW_TOKENS, MANY_TOKENS = 4, 32  # numbers of single tokens for which different kernels may be the fastest
+SLEEP_CYCLES = 50_000_000  # for which the GPU is kept busy, about 25 ms, while the host queues what is timed
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """The problems of one window class that kernels are tried on: of a stage's own geometry, with random numbers."""
+    """Random inputs for kernels, of one window class and the stage's own geometry."""
 
     q_THd: Tensor
     k_SGd: Tensor
@@ -51,36 +53,38 @@ class KernelCase:
     decode_index: DecodeMetadata
 
     def prefill(self, kernel: PrefillKernel) -> Compute:
-        bias = kernel.bias(self.prefill_index)
-        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, bias)
+        """Return the prefill of this case by a kernel, with its mask built."""
+        mask = kernel.build_mask(self.prefill_index)
+        return lambda: kernel.attend(self.q_THd, self.k_SGd, self.v_SGd, mask)
 
     def decode(self, kernel: DecodeKernel) -> Compute:
-        bias = kernel.bias(self.decode_index)
-        return lambda: kernel.attend(self.q_BHd, self.cached, bias)
+        """Return the decode of this case by a kernel, with its mask built."""
+        mask = kernel.build_mask(self.decode_index)
+        return lambda: kernel.attend(self.q_BHd, self.cached, mask)
 
     @property
     def expected(self) -> tuple[Tensor, Tensor]:
-        """Of prefill and decode, in float32."""
+        """Outputs of prefill and decode by PyTorch in float32."""
         q_THd, k_SGd, v_SGd, q_BHd, k_NGd, v_NGd = (
             x.float() for x in (self.q_THd, self.k_SGd, self.v_SGd, self.q_BHd, self.cached.k_NGd, self.cached.v_NGd)
         )
         prefill, decode = SdpaPrefill(), PagedDecode()
-        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.bias(self.prefill_index))
-        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.bias(self.decode_index))
+        out_THd = prefill.attend(q_THd, k_SGd, v_SGd, prefill.build_mask(self.prefill_index))
+        return out_THd, decode.attend(q_BHd, LayerCache(k_NGd, v_NGd), decode.build_mask(self.decode_index))
 
 
 def correctness_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """One for each window class, with so many single tokens: to see what is right."""
+    """Return a case per window class, with so many single tokens, that shows which kernels are correct."""
     windows = [window_class.window for window_class in plan.cache.classes]
-    return [_trial(plan, device, num_tokens, window and min(window, WIDEST), KEYS) for window in windows]
+    return [_case(plan, device, num_tokens, w and min(w, MAX_CORRECTNESS_WINDOW), CORRECTNESS_KEYS) for w in windows]
 
 
 def timing_cases(plan: StagePlan, device: torch.device, num_tokens: int) -> list[KernelCase]:
-    """The same to see what is fast."""
-    return [_trial(plan, device, num_tokens, window_class.window, TIMED_KEYS) for window_class in plan.cache.classes]
+    """Return a case per window class, with so many single tokens, that shows which kernels are fast."""
+    return [_case(plan, device, num_tokens, window_class.window, TIMING_KEYS) for window_class in plan.cache.classes]
 
 
-def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
+def _case(plan: StagePlan, device: torch.device, num_tokens: int, window: int | None, keys: int) -> KernelCase:
     args, dtype, page_size = plan.args, getattr(torch, plan.dtype), plan.cache.page_size
     num_keys = CHUNK_TOKENS + num_cached_keys(keys, window)
     generator = torch.Generator(device).manual_seed(0)
@@ -101,13 +105,13 @@ def _trial(plan: StagePlan, device: torch.device, num_tokens: int, window: int |
         prefill_index,
         random(num_tokens, args.n_heads, args.head_dim),
         LayerCache(random(*rows), random(*rows)),
-        decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts),
+        build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts),
     )
 
 
 def _filled_ring(window: int | None, page_size: int, num_tokens: int, device: torch.device) -> PageRings:
-    """Of a pool in which no sequence's pages lie in order."""
-    entries = ring_pages(window, page_size, 2 * KEYS)
+    """Return a full page ring per token, from a pool in which the pages of no sequence are in order."""
+    entries = ring_pages(window, page_size, 2 * CORRECTNESS_KEYS)
     ring = PageRings(WindowClass(window, entries, entries * num_tokens), page_size, num_tokens, device)
     pages = torch.randperm(entries * num_tokens, generator=torch.Generator().manual_seed(0)).tolist()
     for slot in range(num_tokens):
@@ -124,7 +128,7 @@ def select_fastest(
     expected: Tensor,
     clock: Clock,
 ) -> tuple[str, K] | None:
-    """Of those that run and agree with what is expected; None if there is none. One line in the log says what was seen."""
+    """Return the fastest of the kernels that run and agree with ``expected``, or None; log one line with the outcome of each."""
     seconds: dict[str, float] = {}
     reports = []
     for name, kernel in kernels.items():
@@ -132,7 +136,7 @@ def select_fastest(
             assert_close_norm(prepare(kernel)(), expected, MAX_DIFFERENCE)
             seconds[name] = clock(prepare_timed(kernel))
             reports.append(f"{name} {seconds[name] * 1e6:.0f} us")
-        except Exception as error:  # whatever a library's kernels raise where they do not fit
+        except Exception as error:  # libraries raise errors of any kind where a kernel does not fit
             reports.append(f"{name} {one_line(error)}")
     best = min(seconds, key=seconds.__getitem__) if seconds else None
     level = logging.INFO if best else logging.WARNING
@@ -141,22 +145,20 @@ def select_fastest(
 
 
 def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
+    """Choose the kernels of a stage: those for CPUs, or the fastest ones on its GPU, or PyTorch's without xformers."""
     if device.type == "cpu":
         return cpu_kernels()
     try:
-        from tramontane.workers.attention.xformers_backend import (  # not installed on every platform
-            decode_kernels,
-            prefill_kernels,
-        )
+        # xformers is not installed on every platform.
+        from tramontane.workers.attention.xformers_backend import decode_kernels, prefill_kernels
     except (ImportError, OSError) as error:
-        logger.warning("attention by PyTorch's: xformers cannot be used (%s)", error)
+        logger.warning("attention is computed by PyTorch, because xformers cannot be imported (%s)", error)
         return AttentionKernels(SdpaPrefill(), PagedDecode())
     with torch.inference_mode():
-        prefill = _chosen_prefill(
-            correctness_cases(plan, device, 1), timing_cases(plan, device, 1), prefill_kernels(), cuda_seconds
-        )
+        correctness, timing = correctness_cases(plan, device, 1), timing_cases(plan, device, 1)
+        prefill = _choose_prefill(correctness, timing, prefill_kernels(), cuda_seconds)
         few, many = (
-            _chosen_decode(
+            _choose_decode(
                 correctness_cases(plan, device, num_tokens),
                 timing_cases(plan, device, num_tokens),
                 decode_kernels(plan.cache.page_size, num_tokens),
@@ -167,29 +169,34 @@ def select_kernels(plan: StagePlan, device: torch.device) -> AttentionKernels:
     return AttentionKernels(prefill, BatchSizeDispatch(few, many, FEW_TOKENS))
 
 
-def _chosen_prefill(
-    trials: list[KernelCase], timed: list[KernelCase], kernels: Mapping[str, PrefillKernel], clock: Clock
+def _choose_prefill(
+    correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, PrefillKernel], clock: Clock
 ) -> PrefillKernel:
-    """The fastest over all window classes, or PyTorch's where none can be used."""
+    """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
+    fastest = select_fastest(
+        "prefill",
+        kernels,
+        lambda kernel: _run_all([case.prefill(kernel) for case in correctness]),
+        lambda kernel: _run_all([case.prefill(kernel) for case in timing]),
+        _concat([case.expected[0] for case in correctness]),
+        clock,
+    )
+    return fastest[1] if fastest else SdpaPrefill()
 
-    def prepare(kernel: PrefillKernel, among: list[KernelCase] = trials) -> Compute:
-        return _run_all([trial.prefill(kernel) for trial in among])
 
-    expected = _concat([trial.expected[0] for trial in trials])
-    best = select_fastest("prefill", kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
-    return best[1] if best else SdpaPrefill()
-
-
-def _chosen_decode(
-    trials: list[KernelCase], timed: list[KernelCase], kernels: Mapping[str, DecodeKernel], clock: Clock
+def _choose_decode(
+    correctness: list[KernelCase], timing: list[KernelCase], kernels: Mapping[str, DecodeKernel], clock: Clock
 ) -> DecodeKernel:
-    def prepare(kernel: DecodeKernel, among: list[KernelCase] = trials) -> Compute:
-        return _run_all([trial.decode(kernel) for trial in among])
-
-    job = f"decode of {len(trials[0].q_BHd)}"
-    expected = _concat([trial.expected[1] for trial in trials])
-    best = select_fastest(job, kernels, prepare, lambda kernel: prepare(kernel, timed), expected, clock)
-    return best[1] if best else PagedDecode()
+    """Return the fastest kernel over all window classes, or PyTorch's if none can be used."""
+    fastest = select_fastest(
+        f"decode of {len(correctness[0].q_BHd)}",
+        kernels,
+        lambda kernel: _run_all([case.decode(kernel) for case in correctness]),
+        lambda kernel: _run_all([case.decode(kernel) for case in timing]),
+        _concat([case.expected[1] for case in correctness]),
+        clock,
+    )
+    return fastest[1] if fastest else PagedDecode()
 
 
 def _run_all(computes: list[Compute]) -> Compute:
@@ -201,15 +208,16 @@ def _concat(outs: list[Tensor]) -> Tensor:
 
 
 def cuda_seconds(compute: Compute, rounds: int = 10) -> float:
-    """The median of some rounds, after three that count for nothing. The GPU waits until all have been asked for, or the host's
-    pace would be what is measured.
+    """Return the median of several rounds, after three that do not count.
+
+    The GPU sleeps until all rounds are queued; otherwise the speed of the host would be measured.
     """
     for _ in range(3):
         compute()
-    torch.cuda._sleep(CYCLES)  # type: ignore[no-untyped-call]
-    marks = [CudaDeviceEvent()]
+    torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    events = [CudaDeviceEvent()]
     for _ in range(rounds):
         compute()
-        marks.append(CudaDeviceEvent())
-    marks[-1].wait()
-    return sorted(second.seconds_since(first) for first, second in pairwise(marks))[rounds // 2]
+        events.append(CudaDeviceEvent())
+    events[-1].wait()
+    return sorted(second.seconds_since(first) for first, second in pairwise(events))[rounds // 2]

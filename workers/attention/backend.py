@@ -1,7 +1,6 @@
-"""Attention over the rolling cache: what it computes, and how a micro-batch is put before the kernels that compute it.
+"""Attention over the rolling cache: its definition, the protocols of kernels, and their use for one micro-batch.
 
-Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads,
-G key/value heads, d head_dim.
+Shape letters: T tokens, B single tokens, S keys of a packed row, H query heads, G key/value heads, d head_dim.
 """
 
 from dataclasses import dataclass
@@ -15,19 +14,22 @@ from tramontane.workers.attention.rolling_cache import LayerCache, RollingCache
 
 
 def causal_window_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device | None = None) -> Tensor:
-    """Boolean [queries, keys]: causal from the bottom-right corner, within the window.
+    """Return a boolean mask [queries, keys]: causal from the bottom-right corner, within the window.
 
-    2 queries, 4 keys, W = 3: the queries stand at keys 2 and 3, so the first sees keys
-    0..2 and the second 1..3: [[1, 1, 1, 0], [0, 1, 1, 1]].
+    2 queries, 4 keys, W = 3: the queries are at keys 2 and 3, so the first sees keys 0..2 and the second 1..3:
+    [[1, 1, 1, 0], [0, 1, 1, 1]].
     """
-    own = torch.arange(num_keys - num_queries, num_keys, device=device)
-    distance = own[:, None] - torch.arange(num_keys, device=device)[None, :]
+    query_positions = torch.arange(num_keys - num_queries, num_keys, device=device)
+    distance = query_positions[:, None] - torch.arange(num_keys, device=device)[None, :]
     causal = distance >= 0
     return causal if window is None else causal & (distance < window)
 
 
 def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int | None) -> Tensor:
-    """One sequence, its T last positions against all S: softmax(q k / sqrt(d)) v, masked. Returns THd."""
+    """Compute masked softmax(q k / sqrt(d)) v of one sequence, its last T positions against all S, [T, H, d].
+
+    The definition that tests compare kernels with.
+    """
     groups = q_THd.shape[1] // k_SGd.shape[1]
     k_SHd, v_SHd = (x.repeat_interleave(groups, dim=1) for x in (k_SGd, v_SGd))
     scores_HTS = torch.einsum("thd,shd->hts", q_THd.float(), k_SHd.float()) * q_THd.shape[-1] ** -0.5
@@ -37,36 +39,45 @@ def reference_attention(q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, window: int
 
 
 class PrefillKernel(Protocol):
-    """Packed queries against the keys of their chunks: ``bias`` once per step and window class, ``attend`` per layer."""
+    """Attention of packed queries to the keys of their chunks."""
 
-    def bias(self, index: PrefillMetadata) -> Any: ...  # noqa: ANN401 - each kernel has its own mask type
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: Any) -> Tensor: ...  # noqa: ANN401
+    def build_mask(self, index: PrefillMetadata) -> Any:  # noqa: ANN401 - each kernel has its own mask type
+        """Build what ``attend`` needs, once per step and window class."""
+
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: Any) -> Tensor:  # noqa: ANN401
+        """Compute the output [T, H, d] of one layer."""
+        ...
 
 
 class DecodeKernel(Protocol):
-    """Likewise, for single tokens: each against the keys of its sequence in the cache."""
+    """Attention of single tokens to the keys of their sequences in the cache."""
 
-    def bias(self, index: DecodeMetadata) -> Any: ...  # noqa: ANN401
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: Any) -> Tensor: ...  # noqa: ANN401
+    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
+        """Build what ``attend`` needs, once per step and window class."""
+
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: Any) -> Tensor:  # noqa: ANN401
+        """Compute the output [B, H, d] of one layer."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernels:
-    """How a stage attends."""
+    """Kernels of a stage: one for chunks of several tokens, one for single tokens."""
 
     prefill: PrefillKernel
     decode: DecodeKernel
 
 
 class CachedAttention:
-    """The ``Attend`` of one micro-batch: reads and writes the rolling cache around the kernels."""
+    """The ``Attend`` of one micro-batch: it reads and writes the rolling cache around the kernels."""
 
     def __init__(self, cache: RollingCache, index: AttentionMetadata, kernels: AttentionKernels) -> None:
         self.cache, self.index, self.kernels = cache, index, kernels
-        self.prefill_bias = [p and kernels.prefill.bias(p) for p in index.prefill]
-        self.decode_bias = [d and kernels.decode.bias(d) for d in index.decode]
+        self.prefill_masks = [p and kernels.prefill.build_mask(p) for p in index.prefill]
+        self.decode_masks = [d and kernels.decode.build_mask(d) for d in index.decode]
 
     def __call__(self, layer: int, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
+        """Attend to the cache and the row's own keys in one layer, and write the keys and values that stay; [T, H, d]."""
         split, window_class = self.index.num_prefill_tokens, self.cache.class_of[layer]
         outs = []
         if (prefill := self.index.prefill[window_class]) is not None:
@@ -76,13 +87,13 @@ class CachedAttention:
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _prefill(self, layer: int, index: PrefillMetadata, q_THd: Tensor, k_TGd: Tensor, v_TGd: Tensor) -> Tensor:
-        """Unrotate, attend, then write: the chunk may be longer than what the cache keeps."""
+        """Read cached keys, attend, then write: the chunk may be longer than what the cache keeps."""
         cached = self.cache.layers[layer]
         k_SGd, v_SGd = k_TGd, v_TGd
         if len(index.cached_rows):
             k_CGd, v_CGd = cached.read(index.cached_rows)
             k_SGd, v_SGd = torch.cat((k_CGd, k_TGd))[index.key_order], torch.cat((v_CGd, v_TGd))[index.key_order]
-        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_bias[self.cache.class_of[layer]])
+        out_THd = self.kernels.prefill.attend(q_THd, k_SGd, v_SGd, self.prefill_masks[self.cache.class_of[layer]])
         cached.write(index.write_rows, k_TGd[index.written], v_TGd[index.written])
         return out_THd
 
@@ -90,4 +101,4 @@ class CachedAttention:
         """Write, then attend: the token's own key is in the cache like any other."""
         cached = self.cache.layers[layer]
         cached.write(index.write_rows, k_BGd, v_BGd)
-        return self.kernels.decode.attend(q_BHd, cached, self.decode_bias[self.cache.class_of[layer]])
+        return self.kernels.decode.attend(q_BHd, cached, self.decode_masks[self.cache.class_of[layer]])

@@ -1,16 +1,16 @@
 """Index tensors of one micro-batch: built once per window class, used by every layer.
 
-Worked example, W = 3, three prompts of 4, 1 and 3 tokens, two tokens per sequence
-and step. First step: queries [2, 1, 2], keys [2, 1, 2]. Second step, if the short
-prompt waits: queries [2, 0, 1], keys [4, 1, 3]: a chunk sees min(start, W-1) cached
-keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position + 1).
+Worked example, W = 3, three prompts of 4, 1 and 3 tokens, two tokens per sequence and step. First step: queries
+[2, 1, 2], keys [2, 1, 2]. Second step, if the short prompt waits: queries [2, 0, 1], keys [4, 1, 3]: a chunk sees
+min(start, W-1) cached keys and its own. Then one decode token each: keys [3, 2, 3] = min(W, position + 1).
 
-Chunks of several tokens come first in the row and read their cached keys in position
-order ("unrotated"), then write. Single tokens come last; they write first, then read:
-gathered (``bucket_decodes``) or by the page (``page_table``), as the kernels like it.
+Chunks of several tokens come first in the row; they read their cached keys in position order ("unrotated"), then write.
+Single tokens come last; they write first, then read, gathered (``bucket_decodes``) or by page (``page_table``), depending
+on the kernel.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -25,10 +25,14 @@ from tramontane.workers.device.pinned_memory import tensor_on, to_device
 class PrefillMetadata:
     """Chunks of several tokens, for one window class.
 
-    ``cached_rows`` [C]: cache rows of all keys from earlier chunks. ``key_order``: for the
-    concatenation of those C keys and the row's own, the order that puts each chunk's keys
-    together, oldest first. ``written`` [N]: tokens of the row that stay in the cache, and
-    ``write_rows`` [N] where.
+    Attributes:
+        query_lens: tokens of each chunk.
+        key_lens: keys of each chunk, cached and own.
+        cached_rows: [C], cache rows of all keys from earlier chunks.
+        key_order: permutation of those C keys followed by the row's own, which puts each chunk's keys together, oldest
+            first.
+        written: [N], tokens of the row that are written to the cache.
+        write_rows: [N], cache rows that they are written to.
     """
 
     window: int | None
@@ -42,9 +46,9 @@ class PrefillMetadata:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMetadata:
-    """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B], on the device.
+    """B single tokens, for one window class: ``slots``, ``positions`` and ``write_rows`` [B] on the device.
 
-    ``starts`` are the positions as the host knows them; ``num_pages`` is wide enough for a table of what any of them sees.
+    ``starts`` are the positions on the host. ``num_pages`` is the width of a page table that holds what any of them sees.
     """
 
     ring: PageRings
@@ -57,7 +61,7 @@ class DecodeMetadata:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """``prefill`` and ``decode`` have one entry per window class, None where there are no such chunks."""
+    """Index tensors of a micro-batch. ``prefill`` and ``decode`` have one entry per window class, None without such tokens."""
 
     token_ids: Tensor
     positions: Tensor
@@ -68,11 +72,12 @@ class AttentionMetadata:
 
 
 def num_cached_keys(start: int, window: int | None) -> int:
-    """Earlier positions that a chunk starting at ``start`` can still see."""
+    """Return how many earlier positions a chunk that starts at ``start`` can see."""
     return start if window is None else min(start, window - 1)
 
 
 def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: torch.device) -> AttentionMetadata:
+    """Build the index tensors of a micro-batch whose sequences and pages are in ``table``."""
     runs = [chunk for chunk in batch.chunks if chunk.num_tokens > 1]
     ones = batch.chunks[len(runs) :]
     assert all(chunk.num_tokens == 1 for chunk in ones), "chunks of several tokens stand first"
@@ -89,18 +94,18 @@ def build_attention_metadata(batch: MicroBatch, table: SequenceTable, device: to
         sampled_rows=tensor_on(_sampled_rows(batch), torch.int64, device),
         prefill=tuple(_prefill_index(runs, ring, table, device) if runs else None for ring in table.rings),
         decode=tuple(
-            decode_index(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
+            build_decode_metadata(ring, slots_B, positions_B, padded_width(starts, ring), starts) if starts else None
             for ring in table.rings
         ),
     )
 
 
 def _sampled_rows(batch: MicroBatch) -> list[int]:
-    """Chunks of 3 and 2 tokens, of which the second wants one, and two decodes: rows 4, 5 and 6."""
+    """Return the rows to sample. Chunks of 3 and 2 tokens, of which the second needs a sample, and two decodes: 4, 5 and 6."""
     ends = _ends([chunk.num_tokens for chunk in batch.chunks])
-    wanting = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.needs_sample]
+    of_chunks = [end - 1 for end, chunk in zip(ends, batch.chunks, strict=True) if chunk.needs_sample]
     first = ends[-1] if ends else 0
-    return [*wanting, *range(first, first + len(batch.decodes.seq_ids))]
+    return [*of_chunks, *range(first, first + len(batch.decodes.seq_ids))]
 
 
 def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, device: torch.device) -> PrefillMetadata:
@@ -123,7 +128,10 @@ def _prefill_index(runs: list[Chunk], ring: PageRings, table: SequenceTable, dev
 
 
 def _key_order(cached: list[int], lens: list[int]) -> Tensor:
-    """cached [2, 1], own [2, 1]: rows are c0 c0 c1 o0 o0 o1, wanted c0 c0 o0 o0 c1 o1: [0, 1, 3, 4, 2, 5]."""
+    """Return ``PrefillMetadata.key_order``.
+
+    Cached [2, 1], own [2, 1]: keys are c0 c0 c1 o0 o0 o1, ordered c0 c0 o0 o0 c1 o1: [0, 1, 3, 4, 2, 5].
+    """
     total = sum(cached)
     ranges = []
     for cached_end, num_cached, own_end, num_own in zip(_ends(cached), cached, _ends(lens), lens, strict=True):
@@ -131,12 +139,15 @@ def _key_order(cached: list[int], lens: list[int]) -> Tensor:
     return _ranges(ranges)
 
 
-def decode_index(ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]) -> DecodeMetadata:
+def build_decode_metadata(
+    ring: PageRings, slots_B: Tensor, positions_B: Tensor, num_pages: int, starts: list[int]
+) -> DecodeMetadata:
+    """Build the index tensors of single tokens for one window class."""
     return DecodeMetadata(ring, slots_B, positions_B, ring.rows(slots_B, positions_B), num_pages, starts)
 
 
 def _ranges(ranges: list[tuple[int, int]]) -> Tensor:
-    """[(5, 2), (0, 3)] -> [5, 6, 0, 1, 2]"""
+    """Concatenate ranges of (start, length): [(5, 2), (0, 3)] -> [5, 6, 0, 1, 2]."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
     lens = torch.tensor([n for _, n in ranges], dtype=torch.int64)
     offsets = torch.arange(int(lens.sum())) - torch.repeat_interleave(lens.cumsum(0) - lens, lens)
@@ -148,9 +159,5 @@ def _repeat(values: Tensor, counts: list[int]) -> Tensor:
 
 
 def _ends(lens: list[int]) -> list[int]:
-    """[2, 3] -> [2, 5]"""
-    ends, total = [], 0
-    for n in lens:
-        total += n
-        ends.append(total)
-    return ends
+    """Return the running sums: [2, 3] -> [2, 5]."""
+    return list(accumulate(lens))

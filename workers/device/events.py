@@ -7,28 +7,30 @@ import torch
 
 
 class DeviceEvent(Protocol):
-    """A point in what a device does."""
+    """A point in the queue of work of a device."""
 
     def wait(self) -> None:
-        """Until the device has come to it. Raises what has failed there before it."""
+        """Block until the device has reached the event. Raises what failed on the device before it."""
 
     def seconds_since(self, earlier: "DeviceEvent") -> float:
-        """Of the device's time; both have been waited for."""
+        """Return the device's time between two events, both of which have been waited for."""
 
 
 class CudaDeviceEvent:
-    """An event in the current stream. Whoever waits sleeps: other threads prepare the next step meanwhile."""
+    """An event in the current stream. A waiting thread sleeps, so that other threads can prepare the next step."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         self.event.record()
 
     def wait(self) -> None:
+        """Block until the device has reached the event."""
         self.event.synchronize()
 
     def seconds_since(self, earlier: DeviceEvent) -> float:
+        """Return the device's time between two events."""
         assert isinstance(earlier, CudaDeviceEvent)
         return float(earlier.event.elapsed_time(self.event)) / 1000
 
 
-MakeMark = Callable[[], DeviceEvent]
+RecordEvent = Callable[[], DeviceEvent]

@@ -1,8 +1,7 @@
-"""Tensors on their way between a GPU and the host: through pinned memory, which the GPU copies without help of the processor.
+"""Copies between a GPU and the host through pinned memory, which the GPU accesses without help of the processor.
 
-A copy to a GPU from ordinary memory waits until the GPU has done all that it was given before; one from pinned memory only
-joins the queue. torch keeps pinned memory and gives it out again only when nobody holds a tensor, or an array, on it any more
-and the copies that it was part of are done.
+A copy to a GPU from pageable memory waits until the GPU has finished all earlier work; one from pinned memory is only
+queued. torch reuses pinned memory once no tensor or array refers to it and the copies that it was part of are done.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,79 +13,86 @@ from torch import Tensor
 
 
 class PinnedTransfer(Protocol):
-    """What a GPU's driver does for us."""
+    """What a GPU's driver offers for copies; tests replace it."""
 
     def empty_pinned(self, tensor: Tensor) -> Tensor:
-        """Pinned memory of this size, with anything in it."""
+        """Allocate uninitialized pinned memory of the tensor's shape and dtype."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Begin to."""
+        """Start to copy ``source`` to ``target``."""
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
-        """What blocks until all that has been begun there by now is done."""
+    def record(self, device: torch.device) -> Callable[[], None]:
+        """Return a function that blocks until all work queued on the device so far is done."""
         ...
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
-        """A tensor there into which it is on its way: what the GPU does from now on comes after that."""
+        """Start to copy a pinned tensor to the device. Work that the device gets from now on sees the complete copy."""
         ...
 
 
-class CudaPinning:
-    """On the current stream."""
+class CudaPinnedTransfer:
+    """Copies on the current stream of a CUDA device."""
 
     def empty_pinned(self, tensor: Tensor) -> Tensor:
+        """Allocate uninitialized pinned memory."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
+        """Start to copy ``source`` to ``target``."""
         target.copy_(source, non_blocking=True)
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
+    def record(self, device: torch.device) -> Callable[[], None]:
+        """Return a function that waits for the work queued so far; the waiting thread sleeps."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
         return event.synchronize
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
+        """Start to copy a pinned tensor to the device."""
         return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """A contiguous copy on the host, complete once ``wait`` has returned. Of what is there already, itself."""
+    """A contiguous tensor on the host, complete once ``wait`` has returned. It may be the original if that is on the host."""
 
     tensor: Tensor
     wait: Callable[[], None]
 
 
-def copy_to_host_async(tensor: Tensor, pinning: PinnedTransfer | None = None) -> HostCopy:
-    """What the GPU does later does not delay it."""
-    if tensor.device.type == "cpu" and pinning is None:
+def copy_to_host_async(tensor: Tensor, transfer: PinnedTransfer | None = None) -> HostCopy:
+    """Start to copy a tensor to the host. Work that the device gets later does not delay the copy."""
+    if tensor.device.type == "cpu" and transfer is None:
         return HostCopy(tensor.contiguous(), lambda: None)
-    pinning = pinning or CudaPinning()
-    pinned = pinning.empty_pinned(tensor)
-    pinning.copy(pinned, tensor)
-    return HostCopy(pinned, pinning.mark(tensor.device))
+    transfer = transfer or CudaPinnedTransfer()
+    pinned = transfer.empty_pinned(tensor)
+    transfer.copy(pinned, tensor)
+    return HostCopy(pinned, transfer.record(tensor.device))
 
 
-def to_host(tensor: Tensor, pinning: PinnedTransfer | None = None) -> Tensor:
-    """Contiguous, and complete: of a GPU's tensor a copy; of one that is on the host itself, if it is contiguous."""
-    left = copy_to_host_async(tensor, pinning)
-    left.wait()
-    return left.tensor
+def to_host(tensor: Tensor, transfer: PinnedTransfer | None = None) -> Tensor:
+    """Return a contiguous, complete tensor on the host: a copy, or the original if it is contiguous and on the host."""
+    host_copy = copy_to_host_async(tensor, transfer)
+    host_copy.wait()
+    return host_copy.tensor
 
 
-def to_device(tensor: Tensor, device: torch.device, pinning: PinnedTransfer | None = None) -> Tensor:
-    """A host's tensor, which may be read-only and may be gone when this returns; itself where it is there already."""
-    if pinning is None and (device.type == "cpu" or tensor.device.type != "cpu"):
+def to_device(tensor: Tensor, device: torch.device, transfer: PinnedTransfer | None = None) -> Tensor:
+    """Copy a host tensor to the device without waiting for it; return the original if it is there already.
+
+    The host tensor may be read-only, and may be freed once this returns.
+    """
+    if transfer is None and (device.type == "cpu" or tensor.device.type != "cpu"):
         return tensor.to(device)
-    pinning = pinning or CudaPinning()
-    pinned = pinning.empty_pinned(tensor)
+    transfer = transfer or CudaPinnedTransfer()
+    pinned = transfer.empty_pinned(tensor)
     pinned.copy_(tensor)
-    return pinning.upload(pinned, device)
+    return transfer.upload(pinned, device)
 
 
 def tensor_on(
     values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A tensor of these numbers."""
+    """Return a tensor of these numbers on the device, without waiting for it."""
     return to_device(torch.tensor(values, dtype=dtype), device)

@@ -1,36 +1,37 @@
-"""Trying, before the first step, what a device may not have: a compiler, a library's kernel, arithmetic of a kind.
+"""Self tests, before the first step, of what a device may lack: a compiler, a library's kernel, a kind of arithmetic.
 
-What is tried has to run and to be right. Where it is not, a line in the log says why, and stages do without.
+The tested operation has to run and to be correct. If it is not, a log line says why, and stages use a fallback.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
-LONGEST = 200  # characters of a reason
+MAX_REASON_CHARS = 200
 
 
-def assert_close_norm(out: Tensor, expected: Tensor, most: float) -> None:
-    """Raises ArithmeticError if they differ by more than ``most``, relative, by norms. What is no number differs always."""
+def assert_close_norm(out: Tensor, expected: Tensor, max_difference: float) -> None:
+    """Raise ArithmeticError if the norm of the difference, relative to that of ``expected``, is too large or NaN."""
     relative = float((out.float() - expected.float()).norm() / expected.float().norm())
-    if not relative <= most:
+    if not relative <= max_difference:
         raise ArithmeticError(f"differs by {relative:.2g}")
 
 
 def try_or_reason(attempt: Callable[[], object]) -> str:
-    """Why it fails; empty if it does not."""
+    """Return why ``attempt`` fails, or an empty string if it succeeds."""
     try:
         attempt()
-    except Exception as error:  # of a compiler, a driver, a library or an import, each of its own kind
+    except Exception as error:  # compilers, drivers, libraries and imports raise errors of any kind
         return one_line(error)
     return ""
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, without what stands between its first line and its last: compilers quote sources there.
+    """Shorten a message to its first and last line: compilers quote sources between them.
 
     "at 7:4:", the code, "unsupported type" become "at 7:4: ... unsupported type".
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     first, last = lines[0], lines[-1]
-    return first[:LONGEST] if len(lines) == 1 else f"{first[: LONGEST // 2]} ... {last[: LONGEST // 2]}"
+    half = MAX_REASON_CHARS // 2
+    return first[:MAX_REASON_CHARS] if len(lines) == 1 else f"{first[:half]} ... {last[:half]}"

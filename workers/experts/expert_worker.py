@@ -1,4 +1,4 @@
-"""One expert actor's work: the experts that it holds, run on what it is sent. It keeps nothing between calls."""
+"""One expert actor's work: run the experts that it holds on the rows of a call. It keeps no state between calls."""
 
 import time
 from collections.abc import Collection, Iterable
@@ -17,7 +17,7 @@ from tramontane.workers.weights.tensor_specs import ProgressCallback, tensors_of
 
 
 class ExpertCall(NamedTuple):
-    """What one actor is asked to do for one layer of one micro-batch: each expert runs its group of the rows, in this order."""
+    """The work of one actor for one layer of one micro-batch: each expert runs its group of the rows, in this order."""
 
     layer: int
     experts: tuple[int, ...]
@@ -25,28 +25,29 @@ class ExpertCall(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """The rows of all groups."""
         return sum(self.sizes)
 
 
 class ExpertReply(NamedTuple):
-    """The rows in the order of the call, and how long the experts worked on them."""
+    """The resulting rows in the order of the call, and how long the experts worked on them."""
 
     rows_CD: Tensor
     busy_s: float
 
 
 class ExpertModule(nn.Module):
-    """Named as a stage's experts are, so that the same tensors become the same parameters."""
+    """Experts with the parameter names that they have in a stage, so that they load from the same tensors."""
 
-    def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
+    def __init__(self, args: ModelArgs, expert_ids: Iterable[ExpertId]) -> None:
         super().__init__()
-        self.experts = ExpertSet(args, held)
+        self.experts = ExpertSet(args, expert_ids)
 
 
 class ExpertWorker:
-    """Plain and synchronous: one caller of ``run`` at a time, beside which another may ``hold`` and ``release``.
+    """The experts of one actor. Plain and synchronous: one thread calls ``run``, another may load and unload experts.
 
-    ``busy_s`` and ``num_rows`` are what its experts worked, in seconds, and what they were given, since it was made.
+    ``busy_s`` and ``num_rows`` are the seconds that its experts have worked, and the rows that they were given.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class ExpertWorker:
     ) -> None:
         self.device = torch.device(device)
         self._plan, self._weights, self._on_tensor = plan, weights, on_tensor
-        self._held: dict[ExpertId, nn.Module] = {}
+        self._experts: dict[ExpertId, nn.Module] = {}
         self.busy_s, self.num_rows = 0.0, 0
 
     @classmethod
@@ -70,23 +71,24 @@ class ExpertWorker:
         device: str = "cpu",
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
     ) -> "ExpertWorker":
-        """With this actor's experts, and only those."""
+        """Load this actor's experts, and only those."""
         worker = cls(plan, weights, device, on_tensor)
         worker.load_experts(plan.actors[actor_id].experts)
         return worker
 
     @property
     def loaded_experts(self) -> frozenset[ExpertId]:
-        return frozenset(self._held)
+        """The experts that are loaded now."""
+        return frozenset(self._experts)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors that are held."""
-        return sum(tensor.nbytes for expert in self._held.values() for tensor in expert.state_dict().values())
+        """The bytes of all loaded tensors."""
+        return sum(tensor.nbytes for expert in self._experts.values() for tensor in expert.state_dict().values())
 
     def load_experts(self, experts: Collection[ExpertId]) -> None:
-        """Read or make the tensors of those of these experts that are not here."""
-        missing = [each for each in experts if each not in self._held]
+        """Read or make the tensors of those experts that are not loaded yet."""
+        missing = [each for each in experts if each not in self._experts]
         model = load_module(
             lambda: ExpertModule(self._plan.args, missing),
             self._plan.args,
@@ -97,21 +99,24 @@ class ExpertWorker:
             str(self.device),
             self._on_tensor,
         )
-        self._held = self._held | {each: model.experts.expert(each) for each in missing}
+        self._experts = self._experts | {each: model.experts.expert(each) for each in missing}
 
     def unload_experts(self, kept: Collection[ExpertId]) -> None:
-        """Forget all experts but these."""
-        self._held = {each: module for each, module in self._held.items() if each in kept}
+        """Unload all experts but these."""
+        self._experts = {each: module for each, module in self._experts.items() if each in kept}
 
     def run(self, call: ExpertCall, rows_CD: Tensor) -> ExpertReply:
-        """``rows_CD`` are on this worker's device, and so is the reply. Raises ExpertRelocatedError if it lacks an expert."""
-        held = self._held  # as it is now: another thread may replace it
-        wanted = [ExpertId(call.layer, expert) for expert in call.experts]
-        if not held.keys() >= set(wanted):
-            raise ExpertRelocatedError(f"not all of experts {call.experts} of layer {call.layer} are here")
+        """Run the experts of a call. ``rows_CD`` and the reply are on this worker's device.
+
+        Raises ExpertRelocatedError if an expert is not loaded.
+        """
+        loaded = self._experts  # read once: another thread may replace it
+        expert_ids = [ExpertId(call.layer, expert) for expert in call.experts]
+        if not loaded.keys() >= set(expert_ids):
+            raise ExpertRelocatedError(f"not all of experts {call.experts} of layer {call.layer} are loaded")
         started = time.perf_counter()
         with torch.inference_mode():
-            done_CD = run_experts([held[each] for each in wanted], call.sizes, rows_CD)
+            done_CD = run_experts([loaded[each] for each in expert_ids], call.sizes, rows_CD)
         reply = ExpertReply(done_CD, time.perf_counter() - started)
         self.busy_s += reply.busy_s
         self.num_rows += call.num_rows

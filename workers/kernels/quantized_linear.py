@@ -1,4 +1,4 @@
-"""Products with quantised matrices, by the best way that a device has. See ``quantize`` for what they hold.
+"""Linear layers of quantized matrices, by the best kernel that a device has. ``weights/quantize.py`` describes the format.
 
 Shape letters: T tokens, K inputs, N outputs of a matrix.
 """
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 # (x_TK, numbers_NK, scale_N) -> x (numbers scale)^T in the dtype of x
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-# torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte borders. It checks neither.
-KERNEL_STEP, KERNEL_BORDER = 16, 32
-KERNEL_TOKENS = 16  # up to which it is as fast as blocks of float32, without AVX-512
-GPU_STEP = 16  # both sides of a matrix have to be multiples of it, or its weights are made float
-FUSED_TOKENS = 64  # as many as the fused product takes
-FEW_TOKENS = 16  # so few wait for the weights only: activations in fp8, too, would cost another kernel and win nothing
-LARGEST_FP8 = 448
-MAX_DIFFERENCE = 0.05  # of a product that is tried, relative, by norms: activations in fp8 make half of it
-TRIED_SIZE = 272  # of the matrices that are tried: a multiple of 16, and of nothing that a kernel has for a block
+# torch's CPU kernel reads rows 16 numbers at a time, with loads that need 32-byte alignment. It checks neither.
+CPU_STEP, CPU_ALIGNMENT = 16, 32
+MAX_CPU_TOKENS = 16  # up to which that kernel is as fast as blocks of float32, without AVX-512
+GPU_STEP = 16  # GPU kernels need both sides of a matrix to be multiples of it
+FUSED_TOKENS = 64  # at most, for the fused kernel
+FEW_TOKENS = 16  # with so few reading the weights is the bound: fp8 activations would cost another kernel and gain nothing
+MAX_FP8 = 448
+MAX_DIFFERENCE = 0.05  # in self tests, relative, by norms: fp8 activations cause half of it
+TEST_SIZE = 272  # sides of the matrices in self tests: a multiple of 16, and of no kernel's block size
 
 
 class QuantizedLinear(nn.Module):
-    """x W^T for a quantised W, in the dtype of x."""
+    """Linear layer with a quantized weight: x W^T in the dtype of x."""
 
     weight: Tensor
     scale: Tensor
@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("scale", torch.ones(out_features, dtype=scale_dtype))
 
     def forward(self, x_TK: Tensor) -> Tensor:
-        """By a kernel for such numbers where there is one; elsewhere by making a block of rows at a time float again."""
+        """Compute x W^T with a kernel for quantized numbers, or else by converting a block of rows at a time to float."""
         product = _cpu_product(x_TK, self.weight) if x_TK.device.type == "cpu" else self._gpu_product(x_TK)
         return product(x_TK, self.weight, self.scale)
 
@@ -54,33 +54,33 @@ class QuantizedLinear(nn.Module):
 
 
 def _cpu_product(x_TK: Tensor, numbers_NK: Tensor) -> Product:
-    is_fast = len(x_TK) <= KERNEL_TOKENS or has_native_matmul("cpu", x_TK.dtype)
-    fits = (x_TK.dtype, numbers_NK.dtype) == (torch.bfloat16, torch.int8) and x_TK.shape[1] % KERNEL_STEP == 0
+    is_fast = len(x_TK) <= MAX_CPU_TOKENS or has_native_matmul("cpu", x_TK.dtype)
+    fits = (x_TK.dtype, numbers_NK.dtype) == (torch.bfloat16, torch.int8) and x_TK.shape[1] % CPU_STEP == 0
     return _cpu_kernel if is_fast and fits else dequantized_linear
 
 
 def _cpu_kernel(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    fits = x_TK.is_contiguous() and x_TK.data_ptr() % KERNEL_BORDER == 0
-    fitting_TK = x_TK if fits else x_TK.clone(memory_format=torch.contiguous_format)
-    out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(fitting_TK, numbers_NK, scale_N)
+    is_aligned = x_TK.is_contiguous() and x_TK.data_ptr() % CPU_ALIGNMENT == 0
+    aligned_TK = x_TK if is_aligned else x_TK.clone(memory_format=torch.contiguous_format)
+    out_TN: Tensor = torch.ops.aten._weight_int8pack_mm(aligned_TK, numbers_NK, scale_N)
     return out_TN
 
 
 def dequantized_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """The weights made float in memory, a block of rows at a time."""
+    """Compute x (numbers scale)^T by converting a block of rows at a time to float in memory."""
     dtype = x_TK.dtype if has_native_matmul(x_TK.device.type, x_TK.dtype) else torch.float32
     return blockwise_linear(x_TK, numbers_NK, dtype, scale_N)
 
 
 def fp8_linear(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """By arithmetic for fp8, with activations as fp8, too, of a scale per token that is computed here."""
+    """Compute x (numbers scale)^T with fp8 arithmetic; activations are quantized to fp8 here, with one scale per token."""
     return _scaled(*quantize_rows_fp8(x_TK), numbers_NK, scale_N, x_TK.dtype)
 
 
 def quantize_rows_fp8(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers, and a scale per token, [T, 1], with which the largest of them is 448."""
+    """Quantize each token to fp8 numbers of which the largest is 448; return the numbers and the scales [T, 1]."""
     largest_T1 = torch.linalg.vector_norm(x_TK, math.inf, dim=1, keepdim=True, dtype=torch.float32)
-    scale_T1 = (largest_T1 / LARGEST_FP8).clamp_(min=torch.finfo(torch.float32).tiny)  # nothing has a scale, too
+    scale_T1 = (largest_T1 / MAX_FP8).clamp_(min=torch.finfo(torch.float32).tiny)  # a token of zeros needs a scale too
     return (x_TK / scale_T1).to(torch.float8_e4m3fn), scale_T1
 
 
@@ -89,27 +89,30 @@ def _scaled(numbers_TK: Tensor, scale_T1: Tensor, numbers_NK: Tensor, scale_N: T
 
 
 def _fused_fp8_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    """``fp8_linear`` with one kernel instead of five for activations."""
-    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8  # Triton comes with torch for CUDA only
+    """Compute ``fp8_linear`` with one kernel instead of five for the activations."""
+    from tramontane.workers.kernels.triton_quant import quantize_rows_fp8  # only torch for CUDA brings Triton
 
-    return _scaled(*quantize_rows_fp8(x_TK, LARGEST_FP8), numbers_NK, scale_N, x_TK.dtype)
+    return _scaled(*quantize_rows_fp8(x_TK, MAX_FP8), numbers_NK, scale_N, x_TK.dtype)
 
 
 def _fused_product(x_TK: Tensor, numbers_NK: Tensor, scale_N: Tensor) -> Tensor:
-    from tramontane.workers.kernels.triton_quant import quantized_gemv  # likewise
+    from tramontane.workers.kernels.triton_quant import quantized_gemv  # as above
 
     return quantized_gemv(x_TK, numbers_NK, scale_N)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedKernels:
-    """What a GPU has for quantised matrices: for up to ``FUSED_TOKENS`` tokens, and for any number of them."""
+    """Kernels of a GPU for quantized matrices: one for up to ``FUSED_TOKENS`` tokens, and one for any number."""
 
     fused: Product | None
     fp8: Product | None
 
     def choose(self, num_tokens: int) -> Product:
-        """By sizes alone, which a captured graph keeps. 16 tokens: fused; 17: in fp8; 17 of int8: fused; 65 of int8: blocks."""
+        """Choose by size alone, which is fixed in a captured graph.
+
+        16 tokens: fused; 17 in fp8: fp8; 17 in int8: fused; 65 in int8: blocks of rows.
+        """
         if self.fused and num_tokens <= (FEW_TOKENS if self.fp8 else FUSED_TOKENS):
             return self.fused
         return self.fp8 or dequantized_linear
@@ -119,23 +122,24 @@ class QuantizedKernels:
 def probe_kernels(
     device: torch.device, number_dtype: torch.dtype, scale_dtype: torch.dtype, dtype: torch.dtype
 ) -> QuantizedKernels:
-    """What works on this device, tried once: that compiles, for these very dtypes, and waits for the device, so never first in a
-    captured graph.
+    """Test once which kernels work on this device for these dtypes. None is used for float32, whose precision is wanted.
 
-    Not for float32, which asks for its precision.
+    Compiles kernels and waits for the device, so the first call must not be inside a graph capture.
     """
     if dtype == torch.float32:
         return QuantizedKernels(None, None)
-    kind = (device, number_dtype, scale_dtype, dtype)
+    dtypes = (number_dtype, scale_dtype, dtype)
     few, several, many = (1,), (FEW_TOKENS + 1, FUSED_TOKENS), (FUSED_TOKENS + 1,)
-    has_fused = _self_test(_fused_product, "kernel that makes them float as it reads them", *kind, (*few, *several))
+    has_fused = _self_test(
+        _fused_product, "kernel that converts them to float while it reads them", device, *dtypes, (*few, *several)
+    )
     fused = _fused_product if has_fused else None
     if number_dtype != torch.float8_e4m3fn:
         return QuantizedKernels(fused, None)
     lengths = (*several, *many) if fused else (*few, *several, *many)
-    if not _self_test(fp8_linear, "arithmetic for fp8", *kind, lengths):
+    if not _self_test(fp8_linear, "fp8 arithmetic", device, *dtypes, lengths):
         return QuantizedKernels(fused, None)
-    is_fused = _self_test(_fused_fp8_product, "kernel that makes activations fp8", *kind, lengths)
+    is_fused = _self_test(_fused_fp8_product, "kernel that quantizes activations to fp8", device, *dtypes, lengths)
     return QuantizedKernels(fused, _fused_fp8_product if is_fused else fp8_linear)
 
 
@@ -148,26 +152,24 @@ def _self_test(
     dtype: torch.dtype,
     lengths: Sequence[int],
 ) -> bool:
-    """Whether it gets products of so many tokens right: those for which it has kernels of their own."""
+    """Return whether the product is correct for these numbers of tokens; log a warning with the reason if it is not."""
     generator = torch.Generator(device).manual_seed(0)
-    numbers_NK = (
-        torch.randn(TRIED_SIZE, TRIED_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
-    )
-    scale_N = (torch.arange(1, TRIED_SIZE + 1, device=device) / TRIED_SIZE).to(scale_dtype)
+    numbers_NK = torch.randn(TEST_SIZE, TEST_SIZE, device=device, generator=generator).mul_(40).clamp_(-127, 127).to(number_dtype)
+    scale_N = (torch.arange(1, TEST_SIZE + 1, device=device) / TEST_SIZE).to(scale_dtype)
 
     def attempt() -> None:
         for num_tokens in lengths:
-            x_TK = torch.randn(num_tokens, TRIED_SIZE, device=device, generator=generator).to(dtype)
+            x_TK = torch.randn(num_tokens, TEST_SIZE, device=device, generator=generator).to(dtype)
             expected_TN = x_TK.float() @ (numbers_NK.float() * scale_N[:, None]).T
             assert_close_norm(product(x_TK, numbers_NK, scale_N), expected_TN, MAX_DIFFERENCE)
 
-    if why := try_or_reason(attempt):
-        logger.warning("weights in %s on %s: no %s (%s)", number_dtype, device, name, why)
-    return not why
+    if reason := try_or_reason(attempt):
+        logger.warning("weights in %s on %s: the %s fails its self test (%s)", number_dtype, device, name, reason)
+    return not reason
 
 
 def warm_up_kernels(model: nn.Module, dtype: torch.dtype) -> None:
-    """Find out, before the first step, what the device has for the quantised matrices of a model, if it has any."""
+    """Test, before the first step, which kernels the device has for the quantized matrices of a model."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear) and module.weight.device.type != "cpu":
             probe_kernels(module.weight.device, module.weight.dtype, module.scale.dtype, dtype)

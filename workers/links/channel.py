@@ -1,46 +1,56 @@
-"""What the direct link asks of the way from one stage to the next, whatever carries it."""
+"""Channels: what the direct link needs from a connection between two processes, whatever carries it."""
 
 from datetime import timedelta
 from typing import Protocol
 
 from torch import Tensor
 
-Address = tuple[str, int, str]  # host, port, and a word that only who was told it knows
+Address = tuple[str, int, str]  # host, port, and a secret token that proves that the peer was given the address
 
 CONNECT_TIMEOUT = timedelta(seconds=20)
-MAX_PENDING_SENDS = 2  # micro-batches that wait to be sent; then computing waits
+MAX_PENDING_SENDS = 2  # micro-batches that wait to be sent; then ``send`` blocks
 
 
 class Channel(Protocol):
-    """One thread sends or receives. Both raise LinkError where the neighbour is gone, or the edge is closed."""
+    """One end of a one-way connection, used by one thread.
+
+    ``send`` and ``receive`` raise LinkError if the neighbor is gone or the channel is closed.
+    """
 
     def send(self, hidden_TD: Tensor) -> None:
-        """Returns while it is still on its way."""
+        """Begin to send; the tensor may still be on its way when this returns."""
 
     def receive(self, hidden_TD: Tensor) -> None:
-        """Into this: what comes next from the stage before, of a size that both know from the micro-batch."""
+        """Receive the next tensor into this one. Both ends know its size from the micro-batch."""
 
     def close(self) -> None:
-        """From any thread; the neighbour hears of it at once."""
+        """Close this end, from any thread; the neighbor's next or current call fails."""
 
 
 class Listener(Protocol):
-    """The end of an edge that waits for the other one. Its methods raise OSError or RuntimeError where that does not come."""
+    """The end of a channel that waits for the other one.
+
+    Its methods raise OSError or RuntimeError if the other end does not connect.
+    """
 
     @property
-    def address(self) -> Address: ...
+    def address(self) -> Address:
+        """The address to connect to."""
+        ...
 
-    def accept(self) -> Channel: ...
+    def accept(self) -> Channel:
+        """Wait for the other end."""
+        ...
 
     def close(self) -> None:
-        """From any thread."""
+        """Stop listening, from any thread."""
 
 
 class ChannelFactory(Protocol):
-    """One way of making edges."""
+    """A way to make channels."""
 
     def listen(self, host: str) -> Listener:
-        """``host`` is the only address at which anything listens."""
+        """Listen at ``host``, and at no other address."""
 
     def connect(self, address: Address, host: str, /) -> Channel:
-        """To who listens there, from ``host``. Raises as a listener does."""
+        """Connect to a listener, from ``host``. Raises as a listener does."""

@@ -1,8 +1,8 @@
-"""Edges between GPUs. The two ends say where they are, over a line, and choose: CUDA IPC on one GPU, NCCL between two.
+"""Channels between GPUs: CUDA IPC on one GPU, NCCL between two. The ends exchange their locations over a control socket.
 
-NCCL refuses two ends on one GPU; within a machine it goes from GPU to GPU by itself. The line stays: a neighbour that dies is
-missed by it, which NCCL does not do, and nothing is begun on a GPU that the other end has not begun as well: what waits
-there keeps everything waiting that comes after it.
+NCCL refuses two ends on one GPU; within a machine it copies from GPU to GPU directly. The control socket stays open: it
+detects a dead neighbor, which NCCL does not, and it keeps an end from launching an operation on its GPU before the other end
+has: an operation that waits there blocks all later work of the GPU.
 """
 
 import logging
@@ -20,8 +20,8 @@ from tramontane.workers.links.control_socket import ControlSocket
 from tramontane.workers.links.ipc_channel import TIMEOUT_S, IpcUnavailableError, accept_ipc, offer_ipc
 from tramontane.workers.links.ipc_cuda import CudaIpc
 from tramontane.workers.links.ipc_memory import IpcBackend
-from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketListener, TcpChannel, connect
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
+from tramontane.workers.links.tcp_channel import TcpChannel, TcpListener, connect
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -30,160 +30,174 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeviceLocation:
-    """Where an end is. Containers of one machine have the same boot id."""
+    """The GPU of one end. Containers of one machine have the same boot id."""
 
     boot_id: str
-    gpu: str  # its uuid
+    gpu: str  # UUID
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceLocation":
+        """Return the location of a device of this machine."""
         return cls(BOOT_ID.read_text().strip(), str(torch.cuda.get_device_properties(device).uuid))
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """What the edges of one device are made of."""
+    """The ways to make channels of one device."""
 
-    place: DeviceLocation
+    location: DeviceLocation
     device: torch.device
-    sharing: IpcBackend  # to an end at the same place
-    groups: ChannelFactory  # to any other
+    ipc: IpcBackend  # to an end on the same GPU
+    process_groups: ChannelFactory  # to any other end
 
     @classmethod
     def of(cls, device: torch.device) -> "ChannelOptions":
-        return cls(DeviceLocation.of(device), device, CudaIpc(device), GroupEdges("nccl"))
+        """Return the options of a CUDA device."""
+        return cls(DeviceLocation.of(device), device, CudaIpc(device), ProcessGroupChannelFactory("nccl"))
 
 
 class HandshakeChannel:
-    """An edge whose ends tell each other by a line what they begin: one sends where there is room, the other takes what was sent.
+    """A channel whose ends announce each operation over a control socket.
 
-    Of what a neighbour has begun and died of, an end hears by its next call; ``close`` ends what waits for it on the GPU.
+    The sender sends while fewer than ``MAX_PENDING_SENDS`` tensors are unanswered, the receiver receives what was announced.
+    If the neighbor dies during an operation, the next call raises LinkError; ``close`` ends operations that wait on the GPU.
     """
 
-    def __init__(self, line: ControlSocket, edge: Channel) -> None:
-        self._line, self._edge = line, edge
+    def __init__(self, control: ControlSocket, channel: Channel) -> None:
+        self._control, self._channel = control, channel
         self._num_unanswered = 0
 
     def send(self, hidden_TD: Tensor) -> None:
+        """See ``Channel``."""
         if self._num_unanswered == MAX_PENDING_SENDS:
-            self._line.receive()
+            self._control.receive()
             self._num_unanswered -= 1
-        self._edge.send(hidden_TD)
-        self._line.send(None)
+        self._channel.send(hidden_TD)
+        self._control.send(None)
         self._num_unanswered += 1
 
     def receive(self, hidden_TD: Tensor) -> None:
-        self._line.receive()
-        self._edge.receive(hidden_TD)
-        self._line.send(None)
+        """See ``Channel``."""
+        self._control.receive()
+        self._channel.receive(hidden_TD)
+        self._control.send(None)
 
     def close(self) -> None:
-        self._line.close()
-        if self._line.claim_teardown():
-            self._edge.close()
-            self._line.close_fds()
+        """See ``Channel``."""
+        self._control.close()
+        if self._control.claim_teardown():
+            self._channel.close()
+            self._control.close_fds()
 
 
 class HostStagedChannel:
-    """Where two processes may not open each other's memory on a GPU: through the host, over a connection."""
+    """A channel over TCP by way of the host, for processes that may not open each other's memory on a GPU."""
 
-    def __init__(self, edge: TcpChannel) -> None:
-        self._edge = edge
+    def __init__(self, channel: TcpChannel) -> None:
+        self._channel = channel
 
     def send(self, hidden_TD: Tensor) -> None:
-        self._edge.send(to_host(hidden_TD))
+        """See ``Channel``."""
+        self._channel.send(to_host(hidden_TD))
 
     def receive(self, hidden_TD: Tensor) -> None:
+        """See ``Channel``."""
         host_TD = torch.empty(hidden_TD.shape, dtype=hidden_TD.dtype)
-        self._edge.receive(host_TD)
+        self._channel.receive(host_TD)
         hidden_TD.copy_(to_device(host_TD, hidden_TD.device), non_blocking=True)
 
     def close(self) -> None:
-        self._edge.close()
+        """See ``Channel``."""
+        self._channel.close()
 
 
 class GpuListener:
-    def __init__(self, ways: ChannelOptions, host: str) -> None:
-        self._ways, self._host = ways, host
-        self._listener = SocketListener(host)
-        self._line: ControlSocket | None = None  # while the two find out how
+    """The listening end, which becomes the sender of the channel."""
+
+    def __init__(self, options: ChannelOptions, host: str) -> None:
+        self._options, self._host = options, host
+        self._listener = TcpListener(host)
+        self._control: ControlSocket | None = None  # during the negotiation
         self._store: Listener | None = None
         self.address: Address = self._listener.address
 
     def accept(self) -> Channel:
-        """Raises OSError."""
-        self._line = line = ControlSocket(self._listener.accept_connection())
-        edge = _negotiated(line, self._made)
-        self._line = None
-        return edge
+        """Wait for the other end and negotiate the channel. Raises OSError or RuntimeError."""
+        self._control = control = ControlSocket(self._listener.accept_connection())
+        channel = _negotiate(control, self._make)
+        self._control = None
+        return channel
 
     def close(self) -> None:
+        """See ``Listener``."""
         self._listener.close()
-        for end in (self._line, self._store):
+        for end in (self._control, self._store):
             if end is not None:
                 end.close()
 
-    def _made(self, line: ControlSocket) -> Channel:
-        if _is_same_device(line, self._ways.place):
-            return _ipc_or_host_staged(line, lambda: offer_ipc(line, self._ways.sharing))
-        self._store = self._ways.groups.listen(self._host)
-        line.send(self._store.address)
-        edge = HandshakeChannel(line, self._store.accept())
-        return _warm_up(edge, edge.send, torch.zeros(1, device=self._ways.device))
+    def _make(self, control: ControlSocket) -> Channel:
+        if _is_same_device(control, self._options.location):
+            return _ipc_or_host_staged(control, lambda: offer_ipc(control, self._options.ipc))
+        self._store = self._options.process_groups.listen(self._host)
+        control.send(self._store.address)
+        channel = HandshakeChannel(control, self._store.accept())
+        return _warm_up(channel, channel.send, torch.zeros(1, device=self._options.device))
 
 
 class GpuChannelFactory:
-    """``ChannelFactory`` between GPUs. Whoever listens sends, whoever connects receives."""
+    """The ``ChannelFactory`` between GPUs. The listening end sends, the connecting end receives."""
 
-    def __init__(self, ways: ChannelOptions) -> None:
-        self._ways = ways
+    def __init__(self, options: ChannelOptions) -> None:
+        self._options = options
 
     def listen(self, host: str) -> GpuListener:
-        return GpuListener(self._ways, host)
+        """See ``ChannelFactory``."""
+        return GpuListener(self._options, host)
 
     def connect(self, address: Address, host: str, /) -> Channel:
-        return _negotiated(ControlSocket(connect(address)), lambda line: self._made(line, host))
+        """See ``ChannelFactory``."""
+        return _negotiate(ControlSocket(connect(address)), lambda control: self._make(control, host))
 
-    def _made(self, line: ControlSocket, host: str) -> Channel:
-        if _is_same_device(line, self._ways.place):
-            return _ipc_or_host_staged(line, lambda: accept_ipc(line, self._ways.sharing))
-        store_host, port, word = line.receive(TIMEOUT_S)
-        edge = HandshakeChannel(line, self._ways.groups.connect((store_host, port, word), host))
-        return _warm_up(edge, edge.receive, torch.empty(1, device=self._ways.device))
-
-
-def _is_same_device(line: ControlSocket, ours: DeviceLocation) -> bool:
-    """Whether the neighbour is at the same place."""
-    line.send((ours.boot_id, ours.gpu))
-    return DeviceLocation(*line.receive(TIMEOUT_S)) == ours
+    def _make(self, control: ControlSocket, host: str) -> Channel:
+        if _is_same_device(control, self._options.location):
+            return _ipc_or_host_staged(control, lambda: accept_ipc(control, self._options.ipc))
+        store_host, port, token = control.receive(TIMEOUT_S)
+        channel = HandshakeChannel(control, self._options.process_groups.connect((store_host, port, token), host))
+        return _warm_up(channel, channel.receive, torch.empty(1, device=self._options.device))
 
 
-def _warm_up(edge: HandshakeChannel, operation: Callable[[Tensor], None], number: Tensor) -> HandshakeChannel:
-    """NCCL connects when it is first used; what fails then is to fail now."""
+def _is_same_device(control: ControlSocket, location: DeviceLocation) -> bool:
+    """Exchange locations with the neighbor; returns whether they are equal."""
+    control.send((location.boot_id, location.gpu))
+    return DeviceLocation(*control.receive(TIMEOUT_S)) == location
+
+
+def _warm_up(channel: HandshakeChannel, operation: Callable[[Tensor], None], number: Tensor) -> HandshakeChannel:
+    """Run an operation, so that an error in connecting is raised now: NCCL connects when it is first used."""
     try:
         operation(number)
     except BaseException:
-        edge.close()
+        channel.close()
         raise
-    return edge
+    return channel
 
 
-def _ipc_or_host_staged(line: ControlSocket, share: Callable[[], Channel]) -> Channel:
+def _ipc_or_host_staged(control: ControlSocket, share: Callable[[], Channel]) -> Channel:
     try:
         return share()
     except IpcUnavailableError as error:
-        logger.warning("hidden states go to a neighbour on the same GPU by way of the host: %s", error)
-        return HostStagedChannel(TcpChannel(line.detach()))
+        logger.warning("Hidden states travel by way of the host to a neighbor on the same GPU: %s", error)
+        return HostStagedChannel(TcpChannel(control.detach()))
 
 
-def _negotiated(line: ControlSocket, make: Callable[[ControlSocket], Channel]) -> Channel:
-    """Errors as edges in the making have them: OSError and RuntimeError."""
+def _negotiate(control: ControlSocket, make: Callable[[ControlSocket], Channel]) -> Channel:
+    """Make a channel; a LinkError becomes ConnectionError, as ``Listener`` and ``ChannelFactory`` raise it."""
     try:
-        return make(line)
+        return make(control)
     except BaseException as error:
-        line.close()
-        if line.claim_teardown():
-            line.close_fds()
+        control.close()
+        if control.claim_teardown():
+            control.close_fds()
         if isinstance(error, LinkError):
             raise ConnectionError(str(error)) from error
         raise

@@ -1,7 +1,7 @@
 """Memory and events of a GPU, shared between processes by CUDA IPC.
 
-Memory is asked of CUDA rather than of torch: torch counts who has opened what in a file that outlives a killed process,
-and keeps what a killed process had opened for ever.
+Memory is allocated by CUDA rather than by torch: torch counts references in a file that outlives a killed process, and never
+frees what a killed process had opened.
 
 Shape letters: N bytes.
 """
@@ -17,57 +17,63 @@ from torch import Tensor
 from tramontane.workers.device.self_test import one_line
 from tramontane.workers.links.ipc_memory import SharedEvent, SharedMemory
 
-HANDLE_BYTES = 64  # of cudaIpcMemHandle_t, by CUDA's headers (CUDA_IPC_HANDLE_SIZE); the bindings have no name for what is in it
+HANDLE_BYTES = 64  # size of cudaIpcMemHandle_t (CUDA_IPC_HANDLE_SIZE), whose content the bindings do not expose
 
 
 class CudaMemory:
-    """``pointer`` is on ``device``; whether it was made or opened here decides how it is closed."""
+    """The ``SharedMemory`` at ``pointer`` on ``device``; ``is_ours`` says whether it was allocated or opened here."""
 
     def __init__(self, device: torch.device, pointer: int, num_bytes: int, handle: bytes, is_ours: bool) -> None:
         self._device, self._pointer, self._is_ours = device, int(pointer), is_ours
         self.handle = handle
-        self.bytes_N = torch.as_tensor(_Bytes(self._pointer, num_bytes), device=device)
+        self.bytes_N = torch.as_tensor(_CudaArray(self._pointer, num_bytes), device=device)
 
     def close(self) -> None:
+        """Free the memory, or unmap it if another process allocated it."""
         runtime = _runtime(self._device)
         self.bytes_N = torch.empty(0, dtype=torch.uint8)
         _call(runtime.cudaFree(self._pointer) if self._is_ours else runtime.cudaIpcCloseMemHandle(self._pointer))
 
 
 class CudaEvent:
-    """An event; recorded and waited for on the current stream of whoever calls."""
+    """The ``SharedEvent`` of CUDA, recorded and waited for on the caller's current stream."""
 
     def __init__(self, device: torch.device, handle: bytes | None = None) -> None:
-        cuda: Any = torch.cuda  # whose type stubs know little
+        cuda: Any = torch.cuda  # whose type stubs are incomplete
         self._device = device
         if handle is not None:
             self._event = cuda.Event.from_ipc_handle(device, handle)
             self.handle = handle
             return
         self._event = cuda.Event(interprocess=True)
-        with torch.cuda.device(device):  # which the event becomes one of
+        with torch.cuda.device(device):  # to which the event then belongs
             self.handle = self._event.ipc_handle()
 
     def record(self) -> None:
+        """See ``SharedEvent``."""
         self._event.record(torch.cuda.current_stream(self._device))
 
     def wait(self) -> None:
+        """See ``SharedEvent``."""
         self._event.wait(torch.cuda.current_stream(self._device))
 
     def synchronize(self) -> None:
+        """See ``SharedEvent``."""
         self._event.synchronize()
 
     def close(self) -> None:
+        """See ``SharedEvent``."""
         self._event = None
 
 
 class CudaIpc:
-    """``IpcBackend`` on one GPU; copies go to the current stream of whoever calls, and nothing waits on the host."""
+    """The ``IpcBackend`` of one GPU. Copies are launched on the caller's current stream; the host waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def memory(self, num_bytes: int) -> SharedMemory:
+        """See ``IpcBackend``."""
         with _check():
             runtime = _runtime(self._device)
             pointer = int(_call(runtime.cudaMalloc(num_bytes)))
@@ -79,6 +85,7 @@ class CudaIpc:
                 raise
 
     def open_memory(self, handle: bytes, num_bytes: int) -> SharedMemory:
+        """See ``IpcBackend``."""
         with _check():
             runtime = _runtime(self._device)
             theirs = handle_from_bytes(runtime, handle)
@@ -90,18 +97,21 @@ class CudaIpc:
                 raise
 
     def event(self) -> SharedEvent:
+        """See ``IpcBackend``."""
         return CudaEvent(self._device)
 
     def open_event(self, handle: bytes) -> SharedEvent:
+        """See ``IpcBackend``."""
         return CudaEvent(self._device, handle)
 
     def copy(self, target_N: Tensor, source_N: Tensor) -> None:
-        with torch.inference_mode():  # slots that were made in it may be written nowhere else
+        """See ``IpcBackend``."""
+        with torch.inference_mode():  # slots made in inference mode may only be written in it
             target_N.copy_(source_N, non_blocking=True)
 
 
-class _Bytes:
-    """As torch takes memory that is not its own."""
+class _CudaArray:
+    """The interface by which torch accepts memory that it has not allocated."""
 
     def __init__(self, pointer: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -114,20 +124,25 @@ class _Bytes:
 
 
 def handle_to_bytes(handle: Any) -> bytes:  # noqa: ANN401 - of a module without types
+    """Return the content of a cudaIpcMemHandle_t."""
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
 
 def handle_from_bytes(runtime: Any, handle: bytes) -> Any:  # noqa: ANN401
+    """Make a cudaIpcMemHandle_t of its content. Raises RuntimeError if the size is wrong."""
     if len(handle) != HANDLE_BYTES:
         raise RuntimeError(f"a handle of {len(handle)} bytes, not of {HANDLE_BYTES}")
-    made = runtime.cudaIpcMemHandle_t()
-    ctypes.memmove(made.getPtr(), handle, HANDLE_BYTES)
-    return made
+    opened = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
+    return opened
 
 
 @contextmanager
 def _check() -> Iterator[None]:
-    """Other versions of the bindings may have other names. Whatever they raise is RuntimeError: then tensors go by the host."""
+    """Turn all errors into RuntimeError, so that tensors go by way of the host.
+
+    Other versions of CUDA's bindings may have other names.
+    """
     try:
         yield
     except RuntimeError:
@@ -137,16 +152,16 @@ def _check() -> Iterator[None]:
 
 
 def _runtime(device: torch.device) -> Any:  # noqa: ANN401 - a module without types
-    """CUDA's runtime, at work on this device: it has a current one for every thread."""
-    from cuda.bindings import runtime  # comes with torch for CUDA
+    """Return CUDA's runtime with this device as the thread's current one."""
+    from cuda.bindings import runtime  # installed with torch for CUDA
 
     _call(runtime.cudaSetDevice(device.index))
     return runtime
 
 
-def _call(answer: tuple[Any, ...]) -> Any:  # noqa: ANN401
-    """What a function of the runtime gives besides the code that says how it went. Raises RuntimeError."""
-    code, *rest = answer
+def _call(returned: tuple[Any, ...]) -> Any:  # noqa: ANN401
+    """Return the result of a runtime function. Raises RuntimeError if its status code is an error."""
+    code, *rest = returned
     if int(code) != 0:
         raise RuntimeError(f"CUDA: {code.name}")
     return rest[0] if rest else None

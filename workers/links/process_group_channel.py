@@ -1,4 +1,4 @@
-"""Edges that are process groups of two: between GPUs with NCCL, beside a line (``gpu_edge``); in tests with gloo."""
+"""Channels that are process groups of two: NCCL between GPUs, with a control socket (``gpu_channel``); gloo in tests."""
 
 import os
 import re
@@ -15,18 +15,18 @@ from torch.distributed import ProcessGroupGloo, TCPStore, Work  # type: ignore[a
 from tramontane.proto.errors import LinkError
 from tramontane.workers.links.channel import CONNECT_TIMEOUT, MAX_PENDING_SENDS, Address
 
-Group = Any  # one of torch's backends, of whose methods its type stubs know few
+Group = Any  # one of torch's backends, most of whose methods are missing from its type stubs
 
-STEP_TIMEOUT = timedelta(seconds=600)  # of a neighbour that neither sends nor dies; a group that has timed out is broken
+STEP_TIMEOUT = timedelta(seconds=600)  # for a neighbor that neither sends nor dies; a group that has timed out is broken
 SENDER, RECEIVER = 0, 1  # ranks
-TAG = 0  # of all messages: they are taken in the order in which they were sent
+TAG = 0  # of all messages: they are received in the order in which they were sent
 
 
 class ProcessGroupChannel:
-    """A process group apart from torch's default group.
+    """The ``Channel`` over a process group, which is not torch's default group.
 
-    A group has no way to be closed but to be forgotten, by its object and by all that was
-    started on it; the neighbour, also one that waits for us, hears of that at once.
+    A gloo group is closed only by dropping all references to it, also those of operations that were started on it. A neighbor,
+    also one that waits, fails at once.
     """
 
     def __init__(self, group: Group, timeout: timedelta | None) -> None:
@@ -35,49 +35,52 @@ class ProcessGroupChannel:
         self._unsent: deque[tuple[Work, Tensor]] = deque()  # a tensor lives until it is sent
 
     def send(self, hidden_TD: Tensor) -> None:
-        self._wait_for_room()
+        """See ``Channel``."""
+        self._limit_pending_sends()
         hidden_TD = hidden_TD.contiguous()
         self._unsent.append((self._start(lambda group: group.send([hidden_TD], RECEIVER, TAG)), hidden_TD))
 
     def receive(self, hidden_TD: Tensor) -> None:
+        """See ``Channel``."""
         self._finish(self._start(lambda group: group.recv([hidden_TD], SENDER, TAG)))
 
     def close(self) -> None:
+        """See ``Channel``."""
         group, self._group = self._group, None
         self._unsent.clear()
         if group is not None:
             group.abort()  # NCCL needs it, gloo does nothing
 
-    def _wait_for_room(self) -> None:
+    def _limit_pending_sends(self) -> None:
         while len(self._unsent) >= MAX_PENDING_SENDS:
             try:
                 work, _ = self._unsent.popleft()
-            except IndexError:  # closed meanwhile
+            except IndexError:  # closed by another thread
                 return
             self._finish(work)
 
     def _start(self, operation: Callable[[Group], Work]) -> Work:
         group = self._group
         if group is None:
-            raise LinkError("the link to a neighbour is closed")
+            raise LinkError("the link to a neighbor is closed")
         try:
             return operation(group)
         except RuntimeError as error:
-            raise LinkError(f"the link to a neighbour is broken: {first_line(error)}") from error.with_traceback(None)
+            raise LinkError(f"the link to a neighbor is broken: {first_line(error)}") from error.with_traceback(None)
         finally:
             del group  # an exception's traceback would keep it open
 
     def _finish(self, work: Work) -> None:
-        """With NCCL the current stream waits for it from now on, and the host goes on: with a time limit it would wait too."""
+        """Wait for an operation. With NCCL only the current stream waits; with a time limit the host would wait as well."""
         try:
             work.wait() if self._timeout is None else work.wait(self._timeout)
         except RuntimeError as error:
             del work  # an exception's traceback would keep the group open
-            raise LinkError(f"the link to a neighbour is broken: {first_line(error)}") from error.with_traceback(None)
+            raise LinkError(f"the link to a neighbor is broken: {first_line(error)}") from error.with_traceback(None)
 
 
-class GroupListener:
-    """The store through which the two find each other. It asks for no word."""
+class ProcessGroupListener:
+    """The listening end: the store through which the two ends find each other. It has no authentication."""
 
     def __init__(self, host: str, backend: str) -> None:
         self._backend, self._host = backend, host
@@ -90,23 +93,27 @@ class GroupListener:
         )
 
     def accept(self) -> ProcessGroupChannel:
+        """See ``Listener``."""
         assert self._store is not None
         return _make_channel(self._backend, self._store, SENDER, self._host)
 
     def close(self) -> None:
+        """See ``Listener``."""
         self._store = None
 
 
-class GroupEdges:
-    """``ChannelFactory`` of process groups; ``backend`` is nccl or gloo."""
+class ProcessGroupChannelFactory:
+    """The ``ChannelFactory`` of process groups; ``backend`` is nccl or gloo."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
 
-    def listen(self, host: str) -> GroupListener:
-        return GroupListener(host, self._backend)
+    def listen(self, host: str) -> ProcessGroupListener:
+        """See ``ChannelFactory``."""
+        return ProcessGroupListener(host, self._backend)
 
     def connect(self, address: Address, host: str, /) -> ProcessGroupChannel:
+        """See ``ChannelFactory``."""
         store = TCPStore(address[0], address[1], is_master=False, wait_for_workers=False, timeout=CONNECT_TIMEOUT)
         return _make_channel(self._backend, store, RECEIVER, host)
 
@@ -116,10 +123,10 @@ def _make_channel(backend: str, store: TCPStore, rank: int, host: str) -> Proces
 
 
 def _gloo(store: TCPStore, rank: int, host: str) -> Group:
-    gloo: Any = ProcessGroupGloo  # whose options are called otherwise in torch's type stubs
+    gloo: Any = ProcessGroupGloo  # whose options have other names in torch's type stubs
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
-    options._threads = 1  # they are for collective operations
+    options._threads = 1  # threads are used by collective operations only
     options._timeout = CONNECT_TIMEOUT
     return gloo(store, rank, 2, options)
 
@@ -127,9 +134,9 @@ def _gloo(store: TCPStore, rank: int, host: str) -> Group:
 def _nccl(store: TCPStore, rank: int, host: str) -> Group:
     from torch.distributed import ProcessGroupNCCL  # not in every build of torch
 
-    # NCCL, and what watches it, have no other way to be told. Left alone, it ends the whole process where a neighbour is lost.
+    # NCCL and its watchdog are configured by the environment only. By default they end the process when a neighbor is lost.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_for_address(host)}")
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # end the group only
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")  # abort only the group
     return ProcessGroupNCCL(store, rank, 2, ProcessGroupNCCL.Options())
 
 
@@ -138,7 +145,7 @@ TIMEOUTS: dict[str, timedelta | None] = {"gloo": STEP_TIMEOUT, "nccl": None}
 
 
 def interface_for_address(host: str) -> str:
-    """The name of the interface that has this address: ``lo`` for 127.0.0.1."""
+    """Return the name of the interface that has this address: ``lo`` for 127.0.0.1. Raises OSError if there is none."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(a.address == host for a in addresses):
             return name
@@ -146,5 +153,5 @@ def interface_for_address(host: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """gloo's messages begin with a line of its source and go on with advice."""
+    """Return the essence of an error: gloo's messages begin with a source location and end with advice."""
     return re.sub(r"^\[\S+\] ", "", str(error).strip().splitlines()[0]).split(". ")[0]

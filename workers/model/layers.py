@@ -1,10 +1,9 @@
-"""The parts of a Mistral-family transformer layer, as the paper writes them.
+"""The parts of a Mistral-family transformer layer, as in the paper (arXiv 2310.06825).
 
-No cache, no scheduling, no device choice: a layer gets rotary tables and a
-function that attends.
+No cache, no scheduling, no device choice: a layer gets rotary tables and an attention function.
 
-Shape letters: T tokens of a micro-batch in one packed row, D model width (dim),
-H query heads, G key/value heads, d head_dim, F feed-forward width (hidden_dim).
+Shape letters: T tokens of a micro-batch in one packed row, D model width (dim), H query heads, G key/value heads,
+d head_dim, F feed-forward width (hidden_dim), k experts of each token.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation (arXiv 1910.07467), computed in float32."""
+    """Root-mean-square normalization (arXiv 1910.07467), computed in float32."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -31,11 +30,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        """Normalize each row."""
         return F.rms_norm(x_TD, self.weight.shape, self.weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention: H query heads share G key/value heads. Queries, keys and values are one product."""
+    """Grouped-query attention: H query heads share G key/value heads. Queries, keys and values are one matrix product."""
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
@@ -44,35 +44,37 @@ class Attention(nn.Module):
         self.num_heads = (args.n_heads, args.n_kv_heads, args.n_kv_heads)  # of queries, keys and values
         self.wqkv = Linear(args.dim, sum(self.num_heads) * args.head_dim)
         self.wo = Linear(args.n_heads * args.head_dim, args.dim)
-        self.pointwise = EAGER
+        self.fused_ops = EAGER
 
     def forward(self, x_TD: Tensor, rotary: RotaryTables, attend: Attend) -> Tensor:
+        """Project, rotate, attend, and project back: [T, D] to [T, D]."""
         num_queries, num_keys, _ = self.num_heads
         qkv_THd = self.wqkv(x_TD).view(len(x_TD), -1, self.head_dim)
         qk_THd, v_TGd = qkv_THd[:, : num_queries + num_keys], qkv_THd[:, num_queries + num_keys :]
-        turned_THd = self.pointwise.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
-        q_THd, k_TGd = rotary.scale_queries(turned_THd[:, :num_queries]), turned_THd[:, num_queries:]
+        rotated_THd = self.fused_ops.apply_rotary(qk_THd, rotary.cos_Td, rotary.sin_Td)
+        q_THd, k_TGd = rotary.scale_queries(rotated_THd[:, :num_queries]), rotated_THd[:, num_queries:]
         out_THd = attend(self.layer, q_THd, k_TGd, v_TGd)
         out_TD: Tensor = self.wo(out_THd.reshape(len(x_TD), -1))
         return out_TD
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), of which w1 and w3 are one product. Also the shape of one expert."""
+    """SwiGLU (arXiv 2002.05202): w2(silu(w1 x) * w3 x), where w1 and w3 are one matrix product. Also used as one expert."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.w13 = Linear(args.dim, 2 * args.hidden_dim)
         self.w2 = Linear(args.hidden_dim, args.dim)
-        self.pointwise = EAGER
+        self.fused_ops = EAGER
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        out_TD: Tensor = self.w2(self.pointwise.silu_and_mul(self.w13(x_TD)))
+        """Compute [T, D] from [T, D]."""
+        out_TD: Tensor = self.w2(self.fused_ops.silu_and_mul(self.w13(x_TD)))
         return out_TD
 
 
 class Gate(nn.Module):
-    """Chooses each token's experts: top-k of the logits first, softmax over those k after."""
+    """The gate of a mixture of experts: top-k of the logits first, then softmax over those k."""
 
     def __init__(self, dim: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -86,7 +88,7 @@ class Gate(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer, numbered globally: the same layer has the same number in every split."""
+    """One layer without its experts. Its number is global: the same layer has the same number in every split."""
 
     def __init__(self, args: ModelArgs, layer: int) -> None:
         super().__init__()
@@ -98,13 +100,13 @@ class TransformerBlock(nn.Module):
         self.gate = Gate(args.dim, args.moe.num_experts, args.moe.num_experts_per_tok) if args.moe else None
 
     def forward(self, h_TD: Tensor, rotary: RotaryTables, attend: Attend) -> tuple[Tensor, Tensor]:
-        """Hidden states after attention, and normalised for what feeds forward. Both [T, D]."""
+        """Return the hidden states after attention, and normalized for the feed-forward network or experts. Both [T, D]."""
         attended_TD = self.attention(self.attention_norm(h_TD), rotary, attend)
-        return self.attention.pointwise.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
+        return self.attention.fused_ops.fused_add_rms_norm(h_TD, attended_TD, self.ffn_norm.weight, self.ffn_norm.eps)
 
 
-def set_fused_ops(model: nn.Module, pointwise: FusedOps) -> None:
-    """In every layer."""
+def set_fused_ops(model: nn.Module, fused_ops: FusedOps) -> None:
+    """Use these operations in every layer and expert."""
     for module in model.modules():
         if isinstance(module, (Attention, FeedForward)):
-            module.pointwise = pointwise
+            module.fused_ops = fused_ops

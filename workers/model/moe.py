@@ -1,8 +1,9 @@
-"""How many tokens each expert of some layers was given: added up where the tokens are, told to whoever asks.
+"""Mixture of experts (Mixtral, arXiv 2401.04088, section 2.1): grouping tokens by expert, running experts, counting tokens.
 
-Experts (Mixtral, arXiv 2401.04088, section 2.1), inside their stage.
+``ExpertPermutation`` sorts the choices of a micro-batch by expert, ``LocalExperts`` runs the experts of a stage on the
+groups, and ``ExpertTokenCounter`` adds up how many tokens each expert was given.
 
-Shape letters: T tokens, k experts of each, C = T * k choices, D model width.
+Shape letters: T tokens, k experts of each, C = T * k choices, D model width, E experts of a layer, L layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,44 +15,14 @@ from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
 from tramontane.proto.plan import ExpertId
-from tramontane.proto.ports import ExpertGroups
-from tramontane.proto.step import ExpertUsage
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.grouped_gemm import StackedExperts, as_stacked_view, enable_small_batch_kernel
 from tramontane.workers.model.layers import FeedForward
 
 
 def group_sizes(ends: Sequence[int]) -> list[int]:
-    """Of groups that end there: 2, 2 and 5 are groups of 2, 0 and 3."""
+    """Return the sizes of groups with these ends: groups that end at 2, 2 and 5 have 2, 0 and 3 rows."""
     return [end - start for start, end in pairwise([0, *ends])]
-
-
-class ExpertTokenCounter:
-    """One thread adds, any other may read. On a GPU adding waits for nothing, and may be part of a CUDA graph.
-
-    Ends of groups are added, not their sizes: groups of 2, 0, 3 and of 1, 1, 0 end at 2, 2, 5 and at 1, 2, 2. That is
-    3, 4, 7 in all, the ends of groups of 3, 1, 3.
-    """
-
-    def __init__(self, layers: range, num_experts: int) -> None:
-        self._layers = layers if num_experts else range(0)
-        self._ends_LE = torch.zeros(len(self._layers), num_experts, dtype=torch.int64, device="cpu")
-        self._beside: torch.cuda.Stream | None = None  # on a GPU
-
-    def to_device(self, device: torch.device) -> None:
-        """Where tokens will be; before any are added."""
-        self._ends_LE = self._ends_LE.to(device)
-        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    def count(self, layer: int, ends_E: Tensor) -> None:
-        """One more micro-batch of a layer, whose experts' groups end there."""
-        self._ends_LE[layer - self._layers.start].add_(ends_E)
-
-    def read(self) -> dict[int, list[int]]:
-        """By layer, each expert's tokens. It waits for no step: of one that a GPU is at, some layers may be counted already."""
-        with torch.cuda.stream(self._beside):  # none on a CPU, and then this does nothing
-            ends_LE = self._ends_LE.tolist()
-        return {layer: group_sizes(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +33,32 @@ class ExpertPermutation:
     to choice numbers [1, 4, 0, 2, 5, 3], that is tokens [0, 2, 0, 1, 2, 1] in groups of 2, 3 and 1, which end at 2, 5
     and 6. Choices of experts that do not exist, as padding has them, come after all groups.
 
-    Nothing here is read on the host but by whoever asks for ``sizes``.
+    Only ``sizes`` reads anything on the host.
     """
 
     order_C: Tensor
-    offsets_E: Tensor  # int32
+    offsets_E: Tensor  # int32, where each group ends
 
     @classmethod
     def of(cls, expert_ids_Tk: Tensor, num_experts: int) -> "ExpertPermutation":
+        """Sort the choices of T tokens."""
         sorted_C, order_C = torch.sort(expert_ids_Tk.reshape(-1), stable=True)
         experts_E = torch.arange(num_experts, device=sorted_C.device)
         return cls(order_C, torch.searchsorted(sorted_C, experts_E, right=True, out_int32=True))
 
     @property
     def sizes(self) -> list[int]:
-        """Of the groups, one per expert. On a GPU this waits for them."""
+        """The sizes of the groups, one per expert. On a GPU this waits for the device."""
         return group_sizes(self.offsets_E.tolist())
 
     def permute(self, hidden_TD: Tensor) -> Tensor:
-        """Each choice's token, group after group: [C, D]."""
+        """Return the token of each choice, group after group: [C, D]."""
         return hidden_TD[self.order_C // (len(self.order_C) // len(hidden_TD))]
 
     def combine(self, done_CD: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Weighted sum of each token's experts, [T, D]; the order of addition is fixed.
+        """Return the weighted sum of each token's experts, [T, D]; the order of addition is fixed.
 
-        Rows that belong to no expert may be missing at the end. What comes out for their tokens is whatever was in memory.
+        Rows that belong to no expert may be missing at the end. The result for their tokens is undefined.
         """
         by_choice_CD = done_CD.new_empty(len(self.order_C), done_CD.shape[1])
         by_choice_CD.index_copy_(0, self.order_C[: len(done_CD)], done_CD)
@@ -94,9 +66,9 @@ class ExpertPermutation:
 
 
 def run_experts(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
-    """Each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Those with none do not run.
+    """Run each expert on its group of rows: sizes [2, 3] are rows 0 and 1, and 2 to 4. Experts without rows do not run.
 
-    Rows after the last group are nobody's, and left out: [sum of sizes, D].
+    Rows after the last group are left out of the result: [sum of sizes, D].
     """
     groups = torch.split(rows_CD[: sum(sizes)], list(sizes))
     done = [expert(group) for expert, group in zip(experts, groups, strict=True) if len(group)]
@@ -106,52 +78,24 @@ def run_experts(experts: Sequence[nn.Module], sizes: Sequence[int], rows_CD: Ten
 class ExpertSet(nn.Module):
     """Some experts of some layers, by their global numbers."""
 
-    def __init__(self, args: ModelArgs, held: Iterable[ExpertId]) -> None:
+    def __init__(self, args: ModelArgs, expert_ids: Iterable[ExpertId]) -> None:
         super().__init__()
         by_layer: dict[str, nn.ModuleDict] = {}
-        for layer, expert in held:
+        for layer, expert in expert_ids:
             by_layer.setdefault(str(layer), nn.ModuleDict())[str(expert)] = FeedForward(args)
         self.layers = nn.ModuleDict(by_layer)
 
-    def run(self, layer: int, experts: Sequence[int], sizes: Sequence[int], rows_CD: Tensor) -> Tensor:
-        """These experts of a layer, each on its group of rows."""
-        return run_experts([self.expert(ExpertId(layer, expert)) for expert in experts], sizes, rows_CD)
-
-    def expert(self, which: ExpertId) -> FeedForward:
-        own = self.layers[str(which.layer)]
-        assert isinstance(own, nn.ModuleDict)
-        expert = own[str(which.expert)]
+    def expert(self, expert_id: ExpertId) -> FeedForward:
+        """Return one expert."""
+        experts = self.layers[str(expert_id.layer)]
+        assert isinstance(experts, nn.ModuleDict)
+        expert = experts[str(expert_id.expert)]
         assert isinstance(expert, FeedForward)
         return expert
 
 
-@dataclass(frozen=True, slots=True)
-class CompletedExperts:
-    """``PendingExperts`` that have answered already."""
-
-    layer: int
-    done_CD: Tensor
-
-    @property
-    def is_ready(self) -> bool:
-        return True
-
-    def wait(self) -> None:
-        return
-
-    def poll(self) -> bool:
-        return True
-
-    @property
-    def usage(self) -> ExpertUsage:
-        return ExpertUsage()
-
-    def result(self) -> Tensor:
-        return self.done_CD
-
-
 class LocalExperts(ExpertSet):
-    """All experts of a stage's layers; the in-process ``ExpertBackend``."""
+    """All experts of a stage's layers, inside the stage."""
 
     def __init__(self, args: ModelArgs, layers: range) -> None:
         num_experts = args.moe.num_experts if args.moe else 0
@@ -159,31 +103,68 @@ class LocalExperts(ExpertSet):
         self._stacks: dict[int, StackedExperts] = {}
 
     def finalize_weights(self) -> None:
-        """Once weights are in place: layers whose experts lie together in memory are multiplied together from now on."""
-        stacks = {int(layer): _stack_weights(list(own.children())) for layer, own in self.layers.items()}
+        """Use grouped products, once weights are in place, in the layers whose experts are contiguous in memory."""
+        stacks = {int(layer): _stack_weights(list(experts.children())) for layer, experts in self.layers.items()}
         self._stacks = enable_small_batch_kernel({layer: stack for layer, stack in stacks.items() if stack is not None})
 
     @property
     def is_graph_safe(self) -> bool:
-        """See ``ExpertBackend``. Also true of a stage that has no experts."""
+        """Whether ``forward`` never waits for the device and launches the same kernels whatever experts are chosen.
+
+        A CUDA graph may then contain it. Also true of a stage that has no experts.
+        """
         return len(self._stacks) == len(self.layers)
 
-    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> CompletedExperts:
-        """See ``ExpertBackend``; rows are [C, D]. Answers as many, or as many as belong to an expert."""
+    def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
+        """Run each expert of a layer on its group of rows.
+
+        Returns [C, D], of which rows after the last group are undefined or missing.
+        """
         if layer in self._stacks:
-            gated = self.expert(ExpertId(layer, 0)).pointwise.silu_and_mul
-            return CompletedExperts(layer, self._stacks[layer].run(rows_CD, groups.offsets_E, gated))
-        sizes = groups.sizes
-        return CompletedExperts(layer, self.run(layer, range(len(sizes)), sizes, rows_CD))
+            return self._stacks[layer].run(rows_CD, groups.offsets_E, self.expert(ExpertId(layer, 0)).fused_ops.silu_and_mul)
+        return run_experts(list(self.layers[str(layer)].children()), groups.sizes, rows_CD)
 
 
 def _stack_weights(experts: Sequence[nn.Module]) -> StackedExperts | None:
-    """Their weights, if they lie together."""
+    """Return the experts' weights as stacks, or None if they are not contiguous in memory."""
     w13_E2FD, w2_EDF = (as_stacked_view(_weights(experts, name)) for name in ("w13", "w2"))
     return StackedExperts(w13_E2FD, w2_EDF) if w13_E2FD is not None and w2_EDF is not None else None
 
 
 def _weights(experts: Sequence[nn.Module], name: str) -> list[Tensor]:
-    """One matrix of each; none where they are quantised, and more than numbers."""
+    """Return one matrix of each expert; none of quantized experts, whose weights are more than one tensor."""
     linears = [expert.get_submodule(name) for expert in experts]
     return [linear.weight for linear in linears if isinstance(linear, Linear)]
+
+
+class ExpertTokenCounter:
+    """How many tokens each expert of some layers was given, added up on the device of the tokens.
+
+    One thread adds, any other may read. On a GPU adding does not wait, and may be part of a CUDA graph.
+
+    Ends of groups are added, not their sizes: groups of 2, 0, 3 and of 1, 1, 0 end at 2, 2, 5 and at 1, 2, 2. That is
+    3, 4, 7 in all, the ends of groups of 3, 1, 3.
+    """
+
+    def __init__(self, layers: range, num_experts: int) -> None:
+        self._layers = layers if num_experts else range(0)
+        self._ends_LE = torch.zeros(len(self._layers), num_experts, dtype=torch.int64, device="cpu")
+        self._read_stream: torch.cuda.Stream | None = None  # on a GPU
+
+    def to_device(self, device: torch.device) -> None:
+        """Move to the device of the tokens, before any are added."""
+        self._ends_LE = self._ends_LE.to(device)
+        self._read_stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def count(self, layer: int, ends_E: Tensor) -> None:
+        """Add a micro-batch of a layer, whose experts' groups end there."""
+        self._ends_LE[layer - self._layers.start].add_(ends_E)
+
+    def read(self) -> dict[int, list[int]]:
+        """Return each expert's tokens by layer.
+
+        Does not wait for a step that runs on a GPU: some of its layers may be counted already.
+        """
+        with torch.cuda.stream(self._read_stream):  # does nothing if there is no stream
+            ends_LE = self._ends_LE.tolist()
+        return {layer: group_sizes(ends) for layer, ends in zip(self._layers, ends_LE, strict=True)}

@@ -1,4 +1,4 @@
-"""Rotary position embedding: how far each pair of a head's elements turns at a position.
+"""Rotary position embedding: the angle by which each pair of a head's elements is rotated at a position.
 
 Shape letters: T tokens, H heads, d head_dim.
 """
@@ -14,23 +14,23 @@ from tramontane.proto.model_args import ModelArgs, YarnScaling
 
 @dataclass(frozen=True, slots=True)
 class RotaryTables:
-    """The angles of T tokens; ``query_scale_T`` is None where queries are not scaled by position."""
+    """Cosines and sines of T tokens; ``query_scale_T`` is None if queries are not scaled by position."""
 
     cos_Td: Tensor
     sin_Td: Tensor
     query_scale_T: Tensor | None = None
 
     def scale_queries(self, q_THd: Tensor) -> Tensor:
-        """Queries that have been turned, as they meet their keys."""
+        """Scale rotated queries by position, as some models do before attention."""
         return q_THd if self.query_scale_T is None else q_THd * self.query_scale_T[:, None, None]
 
 
 def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, frequencies: Tensor | None = None) -> RotaryTables:
-    """Cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
+    """Return cosine and sine of every position's angles (RoFormer, arXiv 2104.09864, eq. 15).
 
-    Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with
-    i + d/2, and both turn by position * frequency i. Angles are computed in float32. ``frequencies``: ``rotary_frequencies``
-    on the device of the positions, where somebody has them already.
+    Heads are rotated in *halves*, as Hugging Face stores them: element i pairs with i + d/2, and both are rotated by
+    position * frequency i. Angles are computed in float32. ``frequencies``: ``rotary_frequencies`` on the device of the
+    positions; computed if not given.
     """
     if frequencies is None:
         frequencies = rotary_frequencies(args).to(positions_T.device)
@@ -41,12 +41,12 @@ def rotary_tables(positions_T: Tensor, args: ModelArgs, dtype: torch.dtype, freq
     cos_Td, sin_Td = ((table * magnitude).to(dtype) for table in (angles_Td.cos(), angles_Td.sin()))
     if scaling is None or not scaling.llama4_beta:
         return RotaryTables(cos_Td, sin_Td)
-    times_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
-    return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(times_T)).to(dtype))
+    lengths_T = torch.floor(positions_T.float() / scaling.original_max_seq_len)
+    return RotaryTables(cos_Td, sin_Td, (1 + scaling.llama4_beta * torch.log1p(lengths_T)).to(dtype))
 
 
 def rotary_frequencies(args: ModelArgs) -> Tensor:
-    """Radians per position of each of the d/2 pairs, float32: theta^(-2i/d), slowed down where the model is scaled."""
+    """Return radians per position of each of the d/2 pairs, float32: theta^(-2i/d), lower for a scaled model."""
     pairs = torch.arange(0, args.head_dim, 2, dtype=torch.float32)
     frequencies = 1.0 / args.rope_theta ** (pairs / args.head_dim)
     if args.rope_scaling is None:
@@ -56,23 +56,24 @@ def rotary_frequencies(args: ModelArgs) -> Tensor:
 
 
 def _yarn_ramp(scaling: YarnScaling, head_dim: int, theta: float) -> Tensor:
-    """Of every pair's frequency, how much stays as it was: a ramp from 1 to 0 (YaRN, arXiv 2309.00071, eq. 17 to 19).
+    """Return the unscaled share of every pair's frequency: a ramp from 1 to 0 (YaRN, arXiv 2309.00071, eq. 17 to 19).
 
-    Pair i turns r times within L positions if theta^(2i/d) = L / (2 pi r), so i = d ln(L / (2 pi r)) / (2 ln theta).
-    d 128, theta 1e6, L 16384: r = 32 at i = 20.4, r = 1 at i = 36.4. Pairs up to 20 keep theirs, from 37 on none does.
+    Pair i rotates r times within L positions if theta^(2i/d) = L / (2 pi r), so i = d ln(L / (2 pi r)) / (2 ln theta).
+    d 128, theta 1e6, L 16384: r = 32 at i = 20.4, r = 1 at i = 36.4. Pairs up to 20 keep their frequency, pairs from 37 on
+    are fully scaled.
     """
 
-    def pair_that_turns(times: float) -> float:
-        return head_dim * math.log(scaling.original_max_seq_len / (2 * math.pi * times)) / (2 * math.log(theta))
+    def pair_with_rotations(rotations: float) -> float:
+        return head_dim * math.log(scaling.original_max_seq_len / (2 * math.pi * rotations)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    first = max(math.floor(pair_with_rotations(scaling.beta_fast)), 0)
+    last = min(math.ceil(pair_with_rotations(scaling.beta_slow)), head_dim - 1)
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / max(last - first, 0.001)
     return 1 - ramp.clamp(0, 1)
 
 
 def deinterleave_rows(stored_RD: Tensor, num_heads: int) -> Tensor:
-    """Rows of W_q or W_k with rotary pairs side by side, as Mistral stores them, sorted into halves, as they are used.
+    """Reorder rows of W_q or W_k from rotary pairs side by side, as Mistral stores them, to halves, as they are used.
 
     A head of 6 rows 0 1 | 2 3 | 4 5 becomes 0 2 4 | 1 3 5: pair i is then rows i and i + 3.
     """
@@ -81,6 +82,6 @@ def deinterleave_rows(stored_RD: Tensor, num_heads: int) -> Tensor:
 
 
 def interleave_rows(used_RD: Tensor, num_heads: int) -> Tensor:
-    """Back from halves: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
+    """Reorder rows from halves to pairs: 0 2 4 | 1 3 5 becomes 0 1 | 2 3 | 4 5."""
     rows, width = used_RD.shape
     return used_RD.view(num_heads, 2, rows // num_heads // 2, width).transpose(1, 2).reshape(rows, width)

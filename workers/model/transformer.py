@@ -1,40 +1,24 @@
-"""A stage's share of the model: perhaps the embedding, some layers, perhaps norm and head.
+"""The transformer: one stage's share of the model, or the whole model where there is one stage.
 
-Computation that gives way wherever it waits for experts, so that another micro-batch can have its turn.
+``StageModel.forward`` is the whole computation between embedding and head where experts are inside the stage. Where they
+are on actors of their own, ``workers/experts/remote_forward.py`` runs the same layers.
+
+Shape letters: T tokens of a micro-batch in one packed row, D model width, k experts of each token, V vocabulary size,
+S rows that are sampled.
 """
 
-from collections.abc import Generator
-from typing import Protocol, TypeVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from tramontane.proto.model_args import ModelArgs
-from tramontane.proto.ports import ExpertBackend, PendingExperts
 from tramontane.workers.kernels.linear import Linear
 from tramontane.workers.model.layers import Attend, RMSNorm, TransformerBlock
 from tramontane.workers.model.moe import ExpertPermutation, ExpertTokenCounter, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables
 
-T = TypeVar("T")
-StepCoroutine = Generator[PendingExperts, None, T]  # computes a T, and yields whatever has not been answered yet
-
-
-def run_to_completion(waiting: StepCoroutine[T]) -> T:
-    """Run it to its end, alone: the thread sleeps where it waits."""
-    try:
-        while True:
-            next(waiting).wait()
-    except StopIteration as end:
-        value: T = end.value
-        return value
-
-
-class ExpertObserver(Protocol):
-    """Whoever wants to know what experts did."""
-
-    def record_choices(self, layer: int, expert_ids_Tk: Tensor) -> None: ...
-    def record_usage(self, asked: PendingExperts) -> None: ...
+OnChoices = Callable[[int, Tensor], None]  # (layer, expert_ids_Tk), called when a layer's gate has chosen
 
 
 class StageModel(nn.Module):
@@ -55,23 +39,19 @@ class StageModel(nn.Module):
         self.is_last = layers.stop == args.n_layers
         self.tok_embeddings = _embedding(args) if self.is_first else None
         self.layers = nn.ModuleDict({str(layer): TransformerBlock(args, layer) for layer in layers})
-        self.experts: ExpertBackend | None = LocalExperts(args, layers) if experts_inside else None  # None: still to be found
+        self.experts = LocalExperts(args, layers) if experts_inside else None
         self._expert_tokens = ExpertTokenCounter(layers, args.moe.num_experts if args.moe else 0)
         self.norm = RMSNorm(args.dim, args.norm_eps) if self.is_last else None
         self.output = Linear(args.dim, args.vocab_size) if self.is_last else None
 
     def finalize_weights(self, device: torch.device) -> None:
-        """Once weights are in place, on this device, and before the first step."""
+        """Prepare for the first step on this device, after the weights are in place."""
         self._expert_tokens.to_device(device)
-        if isinstance(self.experts, LocalExperts):
+        if self.experts is not None:
             self.experts.finalize_weights()
 
-    @property
-    def expert_load(self) -> dict[int, list[int]]:
-        """By layer, how many tokens each expert was given. From any thread."""
-        return self._expert_tokens.read()
-
     def embed(self, token_ids_T: Tensor) -> Tensor:
+        """Return the embeddings [T, D] of token ids. For the first stage."""
         assert self.tok_embeddings is not None
         hidden_TD: Tensor = self.tok_embeddings(token_ids_T)
         return hidden_TD
@@ -81,12 +61,12 @@ class StageModel(nn.Module):
         hidden_TD: Tensor,
         rotary: RotaryTables,
         attend: Attend,
-        notes: ExpertObserver | None = None,
+        on_choices: OnChoices | None = None,
         is_padding_T: Tensor | None = None,
-    ) -> StepCoroutine[Tensor]:
-        """All layers; gives way wherever experts have been asked. Padding is given to no expert."""
+    ) -> Tensor:
+        """Run all layers, [T, D] to [T, D]. Padding is given to no expert and not counted."""
         for layer in self.global_layers:
-            hidden_TD = yield from self.layer(layer, hidden_TD, rotary, attend, notes, is_padding_T)
+            hidden_TD = self.layer(layer, hidden_TD, rotary, attend, on_choices, is_padding_T)
         return hidden_TD
 
     def layer(
@@ -95,57 +75,66 @@ class StageModel(nn.Module):
         hidden_TD: Tensor,
         rotary: RotaryTables,
         attend: Attend,
-        notes: ExpertObserver | None = None,
+        on_choices: OnChoices | None = None,
         is_padding_T: Tensor | None = None,
-    ) -> StepCoroutine[Tensor]:
-        """One of them, by its global number."""
-        hidden_TD, x_TD = self.layers[str(layer)](hidden_TD, rotary, attend)
-        return hidden_TD + (yield from self.feed_forward(layer, x_TD, notes, is_padding_T))
+    ) -> Tensor:
+        """Run one layer, by its global number."""
+        hidden_TD, x_TD = self.block(layer)(hidden_TD, rotary, attend)
+        return hidden_TD + self.feed_forward(layer, x_TD, on_choices, is_padding_T)
 
     def feed_forward(
-        self, layer: int, x_TD: Tensor, notes: ExpertObserver | None = None, is_padding_T: Tensor | None = None
-    ) -> StepCoroutine[Tensor]:
-        """What a layer adds after its attention, [T, D]: by its only network, or by each token's experts. 0 for padding."""
-        block = self.layers[str(layer)]
-        assert isinstance(block, TransformerBlock)
-        if block.gate is None:
-            assert block.feed_forward is not None
-            dense_TD: Tensor = block.feed_forward(x_TD)
-            return dense_TD
-        expert_ids_Tk, weights_Tk = block.gate(x_TD)
-        if is_padding_T is None:
-            return (yield from self._moe(layer, x_TD, expert_ids_Tk, weights_Tk, notes))
-        # padding chooses one past the last expert, so it is sorted behind all groups, and gets whatever is in memory there
-        expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], block.gate.num_experts)
-        mixed_TD = yield from self._moe(layer, x_TD, expert_ids_Tk, weights_Tk, notes)
-        return mixed_TD.masked_fill(is_padding_T[:, None], 0)
+        self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None
+    ) -> Tensor:
+        """Return what a layer adds after its attention, [T, D]: from its dense network, or from each token's experts.
 
-    def _moe(
-        self, layer: int, x_TD: Tensor, expert_ids_Tk: Tensor, weights_Tk: Tensor, notes: ExpertObserver | None
-    ) -> StepCoroutine[Tensor]:
-        """What each token's experts make of it, weighted and added."""
+        Padding gets 0 from experts.
+        """
+        dense = self.block(layer).feed_forward
+        if dense is not None:
+            dense_TD: Tensor = dense(x_TD)
+            return dense_TD
         assert self.experts is not None
-        assert self.args.moe is not None
-        if notes is not None:
-            notes.record_choices(layer, expert_ids_Tk)
-        by_expert = ExpertPermutation.of(expert_ids_Tk, self.args.moe.num_experts)
-        self._expert_tokens.count(layer, by_expert.offsets_E)
-        asked = self.experts.dispatch(layer, by_expert.permute(x_TD), by_expert)
-        yield asked
-        while not asked.poll():
-            yield asked
-        if notes is not None:
-            notes.record_usage(asked)
-        return by_expert.combine(asked.result(), weights_Tk)
+        groups, weights_Tk = self.choose_experts(layer, x_TD, on_choices, is_padding_T)
+        mixed_TD = groups.combine(self.experts(layer, groups.permute(x_TD), groups), weights_Tk)
+        return mixed_TD if is_padding_T is None else mixed_TD.masked_fill(is_padding_T[:, None], 0)
+
+    def choose_experts(
+        self, layer: int, x_TD: Tensor, on_choices: OnChoices | None = None, is_padding_T: Tensor | None = None
+    ) -> tuple[ExpertPermutation, Tensor]:
+        """Choose each token's experts and count the choices.
+
+        Returns the choices, sorted by expert, and the weights [T, k] of each token's experts.
+        """
+        gate = self.block(layer).gate
+        assert gate is not None
+        expert_ids_Tk, weights_Tk = gate(x_TD)
+        if is_padding_T is not None:  # one past the last expert: sorted behind all groups, so its rows are undefined
+            expert_ids_Tk = expert_ids_Tk.masked_fill(is_padding_T[:, None], gate.num_experts)
+        if on_choices is not None:
+            on_choices(layer, expert_ids_Tk)
+        groups = ExpertPermutation.of(expert_ids_Tk, gate.num_experts)
+        self._expert_tokens.count(layer, groups.offsets_E)
+        return groups, weights_Tk
 
     def head(self, hidden_SD: Tensor) -> Tensor:
-        """Logits [S, V] in float32 for the S rows that want a token."""
+        """Return logits [S, V] in float32 for the S rows that are to be sampled. For the last stage."""
         assert self.norm is not None
         assert self.output is not None
         logits_SV: Tensor = self.output(self.norm(hidden_SD))
         return logits_SV.float()
 
+    def block(self, layer: int) -> TransformerBlock:
+        """Return a layer by its global number."""
+        block = self.layers[str(layer)]
+        assert isinstance(block, TransformerBlock)
+        return block
+
+    @property
+    def expert_load(self) -> dict[int, list[int]]:
+        """How many tokens each expert was given, by layer. Can be read from any thread."""
+        return self._expert_tokens.read()
+
 
 def _embedding(args: ModelArgs) -> nn.Embedding:
-    """Without random numbers: on the meta device they make PyTorch import its compiler, 70 MiB and some seconds."""
+    """Make an embedding without random numbers: on the meta device they make PyTorch import its compiler (70 MiB, seconds)."""
     return nn.Embedding.from_pretrained(torch.empty(args.vocab_size, args.dim), freeze=False)  # type: ignore[no-untyped-call, no-any-return]

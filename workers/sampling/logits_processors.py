@@ -1,9 +1,6 @@
-"""What sequences want changed in their logits before sampling: biases, penalties, no end yet.
+"""Logits processors: biases, penalties and ``min_tokens``. The last stage has state for sequences that ask for any of them.
 
-The last stage keeps this for those that ask for any of it, and only for those.
-Shape letters: S sampled rows, R those of them that change, V vocabulary.
-
-Which tokens sequences have had, and how often: a row for each sequence whose sampling depends on it.
+Shape letters: S sampled rows, R those of them that change, V vocabulary, N rows of counts.
 """
 
 from collections.abc import Sequence
@@ -16,11 +13,14 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 
-FIRST_ROWS = 4
+INITIAL_ROWS = 4  # of token counts
 
 
 class TokenCounts:
-    """Rows are taken and given back. Where none is left there are twice as many: 5 bytes per token of the vocabulary each."""
+    """Which tokens sequences have had, and how often: a row per sequence, of 5 bytes per token of the vocabulary.
+
+    Rows are reused; when none is left their number doubles.
+    """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._output_NV = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
@@ -28,7 +28,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def allocate(self) -> int:
-        """A row where nothing has been counted."""
+        """Return a row of zeros."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -37,25 +37,27 @@ class TokenCounts:
         return row
 
     def free(self, row: int) -> None:
+        """Give a row back for reuse."""
         self._free.append(row)
 
     def add_prompt(self, row: int, token_ids: tuple[int, ...]) -> None:
+        """Mark tokens as part of the prompt of a row."""
         self._prompt_NV[row, self._index(token_ids)] = True
 
     def add_output(self, rows: list[int], token_ids: list[int]) -> None:
-        """One more of each of these tokens, in these rows; the same of both may come several times."""
+        """Count one more of each token in its row. Pairs of row and token may repeat."""
         ones = torch.ones(len(rows), dtype=torch.int32, device=self._output_NV.device)
         self._output_NV.index_put_((self._index(rows), self._index(token_ids)), ones, accumulate=True)
 
     def counts(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        """How often each token is in the output [R, V], and whether it is in prompt or output [R, V]."""
+        """Return how often each token is in the output [R, V], and whether it is in prompt or output [R, V]."""
         index = self._index(rows)
         output_RV = self._output_NV[index]
         return output_RV, self._prompt_NV[index] | (output_RV > 0)
 
     def _grow(self) -> None:
         num_rows = len(self._output_NV)
-        num_new = max(num_rows, FIRST_ROWS)
+        num_new = max(num_rows, INITIAL_ROWS)
         self._output_NV = torch.cat([self._output_NV, self._output_NV.new_zeros(num_new, self._output_NV.shape[1])])
         self._prompt_NV = torch.cat([self._prompt_NV, self._prompt_NV.new_zeros(num_new, self._prompt_NV.shape[1])])
         self._free += range(num_rows, num_rows + num_new)
@@ -66,7 +68,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class LogitsState:
-    """Of one sequence. ``row`` is its place among the token counts, None if it needs none."""
+    """What one sequence changes in its logits. ``row`` is its row of token counts, None if it needs none."""
 
     sampling: SamplingParams
     num_prompt: int
@@ -76,47 +78,51 @@ class LogitsState:
 
 
 class LogitsProcessor:
-    """Tokens are counted as they come in to be computed: before token p is sampled, 0 to p-1 have come."""
+    """Processor of the logits of all sequences that ask for changes.
+
+    Tokens are counted when they enter the stage: before token p is sampled, tokens 0 to p-1 have been counted.
+    """
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device) -> None:
         self._eos = tensor_on(eos_token_ids, torch.int64, device)
         self._device = device
         self._counts = TokenCounts(vocab_size, device)
-        self._wishes: dict[int, LogitsState] = {}
+        self._states: dict[int, LogitsState] = {}
 
     @property
     def num_sequences(self) -> int:
-        """That have asked for any change and live."""
-        return len(self._wishes)
+        """Running sequences whose logits are changed."""
+        return len(self._states)
 
     def update(self, batch: MicroBatch) -> None:
-        """Forget released sequences, meet new ones, count tokens."""
-        for seq_id in batch.freed_seq_ids if self._wishes else ():
+        """Remove freed sequences, add new ones, count tokens."""
+        for seq_id in batch.freed_seq_ids if self._states else ():
             self._forget(seq_id)
         for chunk in batch.chunks:
             if chunk.sampling is not None and chunk.sampling.needs_logits_processing:
-                self._wishes[chunk.seq_id] = self._state(chunk.sampling, chunk.num_prompt)
-        if self._wishes:
+                self._states[chunk.seq_id] = self._new_state(chunk.sampling, chunk.num_prompt)
+        if self._states:
             self._count(batch)
 
     def clear(self) -> None:
-        for seq_id in list(self._wishes):
+        """Remove all sequences."""
+        for seq_id in list(self._states):
             self._forget(seq_id)
 
     def apply(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
-        """The logits as each sequence wants them. ``positions`` are those of the tokens being chosen. What is given stays."""
-        rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._wishes] if self._wishes else []
+        """Return the changed logits, or the input if no row changes. ``positions`` are those of the new tokens."""
+        rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._states] if self._states else []
         if not rows:  # nearly always
             return logits_SV
-        wishes = [self._wishes[seq_ids[row]] for row in rows]
+        states = [self._states[seq_ids[row]] for row in rows]
         index = tensor_on(rows, torch.int64, self._device)
         changed_RV = logits_SV[index]
-        _add_biases(changed_RV, wishes)
-        self._penalize(changed_RV, wishes)
-        self._mask_eos(changed_RV, wishes, [positions[row] for row in rows])
+        _add_biases(changed_RV, states)
+        self._penalize(changed_RV, states)
+        self._mask_eos(changed_RV, states, [positions[row] for row in rows])
         return logits_SV.index_copy(0, index, changed_RV)
 
-    def _state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
+    def _new_state(self, sampling: SamplingParams, num_prompt: int) -> LogitsState:
         token_ids, biases = [token_id for token_id, _ in sampling.logit_bias], [bias for _, bias in sampling.logit_bias]
         return LogitsState(
             sampling,
@@ -127,41 +133,45 @@ class LogitsProcessor:
         )
 
     def _forget(self, seq_id: int) -> None:
-        wish = self._wishes.pop(seq_id, None)
-        if wish is not None and wish.row is not None:
-            self._counts.free(wish.row)
+        state = self._states.pop(seq_id, None)
+        if state is not None and state.row is not None:
+            self._counts.free(state.row)
 
     def _count(self, batch: MicroBatch) -> None:
         rows: list[int] = []
         token_ids: list[int] = []
         for chunk in batch.chunks:
-            if (wish := self._wishes.get(chunk.seq_id)) is not None and wish.row is not None:
-                output_ids = self._count_prompt(wish.row, wish.num_prompt, chunk)
-                rows += [wish.row] * len(output_ids)
+            if (state := self._states.get(chunk.seq_id)) is not None and state.row is not None:
+                output_ids = self._count_prompt(state.row, state.num_prompt, chunk)
+                rows += [state.row] * len(output_ids)
                 token_ids += output_ids
         for seq_id, token_id in zip(batch.decodes.seq_ids, batch.decodes.token_ids, strict=True):
-            if (wish := self._wishes.get(seq_id)) is not None and wish.row is not None:
-                rows.append(wish.row)
+            if (state := self._states.get(seq_id)) is not None and state.row is not None:
+                rows.append(state.row)
                 token_ids.append(token_id)
         if rows:
             self._counts.add_output(rows, token_ids)
 
     def _count_prompt(self, row: int, num_prompt: int, chunk: Chunk) -> tuple[int, ...]:
-        """Returns what is output. A chunk of positions 4 to 8, where the prompt has 6: 4 and 5 are prompt, 6 to 8 output."""
+        """Count the prompt tokens of a chunk; return the rest.
+
+        A chunk of positions 4 to 8 with a prompt of 6 tokens: 4 and 5 are prompt, 6 to 8 output.
+        """
         num_of_prompt = max(num_prompt - chunk.start, 0)
         if num_of_prompt:
             self._counts.add_prompt(row, chunk.token_ids[:num_of_prompt])
         return chunk.token_ids[num_of_prompt:]
 
-    def _penalize(self, logits_RV: Tensor, wishes: Sequence[LogitsState]) -> None:
-        counting = [(place, wish.row, wish.sampling) for place, wish in enumerate(wishes) if wish.row is not None]
+    def _penalize(self, logits_RV: Tensor, states: Sequence[LogitsState]) -> None:
+        """Apply the repetition, frequency and presence penalties."""
+        counting = [(i, state.row, state.sampling) for i, state in enumerate(states) if state.row is not None]
         if not counting:
             return
 
         def column(values: list[float]) -> Tensor:
             return tensor_on(values, torch.float32, self._device)[:, None]
 
-        index = tensor_on([place for place, _, _ in counting], torch.int64, self._device)
+        index = tensor_on([i for i, _, _ in counting], torch.int64, self._device)
         num_output, is_known = self._counts.counts([row for _, row, _ in counting])
         logits = logits_RV[index]
         repetition = column([sampling.repetition_penalty for _, _, sampling in counting])
@@ -170,17 +180,17 @@ class LogitsProcessor:
         logits -= column([sampling.presence_penalty for _, _, sampling in counting]) * (num_output > 0)
         logits_RV[index] = logits
 
-    def _mask_eos(self, logits_RV: Tensor, wishes: Sequence[LogitsState], positions: Sequence[int]) -> None:
-        """A prompt of 5 and min_tokens 2: none at positions 5 and 6."""
-        early = [place for place, wish in enumerate(wishes) if positions[place] - wish.num_prompt < wish.sampling.min_tokens]
+    def _mask_eos(self, logits_RV: Tensor, states: Sequence[LogitsState], positions: Sequence[int]) -> None:
+        """Ban end-of-sequence tokens before ``min_tokens``. A prompt of 5 and min_tokens 2: at positions 5 and 6."""
+        early = [i for i, state in enumerate(states) if positions[i] - state.num_prompt < state.sampling.min_tokens]
         if early:
             logits_RV[tensor_on(early, torch.int64, self._device)[:, None], self._eos] = -torch.inf
 
 
-def _add_biases(logits_RV: Tensor, wishes: Sequence[LogitsState]) -> None:
-    lengths = [len(wish.bias_ids) for wish in wishes]
+def _add_biases(logits_RV: Tensor, states: Sequence[LogitsState]) -> None:
+    lengths = [len(state.bias_ids) for state in states]
     if not any(lengths):
         return
-    places = tensor_on([place for place, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
-    token_ids = torch.cat([wish.bias_ids for wish in wishes])
-    logits_RV.index_put_((places, token_ids), torch.cat([wish.biases for wish in wishes]), accumulate=True)
+    rows = tensor_on([row for row, length in enumerate(lengths) for _ in range(length)], torch.int64, logits_RV.device)
+    token_ids = torch.cat([state.bias_ids for state in states])
+    logits_RV.index_put_((rows, token_ids), torch.cat([state.biases for state in states]), accumulate=True)

@@ -1,6 +1,6 @@
-"""Log-probabilities of sampled tokens and of prompts, for the sequences that ask.
+"""Log-probabilities of sampled tokens and of prompts, for the sequences that ask for them.
 
-Shape letters: T rows of a chunk, S sampled rows, R rows that are told, V vocabulary, D model width.
+Shape letters: T rows of a chunk, S sampled rows, R rows with log-probabilities, V vocabulary, D model width.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,27 +13,30 @@ from tramontane.proto.request import Logprobs
 from tramontane.proto.step import Chunk, MicroBatch
 from tramontane.workers.device.pinned_memory import tensor_on
 
-LEAST_LOGPROB = -9999.0  # as OpenAI has it, for what has no probability; infinity is not JSON
-MAX_LOGITS = 2**22  # of a prompt's at once, in float32: 16 MiB
+MIN_LOGPROB = -9999.0  # for tokens of probability zero, as OpenAI does: infinity is not JSON
+MAX_LOGITS = 2**22  # of a prompt that are computed at a time, in float32: 16 MiB
 
 Top = tuple[tuple[int, float], ...]
 Head = Callable[[Tensor], Tensor]
 
 
 def token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[tuple[float, Top]]:
-    """Of each row: the log-probability of one token, and its ``num_top`` likeliest ones."""
+    """Return, for each row, the log-probability of one token, and the ``num_top`` likeliest tokens with theirs."""
     totals_R1 = logits_RV.logsumexp(-1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, tensor_on(token_ids, torch.int64, logits_RV.device)[:, None])
     best = logits_RV.topk(min(max(num_top), logits_RV.shape[1]), dim=-1)
-    told = torch.cat([chosen_R1, best.values], dim=1) - totals_R1
-    told = told.nan_to_num(nan=LEAST_LOGPROB).clamp(min=LEAST_LOGPROB, max=0.0)
-    rows = zip(told.tolist(), best.indices.tolist(), num_top, strict=True)
-    return [(own[0], tuple(zip(ids[:most], own[1:][:most], strict=True))) for own, ids, most in rows]
+    logprobs = torch.cat([chosen_R1, best.values], dim=1) - totals_R1
+    logprobs = logprobs.nan_to_num(nan=MIN_LOGPROB).clamp(min=MIN_LOGPROB, max=0.0)
+    rows = zip(logprobs.tolist(), best.indices.tolist(), num_top, strict=True)
+    return [(chosen, tuple(zip(ids[:n], top[:n], strict=True))) for (chosen, *top), ids, n in rows]
 
 
 @dataclass(slots=True)
 class PendingPromptLogprobs:
-    """One that is being told. ``last_row_1D``: of its hidden states so far, which the next chunk's first token is judged by."""
+    """A prompt whose log-probabilities are not complete.
+
+    ``last_row_1D`` is the last row of hidden states so far, which predicts the first token of the next chunk.
+    """
 
     num_top: int
     num_prompt: int
@@ -41,20 +44,20 @@ class PendingPromptLogprobs:
 
 
 class LogprobTracker:
-    """What the last stage keeps of the sequences that ask; of the others nothing."""
+    """State of the last stage for sequences that ask for log-probabilities; it has none for others."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._rows_at_once = max(MAX_LOGITS // vocab_size, 1)
+        self._max_rows = max(MAX_LOGITS // vocab_size, 1)
         self._num_top: dict[int, int] = {}  # of sampled tokens, by sequence
         self._prompts: dict[int, PendingPromptLogprobs] = {}
 
     @property
     def num_sequences(self) -> int:
-        """That ask for sampled tokens, or whose prompt is not told to its end."""
+        """Sequences that ask for log-probabilities of sampled tokens, or whose prompt is not complete."""
         return len(self._num_top.keys() | self._prompts.keys())
 
     def update(self, batch: MicroBatch) -> None:
-        """Forget released sequences, meet new ones."""
+        """Remove freed sequences, add new ones."""
         for seq_id in batch.freed_seq_ids:
             self._num_top.pop(seq_id, None)
             self._prompts.pop(seq_id, None)
@@ -69,24 +72,25 @@ class LogprobTracker:
                 )
 
     def clear(self) -> None:
+        """Remove all sequences."""
         self._num_top.clear()
         self._prompts.clear()
 
     def sampled(
         self, logits_SV: Tensor, token_ids: Sequence[int], seq_ids: Sequence[int], positions: Sequence[int]
     ) -> Iterator[Logprobs]:
-        """Of tokens that have just been chosen for these positions; ``logits_SV`` as the model gave them."""
+        """Yield the log-probabilities of tokens that were just chosen, by the unprocessed logits of the model."""
         rows = [row for row, seq_id in enumerate(seq_ids) if seq_id in self._num_top] if self._num_top else []
         if not rows:  # nearly always
             return
         num_top = [self._num_top[seq_ids[row]] for row in rows]
         logits_RV = logits_SV[tensor_on(rows, torch.int64, logits_SV.device)]
-        told = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top)
-        for row, (logprob, top) in zip(rows, told, strict=True):
+        logprobs = token_logprobs(logits_RV, [token_ids[row] for row in rows], num_top)
+        for row, (logprob, top) in zip(rows, logprobs, strict=True):
             yield Logprobs(seq_ids[row], positions[row], (logprob,), (top,))
 
     def prompts(self, batch: MicroBatch, hidden_TD: Tensor, head: Head) -> Iterator[Logprobs]:
-        """Of the prompts' tokens that a micro-batch has brought."""
+        """Yield the log-probabilities of the prompt tokens of a micro-batch."""
         row = 0
         for chunk in batch.chunks if self._prompts else ():
             if chunk.seq_id in self._prompts:
@@ -94,10 +98,10 @@ class LogprobTracker:
             row += chunk.num_tokens
 
     def _of_chunk(self, chunk: Chunk, hidden_TD: Tensor, head: Head) -> Iterator[Logprobs]:
-        """A token's probability comes from the row before it, which may have been the last one of the chunk before.
+        """Yield those of one chunk. A token is predicted by the previous row, which may be in the previous chunk.
 
-        A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then tokens 4 and 5 by rows 3 and 4.
-        Row 5 says what is sampled.
+        A prompt of 6 in chunks of 4 and 2: tokens 1, 2, 3 by rows 0, 1, 2; row 3 is kept; then tokens 4 and 5 by rows 3
+        and 4. Row 5 predicts the first sampled token.
         """
         prompt = self._prompts[chunk.seq_id]
         token_ids = chunk.token_ids[: prompt.num_prompt - chunk.start]
@@ -105,14 +109,14 @@ class LogprobTracker:
             token_ids, rows_RD = token_ids[1:], hidden_TD[: len(token_ids) - 1]
         else:
             rows_RD = torch.cat([prompt.last_row_1D, hidden_TD[: len(token_ids) - 1]])
-        prompt.last_row_1D = hidden_TD[-1:].clone()  # not all the others with it
+        prompt.last_row_1D = hidden_TD[-1:].clone()  # a view would keep all rows in memory
         if chunk.start + chunk.num_tokens >= prompt.num_prompt:
             del self._prompts[chunk.seq_id]
-        told: list[tuple[float, Top]] = []
-        for first in range(0, len(token_ids), self._rows_at_once):
-            some_ids = token_ids[first : first + self._rows_at_once]
-            logits_RV = head(rows_RD[first : first + self._rows_at_once])
-            told += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids))
-        if told:
-            logprobs, top = zip(*told, strict=True)
+        pairs: list[tuple[float, Top]] = []
+        for first in range(0, len(token_ids), self._max_rows):
+            some_ids = token_ids[first : first + self._max_rows]
+            logits_RV = head(rows_RD[first : first + self._max_rows])
+            pairs += token_logprobs(logits_RV, some_ids, [prompt.num_top] * len(some_ids))
+        if pairs:
+            logprobs, top = zip(*pairs, strict=True)
             yield Logprobs(chunk.seq_id, max(chunk.start, 1), logprobs, top)

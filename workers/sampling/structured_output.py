@@ -1,7 +1,7 @@
-"""Answers that follow a grammar: which tokens may come next, as llguidance says.
+"""Structured output: masks of the tokens that a sequence's grammar allows next, computed by llguidance.
 
-What an answer may say next follows from its grammar and from what it has said, so nothing of it has to be kept anywhere
-else: a sequence that is computed again comes with its own words as part of its prompt, and is told them.
+The state of a grammar follows from the grammar and the output so far, so the last stage is the only one to keep it: a
+sequence that is computed again brings its output in its chunks, and the grammar is advanced by it.
 """
 
 import logging
@@ -21,22 +21,23 @@ from tramontane.workers.device.pinned_memory import tensor_on, to_device
 
 logger = logging.getLogger(__name__)
 
-LoadVocabulary = Callable[[], Sequence[bytes]]  # of every token id, the text that it stands for; none for control tokens
-MAX_KEPT = 64  # compiled grammars
-# What one grammar may take: tenths of a second to compile at the worst, some ms for a mask, and 1 to 2 KB for each state.
+LoadVocabulary = Callable[[], Sequence[bytes]]  # returns the text of every token id, empty for control tokens
+
+MAX_COMPILED_GRAMMARS = 64
+# Bounds of one grammar: at worst tenths of a second to compile, a few ms per mask, and 1 to 2 KB per lexer state.
 LIMITS = llguidance.LLParserLimits(
     max_lexer_states=20_000, max_grammar_size=200_000, precompute_large_lexemes=False, verbose_errors=False
 )
-# Forced tokens would have to be those into which the model's texts are cut, and only the model knows that.
+# llguidance would tokenize forced text by itself, and not as the model does.
 NO_FORCING = '%llguidance {"no_forcing": true}\n'
 
 
 class GrammarError(RequestError):
-    """A grammar cannot be followed: it cannot be compiled, or the vocabulary cannot say what it asks for."""
+    """A grammar cannot be compiled, or the vocabulary has no token that it allows."""
 
 
 class Vocabulary:
-    """The tokens as llguidance takes them. To it, an answer ends with a token of its own, the one after the last piece."""
+    """Vocabulary in llguidance's form. To llguidance the end of the output is an additional token after the last piece."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
         self.num_pieces = len(pieces)
@@ -44,9 +45,9 @@ class Vocabulary:
 
 
 class _TokenizerAdapter(llguidance.TokenizerWrapper):
-    """What ``LLTokenizer`` asks for; without a piece, a token is nothing that text could mean."""
+    """Interface that ``LLTokenizer`` expects. A token without a piece becomes a special token that no text means."""
 
-    eos_token_id = None  # type: ignore[assignment]  # which makes it add one
+    eos_token_id = None  # type: ignore[assignment]  # makes llguidance add one
     bos_token_id = None
     is_tokenizer_wrapper = True
 
@@ -55,35 +56,35 @@ class _TokenizerAdapter(llguidance.TokenizerWrapper):
         self.special_token_ids = [token_id for token_id, piece in enumerate(pieces) if not piece]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        """Into which tokens a text is cut; never asked (see ``NO_FORCING``)."""
+        """Tokenize a text; never called, because of ``NO_FORCING``."""
         raise NotImplementedError
 
 
 class GrammarState:
-    """One sequence's place in its grammar."""
+    """State of one sequence in its grammar."""
 
     def __init__(self, matcher: llguidance.LLMatcher, num_pieces: int, num_prompt: int) -> None:
         self.num_prompt = num_prompt
         self._matcher, self._num_pieces = matcher, num_pieces
         self.can_stop = False
-        self.mask = b""  # a bit per token id, from the lowest bit of the first byte on; the one of no piece is never set
+        self.mask = b""  # a bit per token id, from the lowest bit of the first byte on; never set for the end token
         self._refresh_mask()
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Raises GrammarError where the grammar does not allow it."""
+        """Advance by these tokens. Raises GrammarError if the grammar does not allow them."""
         if token_ids:
             self._matcher.consume_tokens(list(token_ids))
             self._refresh_mask()
 
     @property
     def is_complete(self) -> bool:
-        """Nothing can follow."""
+        """Whether no token can follow."""
         return self.can_stop and _is_empty(self.mask)
 
     def _refresh_mask(self) -> None:
         if not self._matcher.is_error():
             mask = bytearray(self._matcher.compute_bitmask())
-            byte, bit = divmod(self._num_pieces, 8)  # 300 pieces: the end is bit 4 of byte 37
+            byte, bit = divmod(self._num_pieces, 8)  # 300 pieces: the end token is bit 4 of byte 37
             self.can_stop = bool(mask[byte] >> bit & 1)
             mask[byte] &= ~(1 << bit)
             self.mask = bytes(mask)
@@ -94,111 +95,113 @@ class GrammarState:
 
 
 class StructuredOutputManager:
-    """Of one last stage: the sequences whose answers follow a grammar. The vocabulary is read when the first one comes."""
+    """State of the last stage for sequences that follow a grammar. The vocabulary is read for the first of them."""
 
     def __init__(self, read_pieces: LoadVocabulary, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         self._read_pieces, self._vocab_size, self._eos = read_pieces, vocab_size, sorted(eos_token_ids)
         self._vocabulary: Vocabulary | GrammarError | None = None
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # the one used last comes last
-        self._answers: dict[int, GrammarState | GrammarError] = {}
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()  # least recently used first
+        self._states: dict[int, GrammarState | GrammarError] = {}
         self._request_ids: dict[int, str] = {}  # for logs
-        self._never_ends: set[int] = set()  # sequences for which the model's end of sequence is a token like others
+        self._ignore_eos: set[int] = set()  # sequences for which end-of-sequence is a token like others
 
     @property
     def num_sequences(self) -> int:
-        """That follow one and live."""
-        return len(self._answers)
+        """Running sequences that follow a grammar."""
+        return len(self._states)
 
     def clear(self) -> None:
-        """Forget every sequence."""
-        self._answers.clear()
+        """Remove all sequences."""
+        self._states.clear()
         self._request_ids.clear()
-        self._never_ends.clear()
+        self._ignore_eos.clear()
 
     def update(self, batch: MicroBatch) -> None:
-        """Forget released sequences, meet new ones, and tell those that are computed again what they have said."""
-        for seq_id in batch.freed_seq_ids if self._answers else ():
-            self._answers.pop(seq_id, None)
+        """Remove freed sequences, add new ones, and advance those that are computed again by their output."""
+        for seq_id in batch.freed_seq_ids if self._states else ():
+            self._states.pop(seq_id, None)
             self._request_ids.pop(seq_id, None)
-            self._never_ends.discard(seq_id)
+            self._ignore_eos.discard(seq_id)
         for chunk in batch.chunks:
             if chunk.sampling is not None and chunk.sampling.grammar:
                 self._request_ids[chunk.seq_id] = chunk.request_id
-                self._answers[chunk.seq_id] = self._begun(chunk)
+                self._states[chunk.seq_id] = self._compile_state(chunk)
                 if chunk.sampling.ignore_eos:
-                    self._never_ends.add(chunk.seq_id)
-            if isinstance(answer := self._answers.get(chunk.seq_id), GrammarState):
-                self._said(chunk.seq_id, output_tokens(chunk, answer.num_prompt))
+                    self._ignore_eos.add(chunk.seq_id)
+            if isinstance(state := self._states.get(chunk.seq_id), GrammarState):
+                self._advance(chunk.seq_id, output_tokens(chunk, state.num_prompt))
 
     def apply_masks(self, logits_SV: Tensor, seq_ids: Sequence[int]) -> Tensor:
-        """The logits, of which those that a sequence's grammar does not allow next are minus infinity; a row per sequence."""
-        if not self._answers:
+        """Return the logits with minus infinity for tokens that a sequence's grammar does not allow; a row per sequence."""
+        if not self._states:
             return logits_SV
-        rows = [(row, self._answers.get(seq_id)) for row, seq_id in enumerate(seq_ids)]
-        bound = [(row, answer) for row, answer in rows if isinstance(answer, GrammarState)]
-        if not bound:
+        states = [(row, self._states.get(seq_id)) for row, seq_id in enumerate(seq_ids)]
+        constrained = [(row, state) for row, state in states if isinstance(state, GrammarState)]
+        if not constrained:
             return logits_SV
-        banned_RV = unpack_bitmasks([answer.mask for _, answer in bound], self._vocab_size).logical_not_()
-        ending = [i for i, (row, answer) in enumerate(bound) if answer.can_stop and seq_ids[row] not in self._never_ends]
-        if ending and self._eos:
-            banned_RV[torch.tensor(ending)[:, None], torch.tensor(self._eos)] = False
-        rows_R = tensor_on([row for row, _ in bound], torch.int64, logits_SV.device)
+        banned_RV = unpack_bitmasks([state.mask for _, state in constrained], self._vocab_size).logical_not_()
+        can_stop = [i for i, (row, state) in enumerate(constrained) if state.can_stop and seq_ids[row] not in self._ignore_eos]
+        if can_stop and self._eos:
+            banned_RV[torch.tensor(can_stop)[:, None], torch.tensor(self._eos)] = False
+        rows_R = tensor_on([row for row, _ in constrained], torch.int64, logits_SV.device)
         allowed_RV = logits_SV[rows_R].masked_fill_(to_device(banned_RV, logits_SV.device), -torch.inf)
         return logits_SV.index_copy(0, rows_R, allowed_RV)
 
     def finished(self, seq_ids: Sequence[int], token_ids: Sequence[int]) -> tuple[tuple[int, FinishReason], ...]:
-        """Having sampled these, which sequences end with them: because nothing can follow, or because of an error."""
-        if not self._answers:
+        """Advance by sampled tokens; return the sequences that end with them, because no token can follow or by an error."""
+        if not self._states:
             return ()
         return tuple(
             (seq_id, reason)
             for seq_id, token_id in zip(seq_ids, token_ids, strict=True)
-            if seq_id in self._answers and (reason := self._finish(seq_id, token_id))
+            if seq_id in self._states and (reason := self._finish(seq_id, token_id))
         )
 
     def _finish(self, seq_id: int, token_id: int) -> FinishReason | None:
-        unfollowed = isinstance(self._answers[seq_id], GrammarError)  # then an end means nothing
-        if token_id in self._eos and seq_id not in self._never_ends and not unfollowed:
-            return None  # the router sees it by itself
-        answer = self._said(seq_id, (token_id,))
-        if isinstance(answer, GrammarError):
+        has_failed = isinstance(self._states[seq_id], GrammarError)  # then an end-of-sequence token means nothing
+        if token_id in self._eos and seq_id not in self._ignore_eos and not has_failed:
+            return None  # the router detects it
+        state = self._advance(seq_id, (token_id,))
+        if isinstance(state, GrammarError):
             return FinishReason.ERROR
-        return FinishReason.STOP if answer.is_complete else None
+        return FinishReason.STOP if state.is_complete else None
 
-    def _said(self, seq_id: int, token_ids: Sequence[int]) -> GrammarState | GrammarError:
-        answer = self._answers[seq_id]
+    def _advance(self, seq_id: int, token_ids: Sequence[int]) -> GrammarState | GrammarError:
+        state = self._states[seq_id]
         try:
-            if isinstance(answer, GrammarState):
-                answer.advance(token_ids)
+            if isinstance(state, GrammarState):
+                state.advance(token_ids)
         except GrammarError as error:
             request_id = self._request_ids.get(seq_id, "")
-            logger.warning("a sequence of request %s ends: %s", request_id or "-", error, extra=request_fields(request_id))
-            answer = self._answers[seq_id] = error
-        return answer
+            logger.warning(
+                "a sequence of request %s ends with an error: %s", request_id or "-", error, extra=request_fields(request_id)
+            )
+            state = self._states[seq_id] = error
+        return state
 
-    def _begun(self, chunk: Chunk) -> GrammarState | GrammarError:
+    def _compile_state(self, chunk: Chunk) -> GrammarState | GrammarError:
         assert chunk.sampling is not None
         try:
-            vocabulary = self._known_vocabulary()
-            matcher = self._matcher(vocabulary, chunk.sampling.grammar).deep_copy()
+            vocabulary = self._load_vocabulary()
+            matcher = self._compile(vocabulary, chunk.sampling.grammar).deep_copy()
             return GrammarState(matcher, vocabulary.num_pieces, chunk.num_prompt)
         except GrammarError as error:
             extra = request_fields(chunk.request_id)
-            logger.warning("a sequence of request %s will end: %s", chunk.request_id or "-", error, extra=extra)
+            logger.warning("a sequence of request %s will end with an error: %s", chunk.request_id or "-", error, extra=extra)
             return error
 
-    def _known_vocabulary(self) -> Vocabulary:
+    def _load_vocabulary(self) -> Vocabulary:
         if self._vocabulary is None:
             try:
                 self._vocabulary = Vocabulary(self._read_pieces()[: self._vocab_size])
-            except (UserError, OSError, ValueError) as error:  # the stage is well, and serves all others
+            except (UserError, OSError, ValueError) as error:  # only sequences with a grammar need it
                 self._vocabulary = GrammarError(f"the vocabulary cannot be read: {error}")
         if isinstance(self._vocabulary, GrammarError):
             raise GrammarError(str(self._vocabulary))
         return self._vocabulary
 
-    def _matcher(self, vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
-        """At the beginning of its grammar; to be copied."""
+    def _compile(self, vocabulary: Vocabulary, grammar: str) -> llguidance.LLMatcher:
+        """Return a matcher at the start of the grammar, compiled or cached. The caller copies it."""
         if grammar in self._compiled:
             self._compiled.move_to_end(grammar)
             return self._compiled[grammar]
@@ -206,23 +209,21 @@ class StructuredOutputManager:
         if matcher.is_error():
             raise GrammarError(f"the grammar cannot be compiled: {matcher.get_error():.200}")
         self._compiled[grammar] = matcher
-        if len(self._compiled) > MAX_KEPT:
+        if len(self._compiled) > MAX_COMPILED_GRAMMARS:
             self._compiled.popitem(last=False)
         return matcher
 
 
 def output_tokens(chunk: Chunk, num_prompt: int) -> tuple[int, ...]:
-    """What a chunk repeats of the sequence's answer: of positions 4..6, where the prompt has 5 tokens, those at 5 and 6."""
+    """Return the output tokens of a chunk: of positions 4..6 with a prompt of 5 tokens, those at 5 and 6."""
     return chunk.token_ids[max(num_prompt - chunk.start, 0) :]
 
 
 def unpack_bitmasks(masks: Sequence[bytes], vocab_size: int) -> Tensor:
-    """[R, V] from R rows of bits; ids beyond them, which have no piece, are false. 0b101 is ids 0 and 2."""
+    """Return [R, V] booleans from R rows of bits; ids past their end are false. 0b101 is ids 0 and 2."""
     packed_RB = numpy.frombuffer(b"".join(masks), dtype=numpy.uint8).reshape(len(masks), -1)
-    known_RV = torch.from_numpy(
-        numpy.unpackbits(packed_RB, axis=1, count=vocab_size, bitorder="little")
-    )  # several times torch's pace
-    return known_RV.view(torch.bool)
+    bits_RV = numpy.unpackbits(packed_RB, axis=1, count=vocab_size, bitorder="little")  # several times faster than in torch
+    return torch.from_numpy(bits_RV).view(torch.bool)
 
 
 def _is_empty(mask: bytes) -> bool:

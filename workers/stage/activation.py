@@ -1,4 +1,4 @@
-"""Hidden states on their way between stages: a small header and the raw bytes."""
+"""Hidden states between stages: a small header and the raw bytes."""
 
 from dataclasses import dataclass, replace
 
@@ -19,14 +19,14 @@ Packed = tuple[bytes, "np.ndarray[tuple[int], np.dtype[np.uint8]]"]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """``hidden_TD`` as it leaves a stage; the timings of the stages it has passed, and the experts that were chosen there."""
+    """The output of a stage: hidden states, the timings of the stages they have passed, and the experts chosen there."""
 
     hidden_TD: Tensor
     timings: tuple[StageTiming, ...]
     choices: tuple[ExpertChoices, ...] = ()
 
     def pack(self) -> Packed:
-        """On a GPU it waits until the bytes are on the host: whoever is given them reads them at once."""
+        """Serialize. Waits until the bytes are on the host."""
         hidden_TD = to_host(self.hidden_TD)
         dtype = str(hidden_TD.dtype).removeprefix("torch.")
         header = wire.encode_header(dtype, tuple(hidden_TD.shape), self.timings, self.choices)
@@ -34,25 +34,27 @@ class Activation:
 
     @classmethod
     def unpack(cls, packed: Packed, device: torch.device = HOST) -> "Activation":
-        """On the host the tensor shares the array's memory, which may be read-only: never write to it in place."""
+        """Deserialize. On the host the tensor shares the array's memory, which may be read-only: never write to it in place."""
         dtype, shape, timings, choices = wire.decode_header(packed[0])
         hidden_TD = torch.from_numpy(packed[1]).view(getattr(torch, dtype)).view(shape)
         return cls(to_device(hidden_TD, device), timings, choices)
 
 
 class ActivationSender:
-    """Where a step's hidden states leave the GPU by way of the host: they begin to when they are delivered, before the GPU is
-    given the next step.
+    """The way of a step's hidden states from the GPU to the host.
+
+    The copy is launched when they are delivered, before the GPU is given the next step.
     """
 
     def __init__(self) -> None:
-        self._leaving: HostCopy | None = None
+        self._copy: HostCopy | None = None
 
     def send(self, hidden_TD: Tensor | None) -> None:
-        self._leaving = None if hidden_TD is None else copy_to_host_async(hidden_TD)
+        """Launch the copy to the host. The last stage has no hidden states."""
+        self._copy = None if hidden_TD is None else copy_to_host_async(hidden_TD)
 
     def payload(self, outcome: Activation) -> Packed:
-        """The outcome of that step; waits until its bytes are on the host."""
-        assert self._leaving is not None
-        self._leaving.wait()
-        return replace(outcome, hidden_TD=self._leaving.tensor).pack()
+        """Serialize the outcome of that step. Waits until its bytes are on the host."""
+        assert self._copy is not None
+        self._copy.wait()
+        return replace(outcome, hidden_TD=self._copy.tensor).pack()

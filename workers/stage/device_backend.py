@@ -1,4 +1,4 @@
-"""What a kind of device offers to a stage on it."""
+"""What a kind of device offers to a stage."""
 
 from dataclasses import dataclass
 
@@ -7,30 +7,34 @@ import torch
 from tramontane.proto.plan import StagePlan
 from tramontane.workers.attention.autotune import select_kernels
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.device.events import CudaDeviceEvent, MakeMark
+from tramontane.workers.device.events import CudaDeviceEvent, RecordEvent
 from tramontane.workers.kernels.fused_ops import EAGER, FusedOps, compile_ops
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture, GraphCapture
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """``recorder``: None where steps of decodes are computed like all others. ``mark``: None where what was asked for is done."""
+    """The kernels, fused operations, graph capture and events of a device.
+
+    ``graph_capture`` is None if steps of decodes are computed like all others, ``make_event`` if the device is synchronous.
+    """
 
     kernels: AttentionKernels
-    pointwise: FusedOps = EAGER
-    recorder: GraphCapture | None = None
-    mark: MakeMark | None = None
+    fused_ops: FusedOps = EAGER
+    graph_capture: GraphCapture | None = None
+    make_event: RecordEvent | None = None
 
     @property
     def pads_decodes(self) -> bool:
-        """Whether decodes are padded, which takes a page of the caches."""
-        return self.recorder is not None or self.mark is not None
+        """Whether decodes are padded, which needs a scratch page in the caches."""
+        return self.graph_capture is not None or self.make_event is not None
 
 
 def backend_for(plan: StagePlan, device: torch.device) -> DeviceBackend:
+    """Choose the backend of a stage on this device. On a GPU this compiles and times kernels."""
     if device.type != "cuda":
         return DeviceBackend(select_kernels(plan, device))
-    with torch.cuda.device(device):  # marks and recordings are of the current one
+    with torch.cuda.device(device):  # events and graphs belong to the current one
         kernels = select_kernels(plan, device)
         return DeviceBackend(
             kernels, compile_ops(plan.args, device, getattr(torch, plan.dtype)), CudaGraphCapture(), CudaDeviceEvent

@@ -21,96 +21,101 @@ from tramontane.workers.stage.step_executor import Deliver, Receive, discard_out
 
 
 class OverlappedExecutor:
-    """``StepExecutor`` of a stage on a GPU. Any number of threads call ``step``, each of which begins its own and waits for it.
+    """The ``StepExecutor`` of a stage on a GPU. Any number of threads call ``step``; each runs its own step on its own thread.
 
-    One at a time has the turn: it takes from the stage before, prepares its step and gives to the next stage. At most
-    ``max_open`` have begun and are not read: with two, one is computed and one waits for the device.
+    One thread at a time has the turn: it receives from the stage before, launches its step and delivers to the next stage. At
+    most ``max_open`` steps have been launched and not read: with two, one is computed and one waits for the device.
     """
 
     def __init__(self, worker: StageWorker, max_open: int) -> None:
-        assert worker.means.mark is not None, "this is for devices that do later what they are asked for"
-        self.worker, self._max_open, self._make_mark = worker, max_open, worker.means.mark
-        self._news = threading.Condition()
+        assert worker.backend.make_event is not None, "this executor is for devices that compute asynchronously"
+        self.worker, self._max_open, self._make_event = worker, max_open, worker.backend.make_event
+        self._condition = threading.Condition()
         self._has_turn = self._is_interrupted = False
         self._num_open = self._num_working = 0
-        self._since = 0.0
+        self._last_change = 0.0
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+        """Run one micro-batch in its turn, and wait for its outcome."""
         with self._admit(batch):
-            with self._exclusive():
+            with self._release_turn():
                 incoming = receive()
                 with self._timed():
-                    unread = self.worker.launch(batch, incoming)
-                deliver(unread.hidden_TD)
-                delivered = self._make_mark()
-                if unread.is_stateful:
-                    return self._read(unread, delivered)
-            return self._read(unread, delivered)
+                    pending = self.worker.launch(batch, incoming)
+                deliver(pending.hidden_TD)
+                delivered = self._make_event()
+                if pending.is_stateful:
+                    return self._read(pending, delivered)
+            return self._read(pending, delivered)
 
     @property
     def busy_for_s(self) -> float:
-        """Since anything was last prepared or read, while something is. Waiting for neighbours does not count."""
-        since = self._since  # which may change meanwhile
-        return time.monotonic() - since if self._num_working else 0.0
+        """The seconds since a launch or read last began or ended, while one runs. Waiting for neighbors does not count."""
+        last_change = self._last_change  # read once: another thread may change it
+        return time.monotonic() - last_change if self._num_working else 0.0
 
     def fence(self, epoch: int) -> None:
-        """What is under way ends by itself: the device does everything in order."""
+        """Fence the worker once no step has the turn. Steps that were launched end by themselves, before any later one."""
         self.worker.check_epoch_increases(epoch)
         self.interrupt()
-        with self._news:
-            self._news.wait_for(lambda: not self._has_turn)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._has_turn)
             self.worker.fence(epoch)
             self._is_interrupted = False
 
     def interrupt(self) -> None:
-        with self._news:
+        """Fail the steps that wait for their turn; none gets it before the next fence."""
+        with self._condition:
             self._is_interrupted = True
-            self._news.notify_all()
+            self._condition.notify_all()
 
-    def _read(self, unread: PendingOutcome, delivered: DeviceEvent) -> Outcome:
-        """Nobody is told of a step before its hidden states have left: what a neighbour has of a GPU that dies is nothing."""
+    def _read(self, pending: PendingOutcome, delivered: DeviceEvent) -> Outcome:
+        """Read a step's outcome, and return it only after its hidden states have been sent.
+
+        They would be lost if this GPU died first.
+        """
         with self._timed():
-            outcome = unread.read()
+            outcome = pending.read()
             delivered.wait()
             return outcome
 
     @contextmanager
     def _admit(self, batch: MicroBatch) -> Iterator[None]:
-        """Waits for the turn, and has it. Raises StaleEpochError, also if it comes to that while waiting."""
-        with self._news:
+        """Wait for the turn and take it. Raises StaleEpochError, also if the epoch ends while it waits."""
+        with self._condition:
             self.worker.check_epoch(batch)
-            self._news.wait_for(lambda: self._is_over(batch) or self._is_next(batch))
+            self._condition.wait_for(lambda: self._is_over(batch) or self._is_next(batch))
             self.worker.check_epoch(batch)
             if self._is_interrupted:
-                raise StaleEpochError(f"{self.worker.plan.label} was interrupted before it could go on")
+                raise StaleEpochError(f"{self.worker.plan.label} was interrupted before the step had begun")
             self.worker.check_order(batch)
             self._has_turn, self._num_open = True, self._num_open + 1
         try:
             yield
         finally:
-            with self._news:
+            with self._condition:
                 self._num_open -= 1
-                self._news.notify_all()
+                self._condition.notify_all()
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Gives it to the next one."""
+    def _release_turn(self) -> Iterator[None]:
+        """Pass the turn to the next step at the end of the block."""
         try:
             yield
         finally:
-            with self._news:
+            with self._condition:
                 self._has_turn = False
-                self._news.notify_all()
+                self._condition.notify_all()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        with self._news:
-            self._since, self._num_working = time.monotonic(), self._num_working + 1
+        with self._condition:
+            self._last_change, self._num_working = time.monotonic(), self._num_working + 1
         try:
             yield
         finally:
-            with self._news:
-                self._since, self._num_working = time.monotonic(), self._num_working - 1
+            with self._condition:
+                self._last_change, self._num_working = time.monotonic(), self._num_working - 1
 
     def _is_over(self, batch: MicroBatch) -> bool:
         return self._is_interrupted or batch.epoch != self.worker.epoch

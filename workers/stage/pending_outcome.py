@@ -1,4 +1,4 @@
-"""What a step leaves behind while a GPU may still be at it: the host has asked for everything, and reads it later."""
+"""Pending result of a step whose GPU work has been launched but not awaited."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,10 +13,11 @@ Outcome = Activation | StepResult
 
 @dataclass(frozen=True, slots=True)
 class PendingOutcome:
-    """``hidden_TD``: of a stage that is not the last one, to be sent on in the order of the device's work.
+    """A step that has been launched.
 
-    ``is_stateful``: reading it changes what the next step begins with, so it is read before that. ``read`` waits for the device,
-    and is called once.
+    ``hidden_TD``: the output of a stage that is not the last one, to be sent in the order of the device's work.
+    ``is_stateful``: reading changes what the next step begins with, so it has to be read before that.
+    ``read``: waits for the device and returns the outcome; called once.
     """
 
     hidden_TD: Tensor | None

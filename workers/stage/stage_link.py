@@ -1,4 +1,4 @@
-"""The direct link: hidden states go from stage to stage over edges of two, made anew for every epoch."""
+"""The direct link: hidden states go from stage to stage over channels, which are made anew for every epoch."""
 
 import torch
 from torch import Tensor
@@ -14,48 +14,48 @@ from tramontane.workers.stage.step_executor import StepExecutor
 
 
 class StageLink:
-    """The edges of one stage in one epoch. What breaks one closes both, so that no stage beyond is left waiting.
+    """The channels of one stage in one epoch. An error in one closes both, so that no other stage waits forever.
 
-    One thread calls ``listen``, ``connect`` and ``step``, or as many as ``steps`` is for; ``close`` may come from any other.
-    ``host`` is the only address at which anything listens.
+    One thread calls ``listen``, ``connect`` and ``step``, or as many as ``executor`` allows; ``close`` may be called from any
+    other. ``host`` is the only address that is listened on.
     """
 
-    def __init__(self, worker: StageWorker, steps: StepExecutor, host: str, edges: ChannelFactory | None = None) -> None:
-        self._worker, self._steps = worker, steps
+    def __init__(self, worker: StageWorker, executor: StepExecutor, host: str, channels: ChannelFactory | None = None) -> None:
+        self._worker, self._executor = worker, executor
         self._host = host
-        self._edges = edges or channel_factory_for(worker.device)
+        self._channels = channels or channel_factory_for(worker.device)
         self._listener: Listener | None = None
         self._inlet: Channel | None = None
         self._outlet: Channel | None = None
         self._is_closed = False
 
     def listen(self) -> Address | None:
-        """Where the next stage finds us; None if there is none."""
+        """Start to listen for the next stage; returns the address, or None if there is no next stage."""
         if self._worker.plan.is_last:
             return None
-        self._listener = self._edges.listen(self._host)
+        self._listener = self._channels.listen(self._host)
         return self._listener.address
 
     def connect(self, inlet: Address | None) -> None:
-        """Make the edges, in the order of the stages: first from the one before, which listens at ``inlet``, then to the next."""
+        """Make the channels: first from the stage before, which listens at ``inlet``, then to the next. Raises LinkError."""
         try:
             if inlet is not None:
-                self._inlet = self._edges.connect(inlet, self._host)
+                self._inlet = self._channels.connect(inlet, self._host)
             if self._listener is not None:
                 self._outlet = self._listener.accept()
         except (OSError, RuntimeError) as error:
             self.close()
             stage = self._worker.plan.label
             raise LinkError(
-                f"{stage} at {self._host} could not be linked to a neighbour: {first_line(error)}"
+                f"{stage} at {self._host} could not be linked to a neighbor: {first_line(error)}"
             ) from error.with_traceback(None)
         if self._is_closed:
             self.close()
 
     def step(self, batch: MicroBatch) -> StepResult:
-        """As ``StageWorker.step``, with hidden states from the stage before and to the next; returns this stage's own part.
+        """Run a step with hidden states from the stage before and to the next; returns this stage's own part of the result.
 
-        Raises StaleEpochError, which changes nothing, LinkError, and whatever the computation raises.
+        Raises StaleEpochError, which changes nothing, LinkError, and what the computation raises.
         """
         self._worker.check_epoch(batch)
         try:
@@ -65,6 +65,7 @@ class StageLink:
             raise
 
     def close(self) -> None:
+        """Close the channels; steps that wait for a neighbor fail with LinkError. From any thread."""
         self._is_closed = True
         for end in (self._listener, self._inlet, self._outlet):
             if end is not None:
@@ -73,10 +74,10 @@ class StageLink:
     def _linked_step(self, batch: MicroBatch) -> StepResult:
         plan = self._worker.plan
         if self._is_closed:
-            raise LinkError(f"the link of {plan.label} to its neighbours is closed")
+            raise LinkError(f"the link of {plan.label} to its neighbors is closed")
         if (self._inlet is None) != plan.is_first or (self._outlet is None) != plan.is_last:
-            raise LinkError(f"{plan.label} is not linked to its neighbours")
-        outcome = self._steps.step(batch, lambda: self._receive(batch.num_tokens), self._send)
+            raise LinkError(f"{plan.label} is not linked to its neighbors")
+        outcome = self._executor.step(batch, lambda: self._receive(batch.num_tokens), self._send)
         if isinstance(outcome, StepResult):
             return outcome
         return StepResult(batch.epoch, batch.step_id, (), outcome.timings, outcome.choices)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tramontane.proto.errors import StaleEpochError
 from tramontane.proto.model_folder import WeightSource
@@ -14,9 +16,11 @@ from tramontane.workers.attention.backend import CachedAttention
 from tramontane.workers.attention.metadata import AttentionMetadata, build_attention_metadata
 from tramontane.workers.attention.rolling_cache import RollingCache, SequenceTable
 from tramontane.workers.device.pinned_memory import copy_to_host_async, to_device
+from tramontane.workers.experts.remote_experts import RemoteExperts
+from tramontane.workers.experts.remote_forward import StepCoroutine, forward_with_remote_experts
 from tramontane.workers.model.layers import set_fused_ops
-from tramontane.workers.model.rotary import rotary_frequencies, rotary_tables
-from tramontane.workers.model.transformer import StageModel, StepCoroutine, run_to_completion
+from tramontane.workers.model.rotary import RotaryTables, rotary_frequencies, rotary_tables
+from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.sampling.logits_processors import LogitsProcessor
 from tramontane.workers.sampling.logprobs import LogprobTracker
 from tramontane.workers.sampling.sampler import sample
@@ -24,7 +28,7 @@ from tramontane.workers.sampling.structured_output import LoadVocabulary, Struct
 from tramontane.workers.stage.activation import Activation
 from tramontane.workers.stage.cuda_graphs import CudaGraphRunner
 from tramontane.workers.stage.device_backend import DeviceBackend, backend_for
-from tramontane.workers.stage.expert_choices import NO_RECORDER, expert_choice_recorder
+from tramontane.workers.stage.expert_choices import NO_RECORDER, ExpertChoiceRecorder, expert_choice_recorder
 from tramontane.workers.stage.pending_outcome import Outcome, PendingOutcome
 from tramontane.workers.stage.step_timer import StepTimer
 from tramontane.workers.weights.expert_placement import supports_grouped_gemm
@@ -34,12 +38,21 @@ from tramontane.workers.weights.tensor_specs import ProgressCallback, stage_tens
 NOT_FENCED = -1
 
 
-class StageWorker:
-    """Runs micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
+class _Step(NamedTuple):
+    """A step that has begun: its input, and what is recorded about it."""
 
-    A new worker refuses steps until it is fenced: it may be the reborn successor of
-    one whose caches are lost, and an old chain must not run on empty caches. ``read_pieces`` is called, in the last stage,
-    when the first answer is to follow a grammar.
+    batch: MicroBatch
+    incoming: Activation | None
+    timer: StepTimer
+    choices: ExpertChoiceRecorder
+
+
+class StageWorker:
+    """Run micro-batches through consecutive layers. Plain and synchronous: one caller, one thread.
+
+    A new worker refuses steps until it is fenced: it may be the restarted successor of one whose caches are lost, and the
+    old chain must not run on empty caches. ``read_pieces`` is called in the last stage when the first request with a grammar
+    arrives.
     """
 
     def __init__(
@@ -48,21 +61,21 @@ class StageWorker:
         model: StageModel,
         device: str = "cpu",
         read_pieces: LoadVocabulary = tuple,
-        means: DeviceBackend | None = None,
+        backend: DeviceBackend | None = None,
     ) -> None:
         self.plan = plan
         self.device = torch.device(device)
         self.dtype = getattr(torch, plan.dtype)
         self.model = model
         model.finalize_weights(self.device)
-        self.means = means or backend_for(plan, self.device)
-        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.means.pads_decodes)
+        self.backend = backend or backend_for(plan, self.device)
+        self.cache = RollingCache(plan, self.dtype, self.device, has_scratch=self.backend.pads_decodes)
         self.table = SequenceTable(plan.cache, plan.max_num_seqs, self.device)
         self.frequencies = rotary_frequencies(plan.args).to(self.device)
-        set_fused_ops(model, self.means.pointwise)
-        self.graphs = self._graphs()
-        self.logit_changes = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
-        self.constraints = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
+        set_fused_ops(model, self.backend.fused_ops)
+        self.graphs = self._graph_runner()
+        self.logits_processor = LogitsProcessor(plan.args.vocab_size, plan.args.eos_token_ids, self.device)
+        self.structured_output = StructuredOutputManager(read_pieces, plan.args.vocab_size, plan.args.eos_token_ids)
         self.logprobs = LogprobTracker(plan.args.vocab_size)
         self.epoch = NOT_FENCED
         self.next_step_id = 0  # steps of this epoch
@@ -76,7 +89,7 @@ class StageWorker:
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
         read_pieces: LoadVocabulary = tuple,
     ) -> "StageWorker":
-        """Read or make this stage's tensors, and only those, straight to their dtype and device."""
+        """Read or make the tensors of this stage, and only those, directly in their dtype and on their device."""
         model = load_module(
             lambda: StageModel(plan.args, plan.layers, plan.experts_inside),
             plan.args,
@@ -93,149 +106,160 @@ class StageWorker:
         return worker
 
     def prepare(self) -> None:
-        """Before the first step: what would make some steps wait, and changes nothing."""
+        """Record the CUDA graphs of common sizes before the first step. Changes no state."""
         with self._inference_context():
             if self.graphs is not None:
                 self.graphs.prepare()
 
     def fence(self, epoch: int) -> None:
-        """Forget every sequence and obey ``epoch`` from now on; epochs only grow."""
+        """Forget every sequence and accept only steps of ``epoch`` from now on; epochs only grow."""
         self.check_epoch_increases(epoch)
         self.table.clear()
-        self.logit_changes.clear()
-        self.constraints.clear()
+        self.logits_processor.clear()
+        self.structured_output.clear()
         self.logprobs.clear()
         self.epoch = epoch
         self.next_step_id = 0
 
     def check_epoch_increases(self, epoch: int) -> None:
-        """Raises StaleEpochError for an epoch that is not newer than the one that is obeyed."""
+        """Raise StaleEpochError for an epoch that is not newer than the current one."""
         if epoch <= self.epoch:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; it cannot go back to {epoch}")
 
     def check_epoch(self, batch: MicroBatch) -> None:
-        """Raises StaleEpochError for a step of another epoch than the stage is fenced to."""
+        """Raise StaleEpochError for a step of another epoch than the stage is fenced to."""
         if batch.epoch != self.epoch or self.epoch == NOT_FENCED:
             raise StaleEpochError(f"stage {self.plan.stage_id} is at epoch {self.epoch}; the step is of epoch {batch.epoch}")
 
     def request_ids_of(self, batch: MicroBatch) -> list[str]:
-        """For logs: whose tokens travel in it, as far as they are known; also while it has not been begun."""
+        """Return the known request ids of a micro-batch, for logs. The step need not have begun."""
         new = {chunk.seq_id: chunk.request_id for chunk in batch.chunks if chunk.request_id}
         known = self.table.request_ids | new
         return [known[seq_id] for seq_id in batch.seq_ids if seq_id in known]
 
     def check_order(self, batch: MicroBatch) -> None:
+        """Assert that this is the next step of the epoch."""
         assert batch.step_id == self.next_step_id, f"step {batch.step_id} came where {self.next_step_id} was due"
 
     def step(self, batch: MicroBatch, incoming: Activation | None) -> Outcome:
         """Run one micro-batch. The first stage takes token ids from the batch, the others hidden states.
 
-        Raises as ``check_epoch`` does, and PipelineError where experts are out of reach.
+        Raises StaleEpochError for a step of another epoch.
         """
         return self.launch(batch, incoming).read()
 
     def launch(self, batch: MicroBatch, incoming: Activation | None) -> PendingOutcome:
-        """As ``step``, of which the outcome is to be read: on a GPU the next step can be begun before."""
+        """Begin a step as ``step`` does. On a GPU the next step can be launched before the outcome is read."""
         with self._inference_context():
-            return run_to_completion(self.step_coroutine(batch, incoming))
+            step = self._begin(batch, incoming)
+            if (done := self._replay_graph(step)) is not None:
+                return self._pending_outcome(step, done)
+            metadata = build_attention_metadata(batch, self.table, self.device)
+            hidden_TD = self.model(*self._layer_inputs(step, metadata), step.choices.record)
+            return self._finish(step, metadata, hidden_TD)
 
-    def step_coroutine(self, batch: MicroBatch, incoming: Activation | None) -> StepCoroutine[PendingOutcome]:
-        """A step that gives way in every layer, once its experts have been asked. Steps begin in their order, and none may be
-        resumed before the one before it is a layer ahead: what it wrote to the next layer's caches may be needed.
+    def step_coroutine(
+        self, batch: MicroBatch, incoming: Activation | None, experts: RemoteExperts
+    ) -> StepCoroutine[PendingOutcome]:
+        """Run a step whose experts are on actors; yields in every layer once its experts have been called.
+
+        Steps begin in their order, and a step may only be resumed while the step before it is a layer ahead: what that wrote
+        to the next layer's caches may be needed. Raises StaleEpochError as ``step`` does, and PipelineError if an expert is
+        permanently unavailable.
         """
-        notes = StepTimer(self.means.mark)
-        self.check_epoch(batch)
-        self.check_order(batch)
-        self.next_step_id += 1
-        self.table.update(batch)
-        if self.plan.is_last:
-            self.logit_changes.update(batch)
-            self.constraints.update(batch)
-            self.logprobs.update(batch)
-        notes.experts = expert_choice_recorder(batch, self.table, self.plan.layers)
-        if self._can_replay(batch, notes):
-            assert self.graphs is not None
-            done = self.graphs.run(batch, self._hidden(batch, incoming), notes.start)
-            if done is not None:
-                return self._pending_outcome(batch, incoming, notes, done, ())
-        index = build_attention_metadata(batch, self.table, self.device)
-        hidden_TD = yield from notes.exclude_waits(self._layers(batch, incoming, index, notes))
-        if not self.plan.is_last:
-            return self._pending_outcome(batch, incoming, notes, hidden_TD, ())
-        of_prompts = tuple(self.logprobs.prompts(batch, hidden_TD, self.model.head))
-        logits_SV = self.model.head(hidden_TD[index.sampled_rows]) if batch.sampled_seq_ids else hidden_TD[:0]
-        return self._pending_outcome(batch, incoming, notes, logits_SV, of_prompts)
+        step = self._begin(batch, incoming)
+        metadata = build_attention_metadata(batch, self.table, self.device)
+        inputs = self._layer_inputs(step, metadata)
+        layers = forward_with_remote_experts(self.model, experts, *inputs, step.choices.record, step.timer.record_usage)
+        hidden_TD = yield from step.timer.exclude_waits(layers)
+        return self._finish(step, metadata, hidden_TD)
 
     @contextmanager
     def _inference_context(self) -> Iterator[None]:
         with torch.inference_mode(), torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
             yield
 
-    def _graphs(self) -> CudaGraphRunner | None:
-        """None where nothing is recorded, or cannot be: experts whose groups the host must know."""
-        recorder, experts = self.means.recorder, self.model.experts
-        if recorder is None or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
+    def _graph_runner(self) -> CudaGraphRunner | None:
+        """None if the device has no graphs, or the groups of the experts must be known on the host."""
+        graph_capture, experts = self.backend.graph_capture, self.model.experts
+        if graph_capture is None or (self.plan.args.moe and (experts is None or not experts.is_graph_safe)):
             return None
-        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.means.kernels, recorder)
+        return CudaGraphRunner(self.plan, self.model, self.cache, self.table, self.backend.kernels, graph_capture)
 
-    def _can_replay(self, batch: MicroBatch, notes: StepTimer) -> bool:
-        """Nothing but decodes, and nobody who asks which experts they choose."""
-        return self.graphs is not None and not batch.chunks and bool(batch.decodes.seq_ids) and notes.experts is NO_RECORDER
+    def _begin(self, batch: MicroBatch, incoming: Activation | None) -> _Step:
+        timer = StepTimer(self.backend.make_event)
+        self.check_epoch(batch)
+        self.check_order(batch)
+        self.next_step_id += 1
+        self.table.update(batch)
+        if self.plan.is_last:
+            self.logits_processor.update(batch)
+            self.structured_output.update(batch)
+            self.logprobs.update(batch)
+        return _Step(batch, incoming, timer, expert_choice_recorder(batch, self.table, self.plan.layers))
 
-    def _hidden(self, batch: MicroBatch, incoming: Activation | None) -> torch.Tensor | None:
-        if incoming is None:
+    def _replay_graph(self, step: _Step) -> Tensor | None:
+        """Compute a step of nothing but decodes by a CUDA graph, unless a sequence wants its expert choices.
+
+        Returns hidden states or logits as ``_pending_outcome`` takes them, or None if the step has to be computed eagerly.
+        """
+        is_decode_only = not step.batch.chunks and bool(step.batch.decodes.seq_ids)
+        if self.graphs is None or not is_decode_only or step.choices is not NO_RECORDER:
+            return None
+        return self.graphs.run(step.batch, self._incoming_hidden(step), step.timer.start)
+
+    def _incoming_hidden(self, step: _Step) -> Tensor | None:
+        if step.incoming is None:
             assert self.plan.is_first
             return None
-        assert incoming.hidden_TD.shape == (batch.num_tokens, self.plan.args.dim)
-        return to_device(incoming.hidden_TD, self.device)
+        assert step.incoming.hidden_TD.shape == (step.batch.num_tokens, self.plan.args.dim)
+        return to_device(step.incoming.hidden_TD, self.device)
 
-    def _layers(
-        self, batch: MicroBatch, incoming: Activation | None, index: AttentionMetadata, notes: StepTimer
-    ) -> StepCoroutine[torch.Tensor]:
-        hidden_TD = self._hidden(batch, incoming)
-        notes.start()
+    def _layer_inputs(self, step: _Step, metadata: AttentionMetadata) -> tuple[Tensor, RotaryTables, CachedAttention]:
+        """Return the arguments of ``StageModel.forward``."""
+        hidden_TD = self._incoming_hidden(step)
+        step.timer.start()
         if hidden_TD is None:
-            hidden_TD = self.model.embed(index.token_ids)
-        rotary = rotary_tables(index.positions, self.plan.args, self.dtype, self.frequencies)
-        attend = CachedAttention(self.cache, index, self.means.kernels)
-        outcome: torch.Tensor = yield from self.model(hidden_TD, rotary, attend, notes)
-        return outcome
+            hidden_TD = self.model.embed(metadata.token_ids)
+        rotary = rotary_tables(metadata.positions, self.plan.args, self.dtype, self.frequencies)
+        return hidden_TD, rotary, CachedAttention(self.cache, metadata, self.backend.kernels)
 
-    def _pending_outcome(
-        self,
-        batch: MicroBatch,
-        incoming: Activation | None,
-        notes: StepTimer,
-        done: torch.Tensor,
-        of_prompts: tuple[Logprobs, ...],
-    ) -> PendingOutcome:
-        """``done``: the hidden states [T, D], or in the last stage the logits [S, V] of what is to be sampled."""
+    def _finish(self, step: _Step, metadata: AttentionMetadata, hidden_TD: Tensor) -> PendingOutcome:
+        """Compute the logits in the last stage, after the layers."""
+        if not self.plan.is_last:
+            return self._pending_outcome(step, hidden_TD)
+        prompt_logprobs = tuple(self.logprobs.prompts(step.batch, hidden_TD, self.model.head))
+        logits_SV = self.model.head(hidden_TD[metadata.sampled_rows]) if step.batch.sampled_seq_ids else hidden_TD[:0]
+        return self._pending_outcome(step, logits_SV, prompt_logprobs)
+
+    def _pending_outcome(self, step: _Step, done: Tensor, prompt_logprobs: tuple[Logprobs, ...] = ()) -> PendingOutcome:
+        """Sample. ``done``: the hidden states [T, D], or in the last stage the logits [S, V] of the rows to be sampled."""
+        batch, incoming, timer, recorder = step
         seq_ids, positions = batch.sampled_seq_ids, _sampled_positions(batch)
         sampled = copy_to_host_async(self._sample(done, seq_ids, positions)) if self.plan.is_last and seq_ids else None
-        notes.stop()
-        timings, choices = incoming.timings if incoming else (), incoming.choices if incoming else ()
+        timer.stop()
 
         def read() -> Outcome:
-            timing = notes.timing(self.plan.stage_id, batch.num_tokens)
-            told = (*timings, timing), (*choices, *notes.experts.collect())
+            timings = (*(incoming.timings if incoming else ()), timer.timing(self.plan.stage_id, batch.num_tokens))
+            choices = (*(incoming.choices if incoming else ()), *recorder.collect())
             if not self.plan.is_last:
-                return Activation(done, *told)
+                return Activation(done, timings, choices)
             token_ids = () if sampled is None else tuple(sampled.tensor.tolist())
-            logprobs = (*of_prompts, *self.logprobs.sampled(done, token_ids, seq_ids, positions))
-            ended = self.constraints.finished(seq_ids, token_ids)
-            return StepResult(batch.epoch, batch.step_id, token_ids, *told, logprobs, ended)
+            logprobs = (*prompt_logprobs, *self.logprobs.sampled(done, token_ids, seq_ids, positions))
+            ended = self.structured_output.finished(seq_ids, token_ids)
+            return StepResult(batch.epoch, batch.step_id, token_ids, timings, choices, logprobs, ended)
 
-        is_asked = bool(self.constraints.num_sequences or self.logprobs.num_sequences) or notes.experts is not NO_RECORDER
-        return PendingOutcome(None if self.plan.is_last else done, is_asked, read)
+        is_stateful = bool(self.structured_output.num_sequences or self.logprobs.num_sequences) or recorder is not NO_RECORDER
+        return PendingOutcome(None if self.plan.is_last else done, is_stateful, read)
 
-    def _sample(self, logits_SV: torch.Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """A token id [S] of each sequence, on the device."""
-        changed_SV = self.logit_changes.apply(logits_SV, seq_ids, positions)
-        allowed_SV = self.constraints.apply_masks(changed_SV, seq_ids)
+    def _sample(self, logits_SV: Tensor, seq_ids: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Return a token id of each sequence, [S] on the device."""
+        changed_SV = self.logits_processor.apply(logits_SV, seq_ids, positions)
+        allowed_SV = self.structured_output.apply_masks(changed_SV, seq_ids)
         return sample(allowed_SV, [self.table.sampling[s] for s in seq_ids], positions)
 
 
 def _sampled_positions(batch: MicroBatch) -> list[int]:
-    """Of the tokens to be sampled: one further than what their logits were computed from."""
+    """Return the positions of the tokens to be sampled: one further than what their logits are computed from."""
     ends = [chunk.start + chunk.num_tokens for chunk in batch.chunks if chunk.needs_sample]
     return ends + [start + 1 for start in batch.decodes.starts]

@@ -1,4 +1,4 @@
-"""How a stage's steps follow each other: one at a time, or as ``ping_pong`` has it."""
+"""What drives a stage's steps: the protocol of step executors, and the one that runs one step at a time."""
 
 import time
 from collections.abc import Callable
@@ -17,32 +17,40 @@ Deliver = Callable[[Tensor | None], None]
 
 
 def discard_output(_hidden_TD: Tensor | None) -> None:
-    """Whoever called for the step gets its outcome; nobody else."""
+    """Deliver nothing: the caller of ``step`` gets the hidden states in the outcome."""
 
 
 class StepExecutor(Protocol):
-    """What drives a ``StageWorker``."""
+    """What drives a ``StageWorker``. The stage's device and experts decide which executor is used.
+
+    | executor             | used when                      | steps in progress                                            |
+    |----------------------|--------------------------------|--------------------------------------------------------------|
+    | `SerialExecutor`     | CPU, experts inside the stage  | one, on the caller's thread                                  |
+    | `OverlappedExecutor` | GPU, experts inside the stage  | the GPU computes one while the host prepares the next        |
+    | `PingPongExecutor`   | experts on actors, CPU or GPU  | several: one computes while the others wait for their experts |
+    """
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
-        """Run one micro-batch. Hidden states are received in the order of the steps, and delivered in that order: on a GPU before
-        they are computed. The last stage delivers None.
+        """Run one micro-batch.
 
-        Raises as ``StageWorker.step`` does, and whatever ``receive`` and ``deliver`` raise.
+        Hidden states are received and delivered in the order of the steps. On a GPU they are delivered before they are
+        computed. The last stage delivers None. Raises as ``StageWorker.step`` and ``StageWorker.step_coroutine`` do, and what
+        ``receive`` and ``deliver`` raise.
         """
 
     def fence(self, epoch: int) -> None:
-        """As ``StageWorker.fence``."""
+        """Fence the worker as ``StageWorker.fence`` does; steps in progress end first or are dropped."""
 
     @property
     def busy_for_s(self) -> float:
-        """How long the thread that computes has been at it without giving way; 0 while it waits. From any thread."""
+        """How long the thread that computes has worked without a pause; 0 while it waits. Can be read from any thread."""
 
     def interrupt(self) -> None:
-        """From any thread: what waits for experts ends with a StaleEpochError, and nothing begins before the next fence."""
+        """End what waits for experts with a StaleEpochError; nothing begins before the next fence. From any thread."""
 
 
 class Stopwatch:
-    """How long what is going on has been going on; one thread's work, to be read by others."""
+    """The time for which the work in progress has run: written by one thread, read by others."""
 
     def __init__(self) -> None:
         self._began_at = 0.0
@@ -55,35 +63,38 @@ class Stopwatch:
 
     @property
     def running_s(self) -> float:
-        """0 while nothing is."""
-        began_at = self._began_at  # which may change meanwhile
+        """The seconds since the work began; 0 while there is none."""
+        began_at = self._began_at  # read once: another thread may reset it
         return time.monotonic() - began_at if began_at else 0.0
 
 
 class SerialExecutor:
-    """The caller's thread computes, and it is always the same one."""
+    """The ``StepExecutor`` that computes on the caller's thread, which is always the same one."""
 
     def __init__(self, worker: StageWorker, num_threads: int) -> None:
         self._worker, self._num_threads = worker, num_threads
-        self._watch = Stopwatch()
+        self._stopwatch = Stopwatch()
 
     def step(self, batch: MicroBatch, receive: Receive, deliver: Deliver = discard_output) -> Outcome:
+        """Run one micro-batch on the caller's thread."""
         self._worker.check_epoch(batch)
-        self._worker.check_order(batch)  # before anything is taken from the stage before
+        self._worker.check_order(batch)  # before anything is received from the stage before
         incoming = receive()
-        with self._watch:
-            unread = self._worker.launch(batch, incoming)
-        deliver(unread.hidden_TD)
-        with self._watch:
-            return unread.read()
+        with self._stopwatch:
+            pending = self._worker.launch(batch, incoming)
+        deliver(pending.hidden_TD)
+        with self._stopwatch:
+            return pending.read()
 
     def fence(self, epoch: int) -> None:
-        torch.set_num_threads(self._num_threads)  # counts per thread: here, on the thread that computes
+        """Fence the worker. Call it on the thread that computes."""
+        torch.set_num_threads(self._num_threads)  # counts per thread
         self._worker.fence(epoch)
 
     @property
     def busy_for_s(self) -> float:
-        return self._watch.running_s
+        """See ``StepExecutor``."""
+        return self._stopwatch.running_s
 
     def interrupt(self) -> None:
-        """Nothing here waits for experts."""
+        """Do nothing: no step waits for experts."""

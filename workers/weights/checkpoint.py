@@ -1,6 +1,6 @@
-"""A checkpoint folder: which file holds which tensor, and reading a stage's own.
+"""Checkpoint folder: which file holds which tensor, and how the tensors of a stage are read.
 
-Only safetensors is ever opened. Looking (``check``) reads headers and needs no torch.
+Only safetensors files are opened. ``Checkpoint.check`` reads headers only and does not import torch.
 """
 
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 SINGLE_NAMES = {Layout.HUGGING_FACE: "model.safetensors", Layout.MISTRAL: "consolidated.safetensors"}
 SHARD_GLOBS = {Layout.HUGGING_FACE: "model-*.safetensors", Layout.MISTRAL: "consolidated*.safetensors"}
 INDEX_SUFFIX = ".index.json"
-OTHER_FILES = (
+METADATA_GLOBS = (
     "tokenizer.model*",
     "tekken.json",
     "tokenizer.json",
@@ -30,12 +30,14 @@ OTHER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-PICKLES = ("*.bin", "*.pth", "*.pt")
-ROTARY_BUFFER = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")  # old transformers stored what is computed
+PICKLE_GLOBS = ("*.bin", "*.pth", "*.pt")
+ROTARY_BUFFER = re.compile(
+    r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+)  # old versions of transformers stored it, although it is computed
 
 
 class Checkpoint:
-    """Where every tensor of a folder lies."""
+    """The files of a folder, by the tensors that they hold."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -43,16 +45,16 @@ class Checkpoint:
         self.files = _tensor_files(folder, self.layout)
 
     def fingerprint(self) -> Fingerprint:
-        """Of all that is read of the folder, by stages and by doors."""
+        """Return the fingerprint of all files that are read, by stages and by ingress replicas."""
         return compute_fingerprint(self.folder, {*self.files.values(), *_metadata_files(self.folder, self.layout)})
 
     def check(self, args: ModelArgs) -> None:
-        """Raise ``CheckpointError`` naming the first tensor that is missing, misshapen or too many, or the damaged file."""
+        """Raise CheckpointError naming the first tensor that is missing, misshapen or superfluous, or the damaged file."""
         specs = list(stage_tensors(args, range(args.n_layers), self.layout))
-        for path, wanted in self._by_file(specs):
+        for path, specs_of_file in self._by_file(specs):
             with open_safetensors(path, framework="numpy") as file:
-                for spec in wanted:
-                    _check_tensor(path, spec, file.get_slice(spec.name), needs=self.layout.value)
+                for spec in specs_of_file:
+                    _check_tensor(path, spec, file.get_slice(spec.name), self.layout)
         for name in sorted(self.files.keys() - {spec.name for spec in specs}):
             if not ROTARY_BUFFER.fullmatch(name) and not (args.tied_embeddings and name == NAMES[self.layout].head):
                 raise CheckpointError(
@@ -66,27 +68,24 @@ class Checkpoint:
         device: str,
         quantize: Quantization | None = None,
         on_tensor: ProgressCallback = lambda _read, _loaded: None,
-        places: "Mapping[str, Tensor] | None" = None,
+        allocated: "Mapping[str, Tensor] | None" = None,
     ) -> dict[str, "Tensor"]:
-        """Read these tensors and no others, by parameter name, in the wanted dtype on the wanted device.
+        """Read these tensors and no others; return parameters by name, in ``dtype`` or quantized, on ``device``.
 
-        Parameters that have a place already are written there; all places are of parameters that are read.
-
-        Each is quantised as it is read, so that beside what is quantised there is never more than a piece of a tensor
-        as it is stored.
+        Parameters in ``allocated`` are written there; it has no others than those that are read. Tensors are quantized
+        while they are read, so that no more than a chunk of one is in memory as it is stored.
         """
-        from tramontane.workers.weights.quantize import (
-            load_tensor,  # here, not above: checking a checkpoint must not cost the import of torch
-        )
+        # Imported here because a check of a checkpoint must not import torch.
+        from tramontane.workers.weights.quantize import load_tensor
         from tramontane.workers.weights.tensor_reader import open_reader
 
-        state = dict(places or {})
+        state = dict(allocated or {})
         specs = [(spec, self._file_of(spec)) for spec in largest_first(tensors_of(self.layout))]
-        with open_reader(device) as rows_of:
+        with open_reader(device) as read_rows:
             for spec, path in specs:
-                stored = rows_of(path, spec)
-                load_tensor(state, spec, stored, dtype, device, quantize)
-                on_tensor(stored.num_read, spec.num_bytes(dtype, quantize))
+                rows = read_rows(path, spec)
+                load_tensor(state, spec, rows, dtype, device, quantize)
+                on_tensor(rows.num_read, spec.num_bytes(dtype, quantize))
         return state
 
     def _by_file(self, specs: Iterable[TensorSpec]) -> Iterator[tuple[Path, list[TensorSpec]]]:
@@ -102,27 +101,27 @@ class Checkpoint:
 
 
 def fingerprint_without_weights(folder: Path) -> Fingerprint:
-    """Of what is read of a folder whose weights are not. Raises CheckpointError if it is none."""
+    """Return the fingerprint of a folder whose weights are not read. Raises CheckpointError if it is no model folder."""
     return compute_fingerprint(folder, _metadata_files(folder, detect_layout(folder)))
 
 
 def _metadata_files(folder: Path, layout: Layout) -> Iterator[Path]:
-    return (path for name in (layout.value, *OTHER_FILES) for path in folder.glob(name) if path.is_file())
+    return (path for name in (layout.value, *METADATA_GLOBS) for path in folder.glob(name) if path.is_file())
 
 
-def _check_tensor(path: Path, spec: TensorSpec, stored: Any, needs: str) -> None:  # noqa: ANN401 - safetensors' slice has no type
+def _check_tensor(path: Path, spec: TensorSpec, stored: Any, layout: Layout) -> None:  # noqa: ANN401 - safetensors' slice has no type
     shape = tuple(stored.get_shape())
     if stored.get_dtype() not in STORED_TYPES:
         raise CheckpointError(
             f"tensor {spec.name} in {path} is of type {stored.get_dtype()}; only {', '.join(STORED_TYPES)} "
-            "weights are supported, not quantised ones"
+            "weights are supported, not quantized ones"
         )
     if shape != spec.shape:
-        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {needs} needs {spec.shape}")
+        raise CheckpointError(f"tensor {spec.name} in {path} has shape {shape}; {layout.value} needs {spec.shape}")
 
 
 def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
-    """By name of the tensor. An index is believed only as far as the files bear it out."""
+    """Return the file of each tensor. An index is compared with the files that it names."""
     single = folder / SINGLE_NAMES[layout]
     index = single.with_name(single.name + INDEX_SUFFIX)
     if index.is_file():
@@ -132,7 +131,7 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
         return dict.fromkeys(_tensor_names(single), single)
     parts = sorted(folder.glob(SHARD_GLOBS[layout]))
     if not parts:
-        if pickles := sorted(path.name for pattern in PICKLES for path in folder.glob(pattern)):
+        if pickles := sorted(path.name for pattern in PICKLE_GLOBS for path in folder.glob(pattern)):
             raise CheckpointError(
                 f"{folder} has only {pickles[0]} for weights; pickles are never opened, convert them to safetensors"
             )
@@ -149,19 +148,19 @@ def _tensor_files(folder: Path, layout: Layout) -> dict[str, Path]:
 
 
 def _indexed_files(folder: Path, index: Path, names: dict[str, str], parts: str) -> dict[str, Path]:
-    """What the index says and the files bear out. Anything more is of another checkpoint, half of which may be here."""
+    """Return the tensors that both index and files have. Anything else in the folder may belong to another checkpoint."""
     paths = sorted({folder / file for file in names.values()})
     if strays := sorted(path.name for path in folder.glob(parts) if path not in paths):
         raise CheckpointError(f"{folder / strays[0]} is not named by {index.name}; one of the two does not belong here")
-    held = {path: _tensor_names(path) for path in paths}
+    names_by_path = {path: _tensor_names(path) for path in paths}
     for path in paths:
-        for name in sorted(held[path]):
+        for name in sorted(names_by_path[path]):
             if (file := names.get(name)) != path.name:
                 where = f"says it is in {file}" if file else "does not name it"
                 raise CheckpointError(
                     f"{path} holds the tensor {name}, but {index.name} {where}; one of them does not belong here"
                 )
-    return {name: folder / file for name, file in names.items() if name in held[folder / file]}
+    return {name: folder / file for name, file in names.items() if name in names_by_path[folder / file]}
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Where the matrices of experts are loaded to, so that grouped products can read them as one block."""
+"""Placement of experts' matrices in memory, so that a grouped GEMM can read those of a layer as one block."""
 
 import logging
 from collections.abc import Iterable
@@ -14,32 +14,32 @@ logger = logging.getLogger(__name__)
 
 
 def allocate_contiguous(specs: Iterable[TensorSpec], dtype: torch.dtype, device: str | torch.device) -> dict[str, Tensor]:
-    """Where to load experts' matrices to, by parameter: those of a layer one after the other, w13 and w2 each by itself.
+    """Allocate experts' matrices, by parameter name: one block per layer for w13, and one for w2.
 
     ``experts.layers.3.0.w13.weight`` to ``experts.layers.3.7.w13.weight`` are a block of 8.
     """
-    kinds: dict[tuple[str, ...], list[str]] = {}
+    blocks: dict[tuple[str, ...], list[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for spec in specs:
         path = spec.parameter.split(".")
         if path[0] == "experts" and spec.parameter not in shapes:
             _, _, layer, _, matrix, _ = path
-            kinds.setdefault((layer, matrix), []).append(spec.parameter)
+            blocks.setdefault((layer, matrix), []).append(spec.parameter)
             shapes[spec.parameter] = spec.parameter_shape
-    places: dict[str, Tensor] = {}
-    for parameters in kinds.values():
+    allocated: dict[str, Tensor] = {}
+    for parameters in blocks.values():
         block_ENK = torch.empty(len(parameters), *shapes[parameters[0]], dtype=dtype, device=device)
-        places |= dict(zip(parameters, block_ENK, strict=True))
-    return places
+        allocated |= dict(zip(parameters, block_ENK, strict=True))
+    return allocated
 
 
 def supports_grouped_gemm(plan: StagePlan, device: str) -> bool:
-    """Whether a stage's experts are to be loaded for grouped products. Where a GPU goes without, says why."""
+    """Return whether a stage's experts are loaded for grouped GEMMs. If not, logs the reason on a GPU."""
     if not (plan.experts_inside and plan.args.moe and torch.device(device).type == "cuda"):
         return False
-    if why := _unsupported_reason(plan, torch.device(device)):
-        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, why)
-    return not why
+    if reason := _unsupported_reason(plan, torch.device(device)):
+        logger.warning("%s: experts run one after the other, and each layer waits for their sizes: %s", plan.label, reason)
+    return not reason
 
 
 def _unsupported_reason(plan: StagePlan, device: torch.device) -> str:

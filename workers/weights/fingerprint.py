@@ -1,4 +1,4 @@
-"""Whether a checkpoint's folder is the same on every node, without reading gigabytes."""
+"""Fingerprint of a checkpoint's folder, to compare those of different nodes without reading gigabytes."""
 
 import hashlib
 from collections.abc import Iterable
@@ -8,21 +8,21 @@ from tramontane.proto.errors import CheckpointError
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 4096
 
-Fingerprint = tuple[tuple[str, str], ...]  # names of files, relative to the folder, and their digests
+Fingerprint = tuple[tuple[str, str], ...]  # file names relative to the folder, and their digests
 
 
 def compute_fingerprint(folder: Path, files: Iterable[Path]) -> Fingerprint:
-    """A digest of each file's size and of samples all over it, so that it costs next to nothing."""
+    """Compute a digest of each file's size and of samples of its bytes."""
     return tuple((str(path.relative_to(folder)), _digest(path)) for path in sorted(files))
 
 
 def short_digest(fingerprint: Fingerprint) -> str:
-    """One short text for all of a checkpoint, tokenizer included."""
+    """Return one short digest of a whole checkpoint, tokenizer included."""
     return hashlib.sha256(repr(fingerprint).encode()).hexdigest()[:16]
 
 
 def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
-    """Raise ``CheckpointError`` naming the first file that is not as it was where ``expected`` was taken."""
+    """Raise CheckpointError naming the first file that is missing or differs from the fingerprint of another node."""
     for name, digest in expected:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing, but other nodes have it")
@@ -31,7 +31,7 @@ def check_fingerprint(folder: Path, expected: Fingerprint) -> None:
 
 
 def _digest(path: Path) -> str:
-    """A file of up to NUM_SAMPLES * SAMPLE_BYTES is read whole; of a longer one, blocks at even distances, its ends included.
+    """Hash a file of up to NUM_SAMPLES * SAMPLE_BYTES completely; of a longer one, evenly spaced blocks, both ends included.
 
     1,000,000 bytes in 64 blocks of 4096: block 1 starts at 1 * 995,904 // 63 = 15,808, the last at 63 * 995,904 // 63 = 995,904.
     """

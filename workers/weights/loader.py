@@ -1,4 +1,4 @@
-"""Modules with their weights in place: read or made, straight to their dtype and device."""
+"""Loading of modules: weights are read, or made at random, directly in their dtype and on their device."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -27,22 +27,22 @@ def load_module(
     quantize: Quantization | None,
     device: str,
     on_tensor: ProgressCallback,
-    experts_together: bool = False,
+    contiguous_experts: bool = False,
 ) -> M:
-    """The module that ``make`` makes, which has the parameters of these tensors and no others.
+    """Build a module with ``make`` and load its weights. It has the parameters of ``tensors_of`` and no others.
 
-    ``experts_together``: those of a layer one after the other in memory, for grouped products.
+    ``contiguous_experts`` puts the experts of a layer into one block of memory, for grouped GEMMs.
     """
     with torch.device("meta"):
         module = make()
         if quantize:
             quantize_linears(module, tensors_of(Layout.HUGGING_FACE), dtype, quantize)
-    specs = tensors_of(Layout.HUGGING_FACE) if experts_together else ()
-    places = allocate_contiguous(specs, getattr(torch, dtype), device)
+    specs = tensors_of(Layout.HUGGING_FACE) if contiguous_experts else ()
+    allocated = allocate_contiguous(specs, getattr(torch, dtype), device)
     if isinstance(weights, RandomWeights):
-        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, places)
+        state = random_state(tensors_of, args.dtype, dtype, device, quantize, on_tensor, allocated)
     else:
-        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, places)
+        state = Checkpoint(weights).load(tensors_of, dtype, device, quantize, on_tensor, allocated)
     module.load_state_dict(state, assign=True)
     warm_up_kernels(module, getattr(torch, dtype))
     return module.eval()

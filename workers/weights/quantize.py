@@ -1,4 +1,4 @@
-"""Matrices of a byte per element: numbers, and a scale per row, which is an output channel.
+"""Quantized matrices: numbers of one byte, and a scale per row, which is an output channel.
 
 Shape letters: K inputs, N outputs of a matrix, B rows of it at a time.
 """
@@ -26,37 +26,39 @@ def load_tensor(
     device: str | torch.device,
     quantize: Quantization | None,
 ) -> None:
-    """Put one tensor into its rows of its parameter: in the stage's dtype on its device, or as numbers and scales.
+    """Write one tensor to its rows of its parameter in ``state``: in ``dtype`` on the device, or as numbers and scales.
 
-    ``pieces`` are its rows, in order; they need not be in memory together. A parameter's tensors come in the order of its
-    rows: with the last of them the matrix is complete, and is packed while there is room for a copy.
-    Raises CheckpointError for a tensor that no scale can span.
+    ``pieces`` are its rows in order; they need not be in memory together. The tensors of a parameter have to be loaded in
+    the order of its rows: the last one completes the matrix, which is then prepacked while there is memory for a copy.
+
+    Raises:
+        CheckpointError: if the tensor has infinite or NaN elements, for which there is no scale.
     """
 
-    def place(parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Made by whichever of the tensors in it comes first; no memory is used before it is written to."""
+    def rows_of(parameter: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return the tensor's rows of a parameter, which the first of its tensors allocates."""
         if parameter not in state:
             state[parameter] = torch.empty(shape, dtype=dtype, device=device)
         return state[parameter][spec.rows]
 
     if not (quantize and spec.quantizable):
-        whole = place(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
+        target = rows_of(spec.parameter, spec.parameter_shape, getattr(torch, dtype))
         for rows, piece in _row_ranges(pieces):
-            whole[rows] = piece
+            target[rows] = piece
         if spec.quantizable and spec.rows.stop == spec.parameter_shape[0]:
             state[spec.parameter] = prepack_weight(state[spec.parameter])
         return
     scale_dtype, device = getattr(torch, quantize.scale_dtype(dtype)), torch.device(device)
-    numbers_NK = place(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])
-    scale_N = place(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
+    numbers_NK = rows_of(spec.parameter, spec.parameter_shape, NUMBER_DTYPES[quantize])
+    scale_N = rows_of(spec.scale_parameter, spec.parameter_shape[:1], scale_dtype)
     for rows, piece in _row_ranges(pieces):
         numbers_NK[rows], scale_N[rows] = quantize_weight(piece, quantize, scale_dtype, device)
     if not scale_N.isfinite().all():
-        raise CheckpointError(f"tensor {spec.name} holds numbers that are infinite or none; it cannot be quantised")
+        raise CheckpointError(f"tensor {spec.name} has elements that are infinite or not a number; it cannot be quantized")
 
 
 def _row_ranges(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Which rows each piece is: lengths [3, 2] are rows 0 to 2 and 3 to 4."""
+    """Yield each piece with its range of rows: lengths [3, 2] are rows 0 to 2 and 3 to 4."""
     start = 0
     for piece in pieces:
         yield slice(start, start + len(piece)), piece
@@ -66,20 +68,20 @@ def _row_ranges(pieces: Iterable[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 def quantize_weight(
     weight_NK: Tensor, quantize: Quantization, scale_dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Numbers q and scales s, made a block of rows at a time: no second copy of the matrix.
+    """Compute numbers q and scales s, a block of rows at a time, without a second copy of the matrix.
 
-    int8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, as three bits follow a number's first
-    one, and those below 2**-6 have the step 2**-9.
+    int8: |w - q * s| <= s / 2. fp8: |w - q * s| <= the larger of |w| / 16 and s / 1024, because a number has three bits
+    after the first, and numbers below 2**-6 have the step 2**-9.
 
-    s = largest / 127 or / 448, rounded to its dtype before q is made, so that q makes up for the rounding: bfloat16 has 8
-    bits, so that largest / s is at most 127 * (1 + 2**-8) = 127.496, which still rounds to 127.
+    s = largest / 127 or / 448, rounded to its dtype before q is computed, so that q compensates for the rounding:
+    bfloat16 has 8 bits, so largest / s is at most 127 * (1 + 2**-8) = 127.496, which still rounds to 127.
     """
     largest = MAX_MAGNITUDE[quantize]
     numbers_NK = torch.empty(weight_NK.shape, dtype=NUMBER_DTYPES[quantize], device=device)
     scale_N = torch.empty(weight_NK.shape[0], dtype=scale_dtype, device=device)
     for rows in row_blocks(weight_NK.shape, device):
         block_BK = weight_NK[rows].to(device, torch.float32)
-        smallest = torch.finfo(torch.float32).tiny  # a row of zeros has a scale too
+        smallest = torch.finfo(torch.float32).tiny  # a row of zeros needs a scale too
         scale_N[rows] = (block_BK.abs().amax(dim=1) / largest).clamp(min=smallest)
         scaled_BK = block_BK / scale_N[rows].float()[:, None]
         numbers_NK[rows] = scaled_BK.round_() if quantize is Quantization.INT8 else scaled_BK.clamp_(-largest, largest)
@@ -87,7 +89,7 @@ def quantize_weight(
 
 
 def quantize_linears(model: nn.Module, specs: Iterable[TensorSpec], dtype: str, quantize: Quantization) -> None:
-    """Put a ``QuantizedLinear`` in the place of every quantisable matrix; their numbers are loaded after."""
+    """Replace the layer of every quantizable matrix by a ``QuantizedLinear``, whose numbers are loaded later."""
     for spec in specs:
         if spec.quantizable:
             out_features, in_features = spec.parameter_shape

@@ -1,4 +1,4 @@
-"""A whole checkpoint of random weights on disk, in either layout, written with little memory."""
+"""Writer of complete checkpoints of random weights, in either layout, with little memory."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ from tramontane.workers.weights.checkpoint import INDEX_SUFFIX, SINGLE_NAMES
 from tramontane.workers.weights.random_weights import random_parameter
 from tramontane.workers.weights.tensor_specs import TensorSpec, stage_tensors
 
-PART_BYTES = 2**28  # of one file; what is in memory at once
+PART_BYTES = 2**28  # of one file, which is in memory at a time
 
 
 def write_random_checkpoint(
@@ -30,13 +30,14 @@ def write_random_checkpoint(
     on_written: Callable[[int], None] = lambda _: None,
     part_bytes: int = PART_BYTES,
 ) -> None:
-    """Configuration and weights, both layouts with the same model. ``on_written`` hears the bytes of each file's tensors.
+    """Write configuration and weights; the model is the same in both layouts.
 
-    Raises ConfigError if something is there already, or there is not enough room; nothing is left then.
+    ``on_written`` is called with the bytes of each file's tensors. Raises ConfigError, and leaves nothing behind, if the
+    folder is not empty or its disk has too little space.
     """
-    made = not folder.exists()
+    is_new = not folder.exists()
     try:
-        if not made and any(folder.iterdir()):
+        if not is_new and any(folder.iterdir()):
             raise ConfigError(f"--out {folder} is not empty; give a folder that does not exist yet")
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -48,10 +49,10 @@ def write_random_checkpoint(
         if needed > free:
             raise ConfigError(f"--out {folder} needs {format_bytes(needed)}, and {format_bytes(free)} are free there")
         _write(folder, args, layout, parts, on_written)
-    except BaseException:  # also Ctrl-C: half a checkpoint is of no use, and in the way of the next
+    except BaseException:  # also Ctrl-C: half a checkpoint is useless and would block the next attempt
         for path in folder.iterdir():
             path.unlink()
-        if made:
+        if is_new:
             folder.rmdir()
         raise
 
@@ -70,19 +71,19 @@ def _write(
         index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
         (folder / (SINGLE_NAMES[layout] + INDEX_SUFFIX)).write_text(json.dumps(index, indent=1))
     config = to_hf_config(args) if layout is Layout.HUGGING_FACE else to_mistral_params(args)
-    (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last: without it the folder is no model
+    (folder / layout.value).write_text(json.dumps(config, indent=2) + "\n")  # last, because without it the folder is no model
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(0o644)  # the library makes files that only their owner may read
+        path.chmod(0o644)  # safetensors creates files that only their owner may read
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 
 
 def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequence[TensorSpec]]:
-    """Tensors in the order of the model, so many to a file that it stays below ``part_bytes``, or one."""
+    """Yield the tensors of each file in the order of the model, up to ``part_bytes``, but at least one."""
     part: list[TensorSpec] = []
     specs = {spec.name: spec for spec in stage_tensors(args, range(args.n_layers), layout)}  # a tied head is stored once
     for spec in specs.values():
@@ -94,7 +95,7 @@ def _parts(args: ModelArgs, layout: Layout, part_bytes: int) -> Iterator[Sequenc
 
 
 def _file_name(layout: Layout, number: int, num_parts: int) -> str:
-    """model-00002-of-00007.safetensors, as both publish them."""
+    """Return the name of a file in both layouts' style: model-00002-of-00007.safetensors."""
     single = SINGLE_NAMES[layout]
     return single if num_parts == 1 else f"{Path(single).stem}-{number:05}-of-{num_parts:05}.safetensors"
 

@@ -1,4 +1,4 @@
-"""Weights that mean nothing, at the size of those that do: for plans, benchmarks and tests."""
+"""Random weights of full size, for benchmarks, plans and tests."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -16,17 +16,17 @@ EMBEDDINGS = {names.embedding for names in NAMES.values()}
 
 
 def random_parameter(spec: TensorSpec, dtype: str, device: str = "cpu") -> Tensor:
-    """All of ``random_pieces`` together."""
+    """Return the pieces of ``random_pieces`` in one tensor."""
     return torch.cat(list(random_pieces(spec, dtype, device)))
 
 
 def random_pieces(spec: TensorSpec, dtype: str, device: str) -> Iterator[Tensor]:
-    """The same numbers for a parameter however the model is split, in every layout, on one kind of device.
+    """Yield the rows of a random tensor, the same for every split of the model and every layout on one kind of device.
 
-    Norms are near one, and no two alike, or taking one for another would not show; every other matrix keeps the
-    size of what it multiplies, embeddings have a size of one.
+    Norms are near one and all different, so that a mix-up shows. Embeddings have variance one, and other matrices keep
+    the variance of what they multiply.
     """
-    is_embedding = spec.name in EMBEDDINGS  # the head as well, where it is tied
+    is_embedding = spec.name in EMBEDDINGS  # a tied head too
     name = "tok_embeddings.weight" if is_embedding else spec.parameter
     for rows in replace(spec, interleaved_heads=0).row_chunks:
         generator = torch.Generator(device).manual_seed(crc32(name.encode()) + spec.first_row + rows.start)
@@ -45,13 +45,13 @@ def random_state(
     device: str,
     quantize: Quantization | None = None,
     on_tensor: ProgressCallback = lambda _read, _made: None,
-    places: Mapping[str, Tensor] | None = None,
+    allocated: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """What ``Checkpoint.load`` would read of a random checkpoint of this model, made in place: nothing is read.
+    """Return what ``Checkpoint.load`` would read from a random checkpoint of this model, without any file.
 
-    Numbers are drawn in the dtype in which they would be stored, and then converted or quantised. ``places`` as there.
+    Numbers are drawn in ``stored_dtype``, and then converted or quantized. ``allocated`` is as in ``Checkpoint.load``.
     """
-    state = dict(places or {})
+    state = dict(allocated or {})
     for spec in largest_first(tensors_of(Layout.HUGGING_FACE)):
         load_tensor(state, spec, random_pieces(spec, stored_dtype, device), dtype, device, quantize)
         on_tensor(0, spec.num_bytes(dtype, quantize))

@@ -1,4 +1,4 @@
-"""One safetensors file: opening it, and where in it the bytes of each tensor lie. Needs no torch."""
+"""One safetensors file: how it is opened, and where in it the bytes of each tensor are. Does not import torch."""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from tramontane.proto.errors import CheckpointError
 
 LFS_POINTER = b"version https://git-lfs"
 STORED_TYPES = ("F32", "BF16", "F16")
-LENGTH_BYTES = 8  # of the header, at the start of the file
+LENGTH_BYTES = 8  # size of the length of the header, at the start of the file
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """``start`` is in bytes from the start of the file; rows follow each other from there, without gaps."""
+    """Location of a tensor, whose rows follow each other without gaps from ``start``, in bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -27,11 +27,11 @@ class TensorLocation:
 
 @contextmanager
 def open_safetensors(path: Path, framework: str) -> Iterator[Any]:
-    """By the library, which looks through the header first. Raises CheckpointError, also for what goes wrong inside the block."""
+    """Open a file with the library, which validates the header. Raises CheckpointError, also for errors inside the block."""
     if not path.is_file():
         raise CheckpointError(f"weights file {path} is missing")
     try:
-        with path.open("rb") as plain:  # what may not be opened safetensors calls missing
+        with path.open("rb") as plain:  # safetensors reports a file without read permission as missing
             start = plain.read(len(LFS_POINTER))
         with safe_open(path, framework=framework) as file:
             yield file
@@ -44,14 +44,13 @@ def open_safetensors(path: Path, framework: str) -> Iterator[Any]:
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """By name. The file is the length of its header, the header as JSON, and the tensors, counted from the header's end.
+    """Return the location of each tensor by name. Raises CheckpointError.
 
-    A header of 992 bytes and a tensor at 24: its first byte is byte 8 + 992 + 24 = 1024. Raises CheckpointError.
+    The file has the length of its header, the header as JSON, and the tensors, whose offsets count from the header's end.
+    A header of 992 bytes and a tensor at 24: its first byte is byte 8 + 992 + 24 = 1024.
     """
-    with (
-        open_safetensors(path, framework="numpy"),
-        path.open("rb") as plain,
-    ):  # the library has checked that it holds what it says
+    # The library checks that the file has the tensors that its header names.
+    with open_safetensors(path, framework="numpy"), path.open("rb") as plain:
         length = int.from_bytes(plain.read(LENGTH_BYTES), "little")
         header = json.loads(plain.read(length))
     first = LENGTH_BYTES + length

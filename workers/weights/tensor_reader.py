@@ -1,9 +1,8 @@
-"""The rows of a stored tensor, a piece at a time, on the way to their device.
+"""Readers of stored tensors: their rows, a chunk at a time, on the way to their device.
 
-From a file to a GPU: bytes are read into pinned memory, and while they travel the next are read.
-
-safetensors' own way (0.8) hands the GPU a mapping of the file, page by page as it is read in, and waits for it. From
-pinned memory a GPU fetches by itself; and reading into it is twice as fast as copying out of a mapping.
+For a host they are read from a mapping of the file. For a GPU they are read into pinned memory, and while one buffer is
+copied to the GPU the next one is read. safetensors (0.8) would copy from a mapping to the GPU and wait for it; reading
+into pinned memory is twice as fast as copying out of a mapping, and the GPU copies from it without the host.
 """
 
 import os
@@ -23,102 +22,27 @@ from tramontane.workers.model.rotary import deinterleave_rows
 from tramontane.workers.weights.safetensors_file import TensorLocation, open_safetensors, read_header
 from tramontane.workers.weights.tensor_specs import TensorSpec
 
-READERS = 4  # threads that read parts of one piece: a GPU takes more than one of them reads
-LEAST_PART = 2**20  # bytes that are worth a thread
+DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
+NUM_READERS = 4  # threads that read parts of one chunk: a single one is slower than the copy to the GPU
+MIN_PART_BYTES = 2**20  # worth a thread
+
 Wait = Callable[[], None]
 
 
-class TransferLane(Protocol):
-    """How bytes get to a device."""
-
-    def new_buffer(self, num_bytes: int) -> Tensor:
-        """In host memory, uint8 [num_bytes], as the lane wants it."""
-
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        """Begin to copy a part of such a buffer. What will be the copy, and what waits until the buffer is free again."""
-
-
-class GpuLane:
-    """Pinned memory, and copies on the device's current stream: whatever is done there with one comes after it."""
-
-    def __init__(self, device: str) -> None:
-        self._device = torch.device(device)
-
-    def new_buffer(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
-        there_B = staged_B.to(self._device, non_blocking=True)
-        sent = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        sent.record(torch.cuda.current_stream(self._device))
-        return there_B, sent.synchronize
-
-
-class PinnedStagingBuffers:
-    """Two buffers that are used in turn: what is read into one waits only for what it held two pieces ago."""
-
-    def __init__(self, lane: TransferLane) -> None:
-        self._lane = lane
-        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
-        self._waits: list[Wait] = [_no_wait] * 2
-        self._turn = 0
-        self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reading")
-
-    def upload(self, file: int, start: int, num_bytes: int) -> Tensor:
-        """These bytes of an open file, uint8 [num_bytes] on the device. Raises EOFError if they are not all there."""
-        turn, self._turn = self._turn, 1 - self._turn
-        self._waits[turn]()
-        if len(self._buffers[turn]) < num_bytes:
-            self._buffers[turn] = self._lane.new_buffer(num_bytes)
-        staged_B = self._buffers[turn][:num_bytes]
-        self._read(file, start, staged_B.numpy().data)
-        there_B, self._waits[turn] = self._lane.send(staged_B)
-        return there_B
-
-    def close(self) -> None:
-        """Waits for what is on its way."""
-        self._readers.shutdown()
-        for wait in self._waits:
-            wait()
-
-    def _read(self, file: int, start: int, target: memoryview) -> None:
-        """In parts: of 32 MiB bytes 0 to 8 Mi - 1, 8 Mi to 16 Mi - 1, ... at the same time."""
-        step = max(-(-len(target) // READERS), LEAST_PART)
-        parts = [(start + at, target[at : at + step]) for at in range(0, len(target), step)]
-        for _ in self._readers.map(partial(_read_part, file), *zip(*parts, strict=True)):
-            pass
-
-
-def _read_part(file: int, start: int, target: memoryview) -> None:
-    """The system may give less than it is asked for."""
-    while target:
-        number = os.preadv(file, [target], start)
-        if not number:
-            raise EOFError
-        start, target = start + number, target[number:]
-
-
-def _no_wait() -> None:
-    pass
-
-
-DTYPES = MappingProxyType({"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16})
-
-
 class TensorRows(Protocol):
-    """Its rows in order, those of heads in halves; ``num_read`` counts the bytes that were read so far."""
+    """Rows of one tensor in order, interleaved heads sorted into halves. ``num_read`` counts the bytes that were read so far."""
 
     num_read: int
 
     def __iter__(self) -> Iterator[Tensor]: ...
 
 
-RowsOf = Callable[[Path, TensorSpec], TensorRows]
+ReadRows = Callable[[Path, TensorSpec], TensorRows]
 
 
 @contextmanager
-def open_reader(device: str) -> Iterator[RowsOf]:
-    """How tensors are read for this device. All of it is there when the block ends."""
+def open_reader(device: str) -> Iterator[ReadRows]:
+    """Yield a function that reads tensors for this device. All copies are complete when the block ends."""
     if torch.device(device).type != "cuda":
         yield MmapRows
         return
@@ -130,10 +54,10 @@ def open_reader(device: str) -> Iterator[RowsOf]:
 
 
 class MmapRows:
-    """In host memory, as the system has mapped the file.
+    """Rows in host memory, from a mapping of the file.
 
-    The file is opened for one piece at a time: a mapping that stays open keeps every page that was read
-    through it in this process's memory.
+    The file is opened for one chunk at a time: a mapping that stays open keeps every page that was read in the memory of
+    this process.
     """
 
     def __init__(self, path: Path, spec: TensorSpec) -> None:
@@ -148,24 +72,107 @@ class MmapRows:
                 yield _deinterleave(stored, self._spec)
 
 
+def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
+    return deinterleave_rows(stored, spec.interleaved_heads) if spec.interleaved_heads else stored
+
+
+# ---- from a file to a GPU
+
+
+class TransferLane(Protocol):
+    """Copies from buffers in host memory to a device; tests replace it."""
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate a buffer in host memory, uint8 [num_bytes]."""
+
+    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
+        """Start to copy a part of such a buffer; return the copy, and a function that waits until the buffer is free again."""
+
+
+class GpuLane:
+    """Copies from pinned memory on the device's current stream; later work on the stream sees them complete."""
+
+    def __init__(self, device: str) -> None:
+        self._device = torch.device(device)
+
+    def new_buffer(self, num_bytes: int) -> Tensor:
+        """Allocate pinned memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, staged_B: Tensor) -> tuple[Tensor, Wait]:
+        """Start to copy to the device."""
+        device_B = staged_B.to(self._device, non_blocking=True)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record(torch.cuda.current_stream(self._device))
+        return device_B, copied.synchronize
+
+
+class PinnedStagingBuffers:
+    """Two pinned buffers that are used alternately: reading into one waits only for the copy from two chunks ago."""
+
+    def __init__(self, lane: TransferLane) -> None:
+        self._lane = lane
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._waits: list[Wait] = [_no_wait] * 2
+        self._turn = 0
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="reading")
+
+    def upload(self, file: int, start: int, num_bytes: int) -> Tensor:
+        """Read bytes of an open file to the device, uint8 [num_bytes]. Raises EOFError if the file ends too early."""
+        turn, self._turn = self._turn, 1 - self._turn
+        self._waits[turn]()
+        if len(self._buffers[turn]) < num_bytes:
+            self._buffers[turn] = self._lane.new_buffer(num_bytes)
+        staged_B = self._buffers[turn][:num_bytes]
+        self._read(file, start, staged_B.numpy().data)
+        device_B, self._waits[turn] = self._lane.send(staged_B)
+        return device_B
+
+    def close(self) -> None:
+        """Wait for pending copies and end the threads."""
+        self._readers.shutdown()
+        for wait in self._waits:
+            wait()
+
+    def _read(self, file: int, start: int, target: memoryview) -> None:
+        """Read parts at the same time: of 32 MiB bytes 0 to 8 Mi - 1, 8 Mi to 16 Mi - 1, ..."""
+        step = max(-(-len(target) // NUM_READERS), MIN_PART_BYTES)
+        parts = [(start + at, target[at : at + step]) for at in range(0, len(target), step)]
+        for _ in self._readers.map(partial(_read_part, file), *zip(*parts, strict=True)):
+            pass
+
+
+def _read_part(file: int, start: int, target: memoryview) -> None:
+    """Read until ``target`` is full: one call may return fewer bytes."""
+    while target:
+        num_bytes = os.preadv(file, [target], start)
+        if not num_bytes:
+            raise EOFError
+        start, target = start + num_bytes, target[num_bytes:]
+
+
+def _no_wait() -> None:
+    pass
+
+
 class PinnedRows:
-    """On the device of ``staging``, where they are sorted as well."""
+    """Rows on the device of ``staging``, where interleaved heads are sorted too."""
 
     def __init__(self, path: Path, spec: TensorSpec, stored: TensorLocation, staging: PinnedStagingBuffers) -> None:
         self._path, self._spec, self._stored, self._staging = path, spec, stored, staging
         self.num_read = 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        """[4096, 4096] in BF16 from byte 1024 on: rows of 8192 bytes, so row 2048 begins at 1024 + 2048 * 8192 = 16778240."""
+        """Yield chunks. [4096, 4096] in BF16 from byte 1024 on: row 2048 begins at 1024 + 2048 * 8192 = 16778240."""
         dtype = DTYPES[self._stored.dtype]
         row_bytes = self._spec.num_elements // self._spec.shape[0] * dtype.itemsize
         try:
             with self._path.open("rb") as file:
                 for rows in self._spec.row_chunks:
                     start = self._stored.start + rows.start * row_bytes
-                    there = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
-                    self.num_read += there.nbytes
-                    yield _deinterleave(there.view(dtype).view(len(rows), *self._spec.shape[1:]), self._spec)
+                    chunk_B = self._staging.upload(file.fileno(), start, len(rows) * row_bytes)
+                    self.num_read += chunk_B.nbytes
+                    yield _deinterleave(chunk_B.view(dtype).view(len(rows), *self._spec.shape[1:]), self._spec)
         except EOFError as error:
             raise CheckpointError(f"weights file {self._path} is damaged or truncated: it ends too soon") from error
         except OSError as error:
@@ -173,21 +180,17 @@ class PinnedRows:
 
 
 class PinnedReader:
-    """Files whose tensors go through ``staging``; each header is read once."""
+    """Reader of tensors through ``staging``. The header of each file is read once."""
 
     def __init__(self, staging: PinnedStagingBuffers) -> None:
         self._staging = staging
         self._tensors: dict[Path, dict[str, TensorLocation]] = {}
 
     def rows(self, path: Path, spec: TensorSpec) -> PinnedRows:
-        """Raises CheckpointError if the file has no such tensor."""
+        """Return the rows of a tensor. Raises CheckpointError if the file does not have it."""
         if path not in self._tensors:
             self._tensors[path] = read_header(path)
         stored = self._tensors[path].get(spec.name)
         if stored is None or stored.shape != spec.shape or stored.dtype not in DTYPES:
             raise CheckpointError(f"weights file {path} has no tensor {spec.name} of shape {spec.shape} in {', '.join(DTYPES)}")
         return PinnedRows(path, spec, stored, self._staging)
-
-
-def _deinterleave(stored: Tensor, spec: TensorSpec) -> Tensor:
-    return deinterleave_rows(stored, spec.interleaved_heads) if spec.interleaved_heads else stored

@@ -1,7 +1,6 @@
-"""Which tensors of a checkpoint a stage owns, and which parameter each becomes.
+"""Tensors of a checkpoint that a stage or an expert actor owns, and the parameter that each becomes.
 
-Pure arithmetic on the model's geometry: no torch, so that a plan can be made
-and a checkpoint checked without loading anything.
+Pure arithmetic on the model's geometry, without torch, so that plans and checks of checkpoints load nothing.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,16 +11,16 @@ from tramontane.proto.model_args import DTYPE_BYTES, ModelArgs, Quantization
 from tramontane.proto.model_folder import Layout
 from tramontane.proto.plan import ExpertId
 
-# Hears of every tensor that is there now its bytes in the checkpoint (0: it was made) and in memory.
+# Called for every loaded tensor with its bytes in the checkpoint (0 for random weights) and in memory.
 ProgressCallback = Callable[[int, int], None]
-TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # what is wanted of a checkpoint, in its spelling
+TensorsOf = Callable[[Layout], Iterable["TensorSpec"]]  # the tensors to load, with the names of a layout
 
-PIECE = 2**24  # elements that are in memory as they are stored, beside what a stage holds
+MAX_CHUNK_ELEMENTS = 2**24  # that are read at a time, in addition to what a stage holds
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNames:
-    """One layout's spelling; ``{}`` stands for the layer, and for the expert in ``expert``."""
+    """Names of tensors in one layout; ``{}`` stands for the layer, and in ``expert`` also for the expert."""
 
     embedding: str
     norm: str
@@ -64,14 +63,21 @@ NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """``name`` and ``shape`` in the checkpoint; ``parameter`` in ``StageModel``, and from which of its rows on.
+    """A tensor of a checkpoint and its place in a parameter.
 
-    Matrices that multiply the same hidden states are one parameter: ``parameter_rows`` of it, where that is more than the
-    tensor has. 0..1023 of wqkv are wq, 1024..1279 wk, 1280..1535 wv: wk begins at ``first_row`` 1024 of 1536.
-    ``interleaved_heads``: the rows of that many heads are stored as rotary pairs side
-    by side, and have to be sorted into halves; 0 where they are in the order they are used in.
-    ``quantizable``: a matrix that hidden states are multiplied by. Not the gate's: choosing experts is a
-    yes or no, and the gate is small.
+    Matrices that multiply the same hidden states are one parameter. Rows 0..1023 of wqkv are wq, 1024..1279 wk,
+    1280..1535 wv: wk has ``first_row`` 1024 and ``parameter_rows`` 1536.
+
+    Attributes:
+        name: name in the checkpoint.
+        parameter: name in ``StageModel``.
+        shape: shape in the checkpoint.
+        interleaved_heads: the rows of so many heads are stored as adjacent rotary pairs and have to be sorted into halves;
+            0 if they are in the order of use.
+        quantizable: whether it is a matrix that hidden states are multiplied by. The gate is not: it is small, and
+            rounding would change which experts it chooses.
+        first_row: row of the parameter at which the tensor begins.
+        parameter_rows: rows of the parameter, 0 if the tensor is all of it.
     """
 
     name: str
@@ -84,34 +90,36 @@ class TensorSpec:
 
     @property
     def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter."""
         return (self.parameter_rows or self.shape[0], *self.shape[1:])
 
     @property
     def rows(self) -> slice:
-        """Where it is in its parameter."""
+        """Rows of the parameter that the tensor becomes."""
         return slice(self.first_row, self.first_row + self.shape[0])
 
     @property
     def num_elements(self) -> int:
+        """Elements of the tensor."""
         return prod(self.shape)
 
     @property
     def row_chunks(self) -> list[range]:
-        """Its rows, so many at a time that a piece is small beside a stage; all of them where heads have to be sorted.
+        """Ranges of rows to read at a time, up to ``MAX_CHUNK_ELEMENTS``; a single one if heads have to be sorted.
 
-        [131072, 5120], 2**24 elements at the most: rows 0 to 3275, 3276 to 6551, ...
+        [131072, 5120], 2**24 elements at most: rows 0 to 3275, 3276 to 6551, ...
         """
         num_rows = self.shape[0]
-        step = num_rows if self.interleaved_heads else max(PIECE * num_rows // self.num_elements, 1)
+        step = num_rows if self.interleaved_heads else max(MAX_CHUNK_ELEMENTS * num_rows // self.num_elements, 1)
         return [range(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
     @property
     def scale_parameter(self) -> str:
-        """Where the scales of its rows are, if it is quantised."""
+        """Name of the parameter with the scales of its rows, if it is quantized."""
         return self.parameter.removesuffix("weight") + "scale"
 
     def num_bytes(self, dtype: str, quantize: Quantization | None = None) -> int:
-        """In a stage's memory: a byte per element and a scale per row, or everything in ``dtype``."""
+        """Return the bytes in a stage's memory: one per element and a scale per row if quantized, else all in ``dtype``."""
         if quantize and self.quantizable:
             return self.num_elements + self.shape[0] * DTYPE_BYTES[quantize.scale_dtype(dtype)]
         return self.num_elements * DTYPE_BYTES[dtype]
@@ -120,12 +128,12 @@ class TensorSpec:
 def layer_tensors(
     args: ModelArgs, layer: int, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True
 ) -> Iterator[TensorSpec]:
-    """Attention of one layer, and its feed-forward network or its gate and experts."""
-    names, here = NAMES[layout], f"layers.{layer}"
+    """Yield the attention of one layer, and its feed-forward network or its gate and experts."""
+    names, prefix = NAMES[layout], f"layers.{layer}"
     q_width, kv_width = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
     interleaved = layout is Layout.MISTRAL
-    yield TensorSpec(names.attention_norm.format(layer), f"{here}.attention_norm.weight", (args.dim,))
-    yield TensorSpec(names.ffn_norm.format(layer), f"{here}.ffn_norm.weight", (args.dim,))
+    yield TensorSpec(names.attention_norm.format(layer), f"{prefix}.attention_norm.weight", (args.dim,))
+    yield TensorSpec(names.ffn_norm.format(layer), f"{prefix}.ffn_norm.weight", (args.dim,))
     for w, num_rows, first_row, rotary_heads in (
         ("wq", q_width, 0, args.n_heads),
         ("wk", kv_width, q_width, args.n_kv_heads),
@@ -133,32 +141,33 @@ def layer_tensors(
     ):
         yield TensorSpec(
             names.attention[w].format(layer),
-            f"{here}.attention.wqkv.weight",
+            f"{prefix}.attention.wqkv.weight",
             (num_rows, args.dim),
             rotary_heads if interleaved else 0,
             quantizable=True,
             first_row=first_row,
             parameter_rows=q_width + 2 * kv_width,
         )
-    yield TensorSpec(names.attention["wo"].format(layer), f"{here}.attention.wo.weight", (args.dim, q_width), quantizable=True)
+    yield TensorSpec(names.attention["wo"].format(layer), f"{prefix}.attention.wo.weight", (args.dim, q_width), quantizable=True)
     if args.moe is None:
         dense = {w: name.format(layer) for w, name in names.feed_forward.items()}
-        yield from _swiglu(args, dense, f"{here}.feed_forward")
+        yield from _swiglu(args, dense, f"{prefix}.feed_forward")
         return
     gate_shape = (args.moe.num_experts, args.dim)
-    yield TensorSpec(names.gate.format(layer), f"{here}.gate.scores.weight", gate_shape)
+    yield TensorSpec(names.gate.format(layer), f"{prefix}.gate.scores.weight", gate_shape)
     for expert in range(args.moe.num_experts if with_experts else 0):
         yield from expert_tensors(args, layer, expert, layout)
 
 
 def expert_tensors(args: ModelArgs, layer: int, expert: int, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
-    """One expert of one layer."""
+    """Yield the matrices of one expert of one layer."""
     prefix = NAMES[layout].expert.format(layer, expert)
-    own = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
-    yield from _swiglu(args, own, f"experts.layers.{layer}.{expert}")
+    names = {w: f"{prefix}.{w}.weight" for w in ("w1", "w2", "w3")}
+    yield from _swiglu(args, names, f"experts.layers.{layer}.{expert}")
 
 
 def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[TensorSpec]:
+    """Yield the matrices of a feed-forward network: w1 and w3 are one parameter."""
     for w, first_row in (("w1", 0), ("w3", args.hidden_dim)):
         yield TensorSpec(
             names[w],
@@ -174,7 +183,7 @@ def _swiglu(args: ModelArgs, names: dict[str, str], parameter: str) -> Iterator[
 def stage_tensors(
     args: ModelArgs, layers: range, layout: Layout = Layout.HUGGING_FACE, with_experts: bool = True
 ) -> Iterator[TensorSpec]:
-    """Everything the stage with these global layers reads."""
+    """Yield all tensors of the stage with these global layers."""
     if layers.start == 0:
         yield embedding_tensor(args, layout)
     for layer in layers:
@@ -184,16 +193,18 @@ def stage_tensors(
 
 
 def tensors_of_experts(args: ModelArgs, held: Iterable[ExpertId], layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
-    """Everything an actor with these experts reads."""
+    """Yield all tensors of an actor with these experts."""
     for layer, expert in held:
         yield from expert_tensors(args, layer, expert, layout)
 
 
 def embedding_tensor(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> TensorSpec:
+    """Return the token embeddings."""
     return TensorSpec(NAMES[layout].embedding, "tok_embeddings.weight", (args.vocab_size, args.dim))
 
 
 def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Iterator[TensorSpec]:
+    """Yield the last norm and the output head, which is the embeddings if they are tied."""
     names = NAMES[layout]
     yield TensorSpec(names.norm, "norm.weight", (args.dim,))
     head = names.embedding if args.tied_embeddings else names.head
@@ -201,7 +212,7 @@ def head_tensors(args: ModelArgs, layout: Layout = Layout.HUGGING_FACE) -> Itera
 
 
 def largest_first(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The order to load in: a tensor's source is in memory beside it for a moment, and must not come on top of all the others.
+    """Sort tensors for loading. While one is loaded its source is in memory too, which costs least before the others are.
 
     Sizes 1, 4, 2, each with its source: 1+1, 5+4, 7+2, so 9 at most; largest first 4+4, 6+2, 7+1, so 8.
     """

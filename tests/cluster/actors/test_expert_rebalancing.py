@@ -10,7 +10,7 @@ import pytest
 from serve_cluster import URL, complete, events, served, wait_until_idle
 
 from tramontane.cluster.cli.main import app
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.proto.errors import ConfigError
 
 pytestmark = [

@@ -1,4 +1,4 @@
-"""Who is taken for stuck, by what Ray says of each worker."""
+"""Which workers count as hung, by what Ray reports of each."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from tramontane.cluster.actors import hang_detector as stuck
+from tramontane.cluster.actors import hang_detector
 from tramontane.cluster.actors.hang_detector import SilenceTracker, replace_hung_workers
 
 WELL = SimpleNamespace(busy_for_s=0.0, bytes_loaded=8, weight_bytes=8)
@@ -17,7 +17,7 @@ UNAVAILABLE, DIED = ActorUnavailableError("connection attempt timed out", None),
 
 
 class _Worker:
-    """As an actor's handle; ``answer``: None where none comes, or what is told or raised at once."""
+    """As an actor's handle; ``answer``: None where none comes, or what is returned or raised at once."""
 
     def __init__(self, answer: Any, is_stopped: bool = False) -> None:  # noqa: ANN401
         self.answer, self.is_stopped = answer, is_stopped
@@ -29,8 +29,8 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
     """Whose processes were."""
     ended: list[_Worker] = []
 
-    def end(worker: _Worker, least_age_s: float) -> bool:
-        if worker.is_stopped or least_age_s == 0:
+    def end(worker: _Worker, min_age_s: float) -> bool:
+        if worker.is_stopped or min_age_s == 0:
             ended.append(worker)
         return worker in ended
 
@@ -40,15 +40,15 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[_Worker]:
         return worker.answer
 
     wait: Callable[..., Any] = lambda workers, **_: ([w for w in workers if w.answer is not None], [])  # noqa: E731
-    monkeypatch.setattr(stuck, "ray", SimpleNamespace(wait=wait, get=get))
-    monkeypatch.setattr(stuck, "kill_worker_process", end)
+    monkeypatch.setattr(hang_detector, "ray", SimpleNamespace(wait=wait, get=get))
+    monkeypatch.setattr(hang_detector, "kill_worker_process", end)
     return ended
 
 
 @pytest.mark.parametrize("answer", [None, UNAVAILABLE])
 def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer, is_stopped=True)}
-    assert replace_hung_workers(workers, 2.0) == "stage-1 did nothing for too long"
+    assert replace_hung_workers(workers, 2.0) == "stage-1 got a new process: its process was stopped"
     assert ended == [workers["stage-1"]]
 
 
@@ -56,7 +56,7 @@ def test_one_that_is_stopped_is_replaced_whatever_ray_says_of_it(answer: Any, en
     ("answer", "reason"),
     [(LOADS, ""), (UNAVAILABLE, ""), (None, ""), (DIED, LOST), (WELL, LOST)],
 )
-def test_who_loads_or_is_born_again_is_waited_for(answer: Any, reason: str, ended: list[_Worker]) -> None:  # noqa: ANN401
+def test_a_worker_that_loads_or_restarts_is_waited_for(answer: Any, reason: str, ended: list[_Worker]) -> None:  # noqa: ANN401
     workers: Any = {"stage-0": _Worker(WELL), "stage-1": _Worker(answer)}
     assert replace_hung_workers(workers, 2.0) == reason
     assert not ended

@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
 from tramontane.cluster.actors import supervisor as supervisor_module
-from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_as_holder, must_yield
+from tramontane.cluster.actors.lease import Lease, LeaseManager, actor_holder_name, driver_holder_name, must_yield
 from tramontane.cluster.actors.pipeline_spec import SUPERVISOR_SUFFIX, OwnerApplication, PipelineSpec
 from tramontane.cluster.actors.stage_actor import StageHealth
 from tramontane.cluster.actors.supervisor import create_supervisor, remove_pipeline
@@ -55,7 +55,7 @@ def test_the_lease_is_one_holders_until_it_lapses() -> None:
 
 def test_a_holder_that_is_known_to_be_gone_need_not_lapse() -> None:
     book = LeaseManager(TTL, now=0.0, recovered=Lease("a", 7))
-    book.claim("b", now=0.1, current_makes_way=True)
+    book.claim("b", now=0.1, current_yields=True)
     assert book.lease == Lease("b", 7)
     assert book.next_epoch(floor=0) == 8
 
@@ -77,7 +77,7 @@ def test_the_holder_may_claim_again() -> None:
 
 
 def test_a_holder_that_the_book_has_forgotten_has_the_lease_again_when_it_renews() -> None:
-    """No stage could tell who drives it when the supervisor was born again. Who does drives on, and does not claim."""
+    """No stage knew the lease when the supervisor restarted. The driving router continues, and does not claim."""
     book = LeaseManager(TTL, now=0.0)
     assert book.renew("a", now=5.0)
     assert book.silent_for_s(now=6.0) == 1.0
@@ -93,7 +93,7 @@ def test_a_book_found_in_stages_gives_its_holder_a_full_term() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["claim", "renew", "fence"]), st.floats(0, 15))))
-def test_epochs_only_grow_and_belong_to_whoever_may_drive(events: list[tuple[str, str, float]]) -> None:
+def test_epochs_only_grow_and_belong_to_the_holder(events: list[tuple[str, str, float]]) -> None:
     """Against a plain model: who renewed or claimed last, and when."""
     book, now = LeaseManager(TTL, now=0.0), 0.0
     holder, since, epochs = "", 0.0, [0]
@@ -192,7 +192,7 @@ def test_a_pipeline_that_is_driven_is_not_touched(spec: PipelineSpec) -> None:
 
 
 class Contender:
-    """As a Router replica: it takes any pipeline that nobody drives, or makes one."""
+    """As a Router replica: it adopts any pipeline that no router drives, or creates one."""
 
     def __init__(self) -> None:
         self._exit = AsyncExitStack()
@@ -264,7 +264,7 @@ def test_of_two_routers_that_start_at_once_one_gets_the_free_pipeline_and_the_ot
         specs = ray.get([contender.start.remote(spec) for contender in both])
         assert sorted(s.name for s in specs) == [free.name, free.name.removesuffix("0") + "1"]
         assert [h.pid for h in _health(free)] == [h.pid for h in before], "it was taken over as it was"
-        assert [h.epoch for h in before] == [-1, -1], "nobody had run anything"
+        assert [h.epoch for h in before] == [-1, -1], "no router had run anything"
 
         one, other = ray.get([contender.run.remote() for contender in both])
         assert one == other, "both work at the same time, and neither disturbs the other"
@@ -374,7 +374,7 @@ def _stop_supervisor(spec: PipelineSpec) -> psutil.Process:
 
 @pytest.mark.ray
 def test_an_abandoned_pipeline_is_removed_by_its_supervisor(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a command was killed on a joined cluster: nobody renews, and no application claims it."""
+    """As when a command was killed on a joined cluster: no router renews, and no application claims it."""
     monkeypatch.setattr(supervisor_module, "ABANDONED_AFTER_S", 3.0)
     _start_and_leave(spec, monkeypatch)
     while _actors_of(spec):
@@ -399,7 +399,7 @@ def test_a_pipeline_that_no_router_claims_is_removed_although_its_application_is
 def _start_and_leave(spec: PipelineSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     """The supervisor's process gets the module as it is patched here."""
     ray.cloudpickle.register_pickle_by_value(supervisor_module)
-    monkeypatch.setattr(supervisor_module, "WATCH_EVERY_S", 0.1)
+    monkeypatch.setattr(supervisor_module, "WATCH_INTERVAL_S", 0.1)
     try:
         supervisor = create_supervisor(spec)
         ray.get(supervisor.claim.remote("driver/that will be gone"))
@@ -417,13 +417,13 @@ def _actors_of(spec: PipelineSpec) -> list[str]:
 
 @pytest.mark.ray
 def test_a_pipeline_that_has_lost_a_stage_for_good_is_not_fenced(spec: PipelineSpec) -> None:
-    """Its router would wait for ever for the steps that it submits to nobody."""
+    """Its router would wait forever for steps that no stage computes."""
     with placed(spec) as chain:
         asyncio.run(run_prompts(chain, scheduler_for(spec.plan), PROMPTS))
         _kill(ray.get_actor(spec.stage_name(1), NAMESPACE), spec.stage_name(1), NAMESPACE)
         supervisor = ray.get_actor(spec.supervisor_name, NAMESPACE)
         with pytest.raises(PipelineError, match="only 1 of 2 stages are left"):
-            ray.get(supervisor.fence.remote(driver_as_holder()))
+            ray.get(supervisor.fence.remote(driver_holder_name()))
 
 
 @pytest.mark.ray

@@ -12,6 +12,7 @@ from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
 from ray.actor import ActorHandle
 from tiny_models import random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
+from tramontane.cluster.actors.pipeline_spec import WorkerSettings
 from tramontane.cluster.actors.stage_actor import GPU_PIPELINE_DEPTH, StageActor, remote_stage_class
 from tramontane.cluster.actors.stage_control import fence_stages
 from tramontane.cluster.pipeline.stage_chain import DirectStageChain, ObjectStoreStageChain
@@ -49,10 +50,10 @@ class _OverlappedStage(StageActor):
         from tramontane.workers.stage.stage_worker import StageWorker
 
         loaded = super()._load()
-        means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=_Computes(), mark=_Reached)
-        return StageWorker(loaded.plan, loaded.model, means=means)
+        backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=_Computes(), make_event=_Reached)
+        return StageWorker(loaded.plan, loaded.model, backend=backend)
 
-    def _new_steps(self) -> Any:  # noqa: ANN401
+    def _make_executor(self) -> Any:  # noqa: ANN401
         from tramontane.workers.stage.overlapped_executor import OverlappedExecutor
 
         return OverlappedExecutor(self._wait_until_loaded(), 2)
@@ -64,8 +65,9 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list["ActorHand
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=256 * 2**20)
     this_module = sys.modules[__name__]
     ray.cloudpickle.register_pickle_by_value(this_module)  # actors cannot import tests
+    settings = WorkerSettings(folder, "cpu", threads=1)
     kind = remote_stage_class(_OverlappedStage, GPU_PIPELINE_DEPTH + 1)
-    yield [kind.options(num_cpus=1).remote(stage, folder, "cpu", 1) for stage in tiny_plan(ARGS, 3).stages]
+    yield [kind.options(num_cpus=1).remote(stage, settings) for stage in tiny_plan(ARGS, 3).stages]
     ray.cloudpickle.unregister_pickle_by_value(this_module)
     ray.shutdown()
 

@@ -1,11 +1,11 @@
-"""How long stages are waited for that are to obey a new epoch, with Ray's answers made up."""
+"""How long a fence waits for stages, with fake answers of Ray."""
 
 from typing import Any
 
 import pytest
 from ray.exceptions import GetTimeoutError
 
-from tramontane.cluster.actors import stage_control as fencing
+from tramontane.cluster.actors import stage_control
 from tramontane.cluster.actors.stage_control import fence_stages
 
 
@@ -56,11 +56,11 @@ class _Ray:
 
 
 def _fence(monkeypatch: pytest.MonkeyPatch, *stages: Any) -> None:  # noqa: ANN401
-    monkeypatch.setattr(fencing, "ray", _Ray)
+    monkeypatch.setattr(stage_control, "ray", _Ray)
     fence_stages(list(stages), 7, "router", "object-store")
 
 
-def test_stages_that_obey_at_once_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_that_are_fenced_at_once_are_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = _Stage(), _Stage()
     _fence(monkeypatch, *stages)
     assert [stage.asked for stage in stages] == [["interrupt", "fence"]] * 2
@@ -79,7 +79,7 @@ def test_one_that_stops_after_it_was_interrupted_is_not_waited_for(monkeypatch: 
     assert stopped.asked.count("health") == 1
 
 
-def test_one_that_never_obeys_is_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fencing, "FENCE_TIMEOUT_S", 0.0)
+def test_a_stage_that_is_never_fenced_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_control, "FENCE_TIMEOUT_S", 0.0)
     with pytest.raises(GetTimeoutError):
         _fence(monkeypatch, _Stage(looks=10**9))

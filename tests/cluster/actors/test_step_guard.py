@@ -26,7 +26,7 @@ def test_failures_in_a_row_end_the_process() -> None:
         for _ in range(MAX_FAILURES - 1):
             _fail(failures, ValueError("a request made it fail"))
         with failures.guard():
-            pass  # somebody else's does not
+            pass  # a success resets the count
     for _ in range(MAX_FAILURES - 1):
         _fail(failures, MemoryError())
     with pytest.raises(Ended), failures.guard():

@@ -95,7 +95,7 @@ def test_work_is_the_seeds_and_every_round_has_other_tokens_of_the_same_lengths(
     assert [(r.num_prompt_tokens, r.num_new_tokens) for r in first] == [(r.num_prompt_tokens, r.num_new_tokens) for r in other]
     assert {r.num_prompt_tokens for r in first} == set(range(5, 16))
     assert {r.num_new_tokens for r in first} == {2, 3, 4, 5, 6}
-    assert work.longest == 15 + 6
+    assert work.max_positions == 15 + 6
     tokens = {token for r in first for token in r.prompt}
     assert tokens == set(range(20))
     assert all(len(r.prompt) == r.num_prompt_tokens for r in first)

@@ -92,8 +92,8 @@ def _server(place: Place, runs: bool, key: str | None = None) -> Iterator[tuple[
 @pytest.fixture
 def tramontane(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs the command in this process, with short waits; returns its standard output."""
-    monkeypatch.setattr(batch_client, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(batch_client, "WATCH_EVERY_S", 0.01)
+    monkeypatch.setattr(batch_client, "MIN_WAIT_S", 0.01)
+    monkeypatch.setattr(batch_client, "WATCH_INTERVAL_S", 0.01)
 
     def run(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["tramontane", "batch", *map(str, arguments)])
@@ -159,7 +159,7 @@ def test_a_file_of_nothing_but_bad_lines_is_told_at_once(
         assert why in complaint
         assert complaint.count("--endpoint") == 1
         job = json.loads(tramontane("list", "--url", url, "--json"))[0]
-        assert complaint.endswith(f"and 2 more; all of them: tramontane batch results {job['id']}")
+        assert complaint.endswith(f"and 2 more; all errors: tramontane batch results {job['id']}")
         assert why in tramontane("status", job["id"], "--url", url)
         with pytest.raises(PipelineError, match=why):
             watch(job["id"], url)
@@ -233,7 +233,7 @@ def test_results_of_another_number_than_the_lines_are_refused_and_nothing_is_lef
         job_id = tramontane("submit", tmp_path / "in.jsonl", "--url", url).strip()
         (tmp_path / f"out.{job_id}.part").write_bytes(b"{}\n" * 4)
         complaint = refused("batch", "results", job_id, "-o", tmp_path / "out", "--url", url, code=1)
-        assert "4 results came of a job of 3 lines" in complaint
+        assert "the server sent 4 results of a job of 3 lines" in complaint
         assert "there is no batch job" in refused("batch", "results", "batch_x", "-o", tmp_path / "out", "--url", url)
         assert not list(tmp_path.glob("out*"))
         assert tramontane("results", job_id, "-o", tmp_path / "out", "--url", url).startswith("3 lines")
@@ -260,8 +260,8 @@ def test_a_key_is_sent_and_a_wrong_one_is_told_at_once(
     with _server(place_in(tmp_path), runs=False, key="sesame-and-more-of-it") as (url, _):
         assert json.loads(tramontane("list", "--url", url, "--json", "--api-key-file", tmp_path / "keys")) == []
         complaint = refused("batch", "list", "--url", url, "--api-key", "open-please-open-please")
-        assert "wants another API key than this; give --api-key-file or --api-key" in complaint
-        assert "wants an API key; give --api-key-file or --api-key" in refused("batch", "list", "--url", url)
+        assert "requires another API key than this; give --api-key-file or --api-key" in complaint
+        assert "requires an API key; give --api-key-file or --api-key" in refused("batch", "list", "--url", url)
 
 
 @pytest.mark.parametrize(("statuses", "is_patient"), [([429] * 200 + [200], True), ([503] * 200 + [200], False)])
@@ -279,4 +279,4 @@ def test_a_server_at_work_is_waited_for(monkeypatch: pytest.MonkeyPatch, statuse
         client._http = httpx.Client(transport=mock, base_url="http://127.0.0.1:1")
         with nullcontext() if is_patient else pytest.raises(PipelineError, match="does not answer"):
             assert client.get("batch_x")["id"] == "batch_x"
-    assert now > batch_client.PATIENCE_S
+    assert now > batch_client.RETRY_TIMEOUT_S

@@ -1,13 +1,17 @@
 """``tramontane config``: what is in force, where it is from, and nothing that is secret."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from typer.main import get_command
 
-from tramontane.cluster.cli.main import app
-from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.cli.main import COMMANDS, app
+from tramontane.cluster.config.engine_config import SECRETS, EngineConfig
+from tramontane.cluster.console.secrets import FLAGS
 from tramontane.proto.errors import ConfigError
 
 GIVEN = {
@@ -69,3 +73,33 @@ def test_no_key_and_no_password_is_shown(as_json: bool, tmp_path: Path, capsys: 
 def test_what_would_be_refused_is_refused_here_too(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"stages \(in .*given.yaml\) is 0"):
         app(["config", "--config", str(_file(tmp_path, stages=0))], standalone_mode=False)
+
+
+def test_the_page_of_the_documentation_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert _printed(capsys, "--markdown") == page.read_text(encoding="utf-8"), "run: tramontane config --markdown"
+
+
+def test_the_page_has_every_key_and_every_flag() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    flags = {name for parameter in get_command(app).commands["config"].params for name in parameter.opts}  # type: ignore[attr-defined]
+    assert [key for key in EngineConfig.key_names() if f"| `{key}` |" not in page] == []
+    assert [name for name in flags - {"--help", "--config", "--markdown"} if f"| `{name}` |" not in page] == []
+
+
+def test_secrets_on_the_command_line_are_those_of_the_configuration() -> None:
+    assert {f"--{key.replace('_', '-')}" for key in (*SECRETS, "api_key")} == set(FLAGS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_help_of_a_command_begins_as_in_the_list_of_commands(name: str) -> None:
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert command.help == COMMANDS[name]
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    code = "import sys; from tramontane.cluster.cli.main import app; app(['--help'], standalone_mode=False); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(run.stdout.splitlines()[-1].split())
+    assert {"ray", "torch", "httpx", "pydantic", "numpy"} & loaded == set()
+    assert [name for name in loaded if name.startswith("tramontane.cluster.cli.")] == ["tramontane.cluster.cli.main"]

@@ -108,7 +108,7 @@ def test_standard_input_is_not_read_where_there_are_arguments(generate: Generate
     monkeypatch.setattr(prompts, "_lines_of_stdin", refuse)
     assert generate(PROMPTS[0], stdin="something\n").out.startswith(PROMPTS[0])
     help_text = " ".join(CliRunner().invoke(cli.app, ["generate", "--help"], env={"COLUMNS": "300"}).output.split())
-    assert "each line of standard input is one, blank lines aside; with any, it is not read" in help_text
+    assert "each line of standard input is one, except blank lines; with any, it is not read" in help_text
 
 
 def test_one_prompt_streams_to_the_same_text(generate: Generate) -> None:
@@ -252,7 +252,7 @@ def test_without_a_terminal_the_text_is_plain_and_a_note_says_so(generate: Gener
         run = generate("--show-experts", "2", *given)
         assert run.out == generate(*given).out
         assert "layer 2, the heaviest expert of each token:  0  1  2  3 \n" in run.err
-        assert "note: standard output is no terminal, so its text is not coloured; --json tells the experts\n" in run.err
+        assert "note: standard output is not a terminal, so its text is not colored; --json lists the experts\n" in run.err
 
 
 # ---- what a person sees

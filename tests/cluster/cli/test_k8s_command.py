@@ -110,13 +110,19 @@ def test_a_model_that_does_not_fit_is_refused_with_the_ways_out(tmp_path: Path) 
     ("words", "message"),
     [
         (("--stages", "2", "--gpu-memory", "24GiB,48GiB"), "--gpu-memory must be one size"),
-        ((*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"), "--max-replicas is 2, and --replicas is 3"),
+        (
+            (*MIXTRAL, "--stages", "4", "--replicas", "3", "--max-replicas", "2"),
+            "--max-replicas is 2; it must be at least --replicas, which is 3",
+        ),
         ((*MIXTRAL, "--stages", "4", "--image", "tramontane"), "--image is 'tramontane'; it must have a tag"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/api.yaml"), "api_key_file (in "),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/secret.yaml"), "jobs_database: a password is not for a Serve config"),
         ((*MIXTRAL, "--stages", "4", "--config", "{}/port.yaml"), "port: not for a Serve config"),
-        ((*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"), "shared.yaml): not for a file of this command"),
-        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "1GiB"), "the folder's name must be letters"),
+        (
+            (*MIXTRAL, "--stages", "4", "--config", "{}/shared.yaml"),
+            "shared.yaml): not allowed in the file, since this command sets it",
+        ),
+        (("--model", "{}/a b", "--stages", "2", "--gpu-memory", "1GiB"), "the folder's name may have only letters"),
     ],
 )
 def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
@@ -133,7 +139,7 @@ def test_mistakes_are_named(words: tuple[str, ...], message: str, tmp_path: Path
 
 
 def test_an_overlay_without_its_base_says_what_kubectl_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    missing = f"that needs {tmp_path / 'mine/../../base'}, which is not there"
+    missing = f"the overlay needs {tmp_path / 'mine/../../base'}, which does not exist"
     words, k8s = (*MIXTRAL, "--stages", "4"), ROOT / "k8s"
     _written(tmp_path / "mine", *words)
     assert missing in capsys.readouterr().out

@@ -13,7 +13,7 @@ from tramontane.cluster.cli.simulate import default_cost_model
 from tramontane.proto.errors import ConfigError
 from tramontane.proto.step import StageTiming
 from tramontane.router.scheduling.policy import BatchWork
-from tramontane.router.simulation.comparison import all_policies, summary
+from tramontane.router.simulation.comparison import all_policies, summarize
 from tramontane.router.simulation.simulator import SimRequest, SimTrace
 
 SMALL = ["simulate", "--stages", "3", "--num-requests", "20", "--input-len", "60", "--output-len", "10"]
@@ -79,7 +79,7 @@ def test_a_summary_leaves_out_the_time_after_the_backlog() -> None:
     """One stage: busy from 0 to 8 of the first ten seconds, then hardly; requests waited until 10."""
     timings = tuple((StageTiming(0, start, busy, 1),) for start, busy in ((0.0, 1.0), (1.0, 7.0), (19.0, 1.0)))
     trace = SimTrace((SimRequest(0.0, 5, 2), SimRequest(1.0, 4, 1)), ((4.0, 20.0), (3.0,)), timings, backlog_until=10.0)
-    told = summary("x", trace)
+    told = summarize("x", trace)
     assert told.bubble == pytest.approx(1 - 7 / 9)
     assert told.tokens_per_s == 12 / 20
     assert (told.ttft_s[0], told.itl_s, told.e2e_s[2]) == (3.0, (16.0,) * 3, pytest.approx(20 - 0.01 * 18))

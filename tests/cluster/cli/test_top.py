@@ -46,7 +46,7 @@ def _saying(status: int, body: str) -> httpx.Client:
 
 def test_it_asks_for_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every pipeline; a server that does not answer for a while is asked again."""
-    monkeypatch.setattr(activity_client, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(activity_client, "POLL_INTERVAL_S", 0.0)
     asked: list[list[tuple[str, str]]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -168,8 +168,8 @@ def test_what_is_wrong_stands_above_what_was_told_before() -> None:
     later = pipeline_data(log=log_of((*[(8, 0)] * 3, (0, 2))), after=3)
     told = [_look(pipeline_data()), "no answer", _look(later, now=1005.0), _look()]
     first, wrong, third, last = map(_lines, render(told, "http://door", 80, lambda: None))
-    assert wrong == ["no answer; this is what was told before", *first]
-    assert third[6].count("▓") == first[6].count("▓"), "what was told before is still drawn"
+    assert wrong == ["no answer; this is the last report", *first]
+    assert third[6].count("▓") == first[6].count("▓"), "the last report is still drawn"
     assert len(third[6].replace(" ", "")) > len(first[6].replace(" ", ""))
     assert last[0] == "http://door: no pipeline runs now"
 
@@ -178,8 +178,8 @@ def test_experts_come_below_where_there_are_any() -> None:
     loads = iter([MeasuredLoad(((10, 10), (0, 20)), 1), MeasuredLoad(((10, 40), (0, 30)), 1), None])
     told = [_look(pipeline_data(), now=ENDED_AT + second) for second in range(3)]
     first, second, third = (_lines(frame) for frame in render(told, "http://door", 80, lambda: next(loads)))
-    assert "since loading: % of each layer's tokens that each expert was given" in first
-    at = second.index("the last 1 s: % of each layer's tokens that each expert was given")
+    assert "since loading: % of each layer's tokens by expert" in first
+    at = second.index("the last 1 s: % of each layer's tokens by expert")
     assert second[at + 1 : at + 4] == ["layer     0     1 ", "    0   0.0 100.0*", "    1   0.0 100.0*"]
     assert not any("expert" in line for line in third)
 
@@ -189,7 +189,7 @@ def test_experts_come_below_where_there_are_any() -> None:
 
 def _run(monkeypatch: pytest.MonkeyPatch, handler: Handler, *arguments: str) -> None:
     monkeypatch.setattr(top_command, "make_client", lambda _url, _headers: _client(handler))
-    monkeypatch.setattr(activity_client, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(activity_client, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
     assert cli.app(["top", *arguments], standalone_mode=False) is None, "another answer is an exit code"
 

@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from tramontane.cluster.common.signals import defer_signals
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 

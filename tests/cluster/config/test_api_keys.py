@@ -137,7 +137,7 @@ def test_in_a_replica_the_warning_is_in_ray_serves_log(tmp_path: Path, monkeypat
     file.write_text("")
     keys.allows(None)
     written.close()
-    assert (tmp_path / "replica.log").read_text().count("holds no key; the keys that it had before are still good") == 1
+    assert (tmp_path / "replica.log").read_text().count("holds no key; the keys that were read before remain valid") == 1
 
 
 @pytest.mark.parametrize("how", SPOILED)
@@ -156,7 +156,7 @@ def test_a_file_that_is_spoiled_changes_nothing_and_is_said_once(
             assert not keys.allows(f"Bearer {OTHER}")
             assert not keys.allows(None)
     [record] = caplog.records
-    assert "the keys that it had before are still good" in record.getMessage()
+    assert "the keys that were read before remain valid" in record.getMessage()
     assert not any(key in caplog.text for key in (KEY, OTHER))
     file.write_text(OTHER)
     assert keys.allows(f"Bearer {OTHER}")
@@ -326,7 +326,7 @@ def test_a_command_shows_the_key_that_it_was_given(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text(f"# ours\n{KEY}\n{OTHER}\n")
     assert auth_headers(None, None) == {}
     assert auth_headers(KEY, None) == auth_headers(None, tmp_path / "keys") == {"authorization": f"Bearer {KEY}"}
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="use one of them"):
         auth_headers(KEY, tmp_path / "keys")
     with pytest.raises(ConfigError, match="printable") as refused:
         auth_headers(f"{KEY}\n", None)
@@ -337,7 +337,7 @@ def test_a_server_that_wants_another_key_is_named_without_it() -> None:
     async def scenario() -> None:
         async with client_of(door_of(ScriptedSource(), keys=_keys(KEY)).app()) as client:
             client.headers.update(auth_headers(OTHER, None))
-            with pytest.raises(ConfigError, match="http://door wants another API key") as refused:
+            with pytest.raises(ConfigError, match="http://door requires another API key") as refused:
                 raise_if_unauthorized(client, await client.get("/v1/models"))
             assert OTHER not in str(refused.value)
             client.headers.update(auth_headers(KEY, None))

@@ -42,8 +42,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "named"),
     [
-        ("", "it is no JSON"),
-        ("[" * 100_000, "it is no JSON"),
+        ("", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
         ("[]", "it has no tokens_per_expert"),
         ("{}", "it has no tokens_per_expert"),
         ('{"tokens_per_expert": [1, 2]}', "it has no tokens_per_expert"),
@@ -125,7 +125,7 @@ def test_each_cell_is_a_share_of_its_layer() -> None:
         "    2     -     -     -     - ",
     ]
     assert busiest_summary(LOAD) == "busiest: expert 3 of layer 0, 1.60 times its layer's mean"
-    assert busiest_summary(((0, 0),)) == "no expert has been given a token"
+    assert busiest_summary(((0, 0),)) == "no expert has received a token"
 
 
 def test_each_cell_is_shaded_by_its_layers_mean() -> None:
@@ -185,7 +185,7 @@ def test_a_frame_says_what_it_shows() -> None:
     assert first[0].startswith("the last 0 s: %")
     assert second[0].startswith("the last 2 s: %")
     assert second.index("since loading, 1 pipeline: % of each layer's tokens, * its busiest") == len(second) // 2
-    assert third == ["no pipeline can tell its load now; this is what was told before", *second]
+    assert third == ["no pipeline can report its load now; this is the last report", *second]
     assert fourth[0].startswith("the last 4 s: %")
 
 
@@ -222,7 +222,7 @@ def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, c
             raise KeyboardInterrupt from None
         return httpx.Response(status, text=body)
 
-    monkeypatch.setattr(expert_watch, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(expert_watch, "POLL_INTERVAL_S", 0.0)
     monkeypatch.setattr("signal.signal", lambda *_: None)  # of this process, which goes on
     _run(monkeypatch, httpx.Client(transport=httpx.MockTransport(answer), base_url="http://door"), "--watch")
     assert capsys.readouterr().out.count("since loading") == 3, "two looks, and the last one once more"
@@ -234,7 +234,7 @@ def test_watching_ends_when_it_is_interrupted(monkeypatch: pytest.MonkeyPatch, c
         (["--url", "localhost:8000"], "--url is 'localhost:8000'; it must begin with http:// or https://"),
         (["--url", "http://127.0.0.1:1/v1"], "--url http://127.0.0.1:1 does not answer: "),
         (["--watch", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 does not answer: "),
-        (["--json", "--watch"], "--watch is for the eye, so --json cannot be used with it"),
+        (["--json", "--watch"], "--watch updates a terminal, so --json cannot be used with it"),
     ],
 )
 def test_mistakes_are_one_line(refused: Any, monkeypatch: pytest.MonkeyPatch, arguments: list[str], named: str) -> None:  # noqa: ANN401

@@ -17,9 +17,9 @@ from starlette.applications import Starlette
 from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.proto.errors import JobRefusedError, UnknownJobError
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.jobs import JobOptions
-from tramontane.router.batch.service import CHARS_AT_ONCE, BatchService
+from tramontane.router.batch.service import MAX_RESULT_CHARS, BatchService
 from tramontane.router.batch.store import StoredResult
 
 
@@ -120,7 +120,7 @@ def test_a_key_of_another_request_is_refused(place: Place) -> None:
 
 def test_results_of_a_job_that_is_removed_meanwhile_do_not_end_as_if_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Removed after the job was looked up and before its results are, at the second page."""
-    monkeypatch.setattr(batch_service, "RESULTS_AT_ONCE", 5)
+    monkeypatch.setattr(batch_service, "MAX_RESULTS", 5)
 
     async def scenario() -> None:
         service = place.service(keep_s=1000.0)
@@ -149,7 +149,7 @@ def test_a_stream_of_results_keeps_little_in_memory(place: Place) -> None:
     """Its reader may be slow, and there are many."""
 
     async def answer(_endpoint: str, _body: dict[str, Any]) -> dict[str, Any]:
-        return {"said": "x" * (CHARS_AT_ONCE // 3)}
+        return {"said": "x" * (MAX_RESULT_CHARS // 3)}
 
     async def scenario() -> None:
         service = place.service()
@@ -164,6 +164,6 @@ def test_a_stream_of_results_keeps_little_in_memory(place: Place) -> None:
         service._jobs.results = results  # type: ignore[method-assign]
         async with place.running(place.runner(answer)):
             assert len(await all_results(service, job.job_id)) == 20
-        assert CHARS_AT_ONCE // 2 < max(sizes) <= CHARS_AT_ONCE
+        assert MAX_RESULT_CHARS // 2 < max(sizes) <= MAX_RESULT_CHARS
 
     asyncio.run(scenario())

@@ -30,8 +30,8 @@ from tramontane.proto.errors import (
     UnknownModelError,
     UnsatisfiableSchemaError,
 )
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import service as batch_service
-from tramontane.router.batch.jobs import JobOptions
 from tramontane.router.batch.service import BatchService
 
 NUL_IN_NAME = b"\r\n".join(
@@ -299,7 +299,7 @@ def test_a_store_that_fails_is_named_in_the_log(caplog: pytest.LogCaptureFixture
     with caplog.at_level(logging.WARNING):
         _in_house(place_in(tmp_path), scenario)
     (message,) = [record.getMessage() for record in caplog.records]
-    assert message.startswith("request mine failed: the jobs' database cannot be made")
+    assert message.startswith("request mine failed: the jobs' database cannot be created")
 
 
 def test_a_stream_of_results_too_many_is_refused_before_it_begins(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

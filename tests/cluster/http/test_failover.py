@@ -37,7 +37,7 @@ from tramontane.router.tokenization.mistral_chat import MistralChatTemplate
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZER = SentencePieceTokenizer(SENTENCEPIECE["v3"])  # whose format has tools
 MODEL = ServedModel("tiny", TOKENIZER, 512, 16, TOKENIZER.vocab_size)
-FORMAT = MistralChatTemplate.of_sentencepiece(SENTENCEPIECE["v3"])
+FORMAT = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
 CALLS = 5  # [TOOL_CALLS]
 CALLED = '[{"name": "w", "arguments": {"in": "Arles"}}, {"name": "x", "arguments": {}}]'
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in "wx"]
@@ -594,7 +594,7 @@ def test_every_door_is_told_the_same_request_id() -> None:
 
 @pytest.fixture
 def _soon_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
 
 
@@ -623,7 +623,7 @@ class VanishingDoors(MortalDoors):
 def test_an_answer_survives_doors_whose_nodes_vanish(
     lives: tuple[int, ...], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr(lost_nodes, "ACK_TIMEOUT_S", 0.05)
     path, token_ids, body = CASES["stops"]
     body = {name: body[name] for name in body if name != "stream_options"} | {"stream": stream}

@@ -65,7 +65,7 @@ class Server:
 def listening() -> Iterator[Server]:
     source = ScriptedSource()
     model = ServedModel("tiny", TOKENIZER, CONTEXT, 16, TOKENIZER.vocab_size)
-    chat = MistralChatTemplate.of_sentencepiece(SENTENCEPIECE["v3"])
+    chat = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"])
     app = door_of(source, model, chat=chat, keys=ApiKeys([SecretStr(KEY)])).app()
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", ws="none", log_config=None))
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -150,7 +150,7 @@ def test_chat(server: Server) -> None:
         assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", SAID, "stop")
         assert (choice.message.tool_calls, choice.message.refusal, choice.logprobs) == (None, None, None)
     [specs] = server.source.asked
-    prompt = MistralChatTemplate.of_sentencepiece(SENTENCEPIECE["v3"]).encode
+    prompt = MistralChatTemplate.from_sentencepiece(SENTENCEPIECE["v3"]).encode
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == len(specs[0].prompt_ids)
     assert answer.usage.completion_tokens == 2 * len(server.source.token_ids)

@@ -15,8 +15,8 @@ from starlette.routing import Route
 from tramontane.cluster.http.errors import error_response
 from tramontane.cluster.serve_patches.proxy import StripControlHeaders, proxy_middlewares
 from tramontane.proto.errors import OverloadedError, PipelineError, UnsatisfiableSchemaError
+from tramontane.proto.grpc_status import DETAILS, error_from_status, status_for
 from tramontane.proto.request import FinishReason, TokenEvent
-from tramontane.router.grpc.status import DETAILS, error_from_status, status_for
 from tramontane.router.openai.choice_text import ChoiceDetokenizer
 from tramontane.router.openai.served_model import ServedModel
 

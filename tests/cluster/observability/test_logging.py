@@ -42,7 +42,7 @@ CACHE = CachePlan(16, (WindowClass(64, 5, 40),))
 def test_ids_are_named_once_and_not_without_end() -> None:
     ids = ["a", "", "b", "a", "c"]
     assert requests_fields(ids) == {"request_ids": ["a", "b", "c"]}
-    assert (format_request_ids(ids), format_request_ids(ids, most=2), format_request_ids([""])) == (
+    assert (format_request_ids(ids), format_request_ids(ids, max_shown=2), format_request_ids([""])) == (
         "a, b, c",
         "a, b and 1 more",
         "",

@@ -19,7 +19,7 @@ import yaml
 from dashboard_queries import ALERTS, alerts, queries
 from serve_cluster import free_port, router_stats, served
 
-from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.cluster.pipeline import ray_cluster
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -43,8 +43,8 @@ BURST = 8  # requests at once: too many for the queue
 def door() -> Iterator[str]:
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "RAY_SETTINGS", {**pipeline.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
-        with pipeline.local_ray_cluster(num_cpus=8), served(port, free_port(), **SETTINGS):
+        patch.setattr(ray_cluster, "RAY_SETTINGS", {**ray_cluster.RAY_SETTINGS, "metrics_report_interval_ms": 1000})
+        with ray_cluster.local_ray_cluster(num_cpus=8), served(port, free_port(), **SETTINGS):
             yield f"http://127.0.0.1:{port}"
 
 

@@ -1,4 +1,4 @@
-"""A router that looks for a pipeline: what the log has of those that it cannot have."""
+"""A router that adopts a pipeline: what it logs of those that it cannot claim."""
 
 import asyncio
 import logging
@@ -9,8 +9,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 from tiny_models import tiny_args, tiny_plan
 
 from tramontane.cluster.actors.pipeline_spec import PipelineSpec
-from tramontane.cluster.pipeline import adoption as looking
-from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.cluster.pipeline import adoption, lifecycle
 from tramontane.proto.errors import LeaseError, PlanError
 from tramontane.proto.model_folder import RandomWeights
 
@@ -35,17 +34,17 @@ def test_that_another_router_drives_a_pipeline_is_nothing_to_warn_of(
         raise PlanError("a new one is wanted")
 
     async def look() -> None:
-        async with looking.adopt_or_create_pipeline("app", new_spec):
+        async with adoption.adopt_or_create_pipeline("app", new_spec):
             raise AssertionError("there is none")
 
-    monkeypatch.setattr(looking, "actor_holder_name", lambda _: "actor@0/me")
-    monkeypatch.setattr(looking, "_pipelines", lambda _: [SPEC.name])
-    monkeypatch.setattr(looking, "_specification", specification)
-    monkeypatch.setattr(pipeline, "create_supervisor", lambda _: None)
-    monkeypatch.setattr(pipeline, "call_or_restart", claim)
-    caplog.set_level(logging.INFO, looking.__name__)
+    monkeypatch.setattr(adoption, "actor_holder_name", lambda _: "actor@0/me")
+    monkeypatch.setattr(adoption, "_pipelines", lambda _: [SPEC.name])
+    monkeypatch.setattr(adoption, "_specification", specification)
+    monkeypatch.setattr(lifecycle, "create_supervisor", lambda _: None)
+    monkeypatch.setattr(lifecycle, "call_or_restart", claim)
+    caplog.set_level(logging.INFO, adoption.__name__)
     with pytest.raises(PlanError, match="a new one is wanted"):
         asyncio.run(look())
     (record,) = caplog.records
     assert record.levelno == level
-    assert record.getMessage().startswith("the pipeline is not to be had: ")
+    assert record.getMessage().startswith("the pipeline app-0 cannot be claimed: ")

@@ -15,8 +15,8 @@ from tramontane.cluster.pipeline.engine import model_fingerprint, open_engine, p
 from tramontane.cluster.pipeline.load_progress import LoadProgress, load_progress
 from tramontane.cluster.pipeline.local_chain import LocalStageChain
 from tramontane.cluster.planning.hardware import Hardware
-from tramontane.cluster.serving import served_model
 from tramontane.cluster.serving.app import application
+from tramontane.cluster.serving.served_model import load_served_model
 from tramontane.proto.errors import CheckpointError, ConfigError
 from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.presets import PRESETS
@@ -63,7 +63,7 @@ def test_of_a_published_geometry_nothing_is_read() -> None:
 def test_a_published_geometry_is_served_without_a_tokenizer() -> None:
     """Its name stays what it is, also for replicas in other directories."""
     config = _config("ministral-8b", replicas=2)
-    model = served_model(config.with_absolute_paths())
+    model = load_served_model(config.with_absolute_paths())
     assert (model.name, model.tokenizer, model.max_model_len) == ("ministral-8b", None, 131_072)
     application(config)  # as ``serve build`` would
 
@@ -160,7 +160,7 @@ def test_in_a_terminal_there_is_a_bar_for_each_stage(display: Display, capsys: p
 
 
 def test_loading_in_this_process_can_be_interrupted(tmp_path: Path) -> None:
-    """Between two tensors, and beside the event loop, which would not hear Ctrl-C otherwise."""
+    """Between two tensors, in a thread, so that the event loop can handle Ctrl-C."""
     write_checkpoint(tmp_path / "model", ARGS)
     config = _config(tmp_path / "model", "dummy", local=True)
     seen: list[int] = []

@@ -16,9 +16,8 @@ import pytest
 from ray._private import services
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-from tramontane.cluster.pipeline import ray_cluster as ray_address
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster
-from tramontane.cluster.pipeline.ray_cluster import ADVICE
+from tramontane.cluster.pipeline import ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import ADVICE, join_ray_cluster
 from tramontane.proto.errors import ConfigError
 
 HERE = services.get_node_ip_address()  # an outer address, as Ray turns 127.0.0.1 into that
@@ -115,7 +114,7 @@ def test_a_variable_that_names_none(monkeypatch: pytest.MonkeyPatch, value: str)
 @pytest.mark.parametrize("answers", [True, False])
 def test_something_else_that_listens(monkeypatch: pytest.MonkeyPatch, answers: bool) -> None:
     if not answers:
-        monkeypatch.setattr(ray_address, "TIMEOUT_S", 0.2)
+        monkeypatch.setattr(ray_cluster, "CONNECT_TIMEOUT_S", 0.2)
     with _something_else(answers) as address:
         assert _refusal(address) == f"what listens at --address {address} does not answer as a Ray cluster; {ADVICE}"
 
@@ -147,7 +146,7 @@ def test_a_cluster_that_asks_for_a_token(runs_here: RunsHere) -> None:
             "set RAY_AUTH_MODE=token, and unless its token is in ~/.ray/auth_token here, RAY_AUTH_TOKEN to that"
         )
         runs_here(address)
-        ray_address.check_ray_address("auto")
+        ray_cluster.check_ray_address("auto")
 
 
 def test_a_mode_without_a_token(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from ray.util.placement_group import placement_group_table
 from reference import Expected, assert_best_experts, assert_same_tokens, greedy
 from tiny_models import random_model, tiny_args, tiny_plan, write_checkpoint
 
-from tramontane.cluster.actors.pipeline_spec import PipelineSpec
+from tramontane.cluster.actors.pipeline_spec import PipelineSpec, WorkerSettings
 from tramontane.cluster.actors.stage_actor import StageActor, StageHealth, remote_stage_class
 from tramontane.cluster.actors.supervisor import wait_until_ready
 from tramontane.cluster.actors.worker_actor import NAMESPACE
@@ -249,7 +249,7 @@ def test_a_stage_whose_device_computes_no_more_gets_a_new_process(folder: Path, 
         def fails(*_: object) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-        actor._steps.step = fails
+        actor._executor.step = fails
         own_failures.device_self_test = lambda device: False
         return os.getpid()
 
@@ -389,8 +389,8 @@ class _HeldUpStage(StageActor):
     """After its first tensor it waits for a file named 1 in its folder, after the second for 2, and so on, or for ``all``."""
 
     def _load(self) -> StageWorker:
-        assert isinstance(self._weights, Path)
-        self._folder, self._num_tensors = self._weights, 0
+        assert isinstance(self._settings.weights, Path)
+        self._folder, self._num_tensors = self._settings.weights, 0
         return super()._load()
 
     def _on_tensor(self, num_read: int, num_loaded: int) -> None:
@@ -407,7 +407,7 @@ def _stage(kind: type[StageActor], folder: Path, name: str = "") -> Iterator["Ac
     ray.cloudpickle.register_pickle_by_value(this_module)
     try:
         actor = remote_stage_class(kind).options(name=name or None, namespace=NAMESPACE)
-        stage = actor.remote(tiny_plan(ARGS, 1).stages[0], folder, "cpu", 1)
+        stage = actor.remote(tiny_plan(ARGS, 1).stages[0], WorkerSettings(folder, "cpu", threads=1))
     finally:
         ray.cloudpickle.unregister_pickle_by_value(this_module)
     yield stage
@@ -434,7 +434,7 @@ def test_a_stage_that_loads_says_how_far_it_is_and_obeys_nobody(tmp_path: Path) 
     with _stage(_HeldUpStage, folder) as stage:
         first = _health_once(stage, lambda health: health.bytes_loaded > 0)
         assert first.bytes_loaded < first.weight_bytes == tiny_plan(ARGS, 1).stages[0].weight_bytes
-        with pytest.raises(RayError, match="Stage 1/1 layers 0-7 is loading and obeys no epoch"):
+        with pytest.raises(RayError, match="Stage 1/1 layers 0-7 is loading and accepts no epoch"):
             ray.get(stage.step.remote(_one_token(5), None))
         fenced = stage.fence.remote(5, "test")
         (folder / "1").touch()
@@ -483,7 +483,7 @@ def test_whoever_waits_sees_the_bytes_grow(tmp_path: Path) -> None:
 
     with _stage(_HeldUpStage, folder, "watched-stage-0"), show_progress("watched", plan, lambda stages: shown.append([*stages])):
         first, absent = wait_for(0)
-        assert (first.label, first.of_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
+        assert (first.label, first.total_bytes) == (plan.stages[0].label, plan.stages[0].weight_bytes)
         assert absent == LoadProgress(plan.stages[1].label, 0, plan.stages[1].weight_bytes)
         (folder / "1").touch()
         wait_for(first.num_bytes)

@@ -42,7 +42,7 @@ class Holder:
         self._born = time.time_ns()
 
     def gpus(self) -> tuple[list[str], str | None]:
-        """As Ray says, and as CUDA would obey."""
+        """As Ray says, and as CUDA would apply it."""
         return ray.get_runtime_context().get_accelerator_ids()["GPU"], os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def born(self) -> int:
@@ -100,8 +100,8 @@ def _until(answers: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(("stages", "together"), [(5, 2), (4, 3), (6, 6)])
-def test_neighbours_share_a_gpu_and_come_back_to_it(hardware: Hardware, folder: Path, stages: int, together: int) -> None:
-    """Whoever is made first, and whoever dies: its place is kept for it. Thirds and sixths are no multiples of Ray's units."""
+def test_neighbors_share_a_gpu_and_come_back_to_it(hardware: Hardware, folder: Path, stages: int, together: int) -> None:
+    """Whichever is created first or dies: its share is kept for it. Thirds and sixths are no multiples of Ray's units."""
     spec = _spec(hardware, folder, stages=stages, stages_per_gpu=together)
     with _group_of(spec) as group:
         holders = {stage_id: _holder(spec, group, stage_id) for stage_id in reversed(range(stages))}

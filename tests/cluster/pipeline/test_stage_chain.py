@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from tramontane.cluster.pipeline import stage_chain as ray_chain
-from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_S, ObjectStoreStageChain
+from tramontane.cluster.pipeline import stage_chain
+from tramontane.cluster.pipeline.stage_chain import UNREACHABLE_TIMEOUT_S, ObjectStoreStageChain
 from tramontane.proto.errors import LeaseError
 
 EPOCH = 7
@@ -31,7 +31,7 @@ class _Supervisor:
     def __init__(self, error: Exception) -> None:
         self.calls: list[str] = []
         self._error = RayTaskError("fence", f"its traceback\n{error}", error).as_instanceof_cause()
-        self.fence, self.replace_stuck = _Method(self._fence), _Method(self._replace_stuck)
+        self.fence, self.replace_hung_workers = _Method(self._fence), _Method(self._replace_hung_workers)
 
     async def _fence(self, holder: str) -> int:
         self.calls.append(f"fence for {holder}")
@@ -39,7 +39,7 @@ class _Supervisor:
             return EPOCH
         raise self._error
 
-    async def _replace_stuck(self, limit_s: float) -> str:
+    async def _replace_hung_workers(self, limit_s: float) -> str:
         self.calls.append("replace")
         return "stage 1 did nothing for too long"
 
@@ -51,24 +51,24 @@ def _chain(supervisor: _Supervisor) -> ObjectStoreStageChain:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_chain, "RETRY_S", 0.0)
+    monkeypatch.setattr(stage_chain, "RETRY_S", 0.0)
 
 
 def test_when_a_stage_does_not_answer_the_fence_it_is_replaced_and_not_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(*_: object, **__: object) -> None:
         raise AssertionError("the supervisor has answered")
 
-    monkeypatch.setattr(ray_chain.ray, "kill", kill)
+    monkeypatch.setattr(stage_chain.ray, "kill", kill)
     supervisor = _Supervisor(GetTimeoutError("not within 5 s"))
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert supervisor.calls == ["fence for router", "replace", "fence for router"]
 
 
 def test_a_stage_that_cannot_be_reached_is_looked_at_before_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray says of one that is stopped what it says of one that is born again, to a supervisor that has not talked to it."""
+    """Ray says of one that is stopped what it says of one that restarts, to a supervisor that has not called it."""
     supervisor = _Supervisor(ActorUnavailableError("connection attempt timed out", None))
-    times = iter([0.0, 1.0, UNREACHABLE_S, UNREACHABLE_S + 0.1])
-    monkeypatch.setattr(ray_chain, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    times = iter([0.0, 1.0, UNREACHABLE_TIMEOUT_S, UNREACHABLE_TIMEOUT_S + 0.1])
+    monkeypatch.setattr(stage_chain, "time", SimpleNamespace(monotonic=lambda: next(times)))
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert supervisor.calls == ["fence for router"] * 3 + ["replace", "fence for router"]
 
@@ -87,8 +87,8 @@ def test_a_supervisor_that_does_not_answer_gets_a_new_process(monkeypatch: pytes
         supervisor.fence.remote = supervisor._fence
 
     supervisor.fence.remote = silent
-    monkeypatch.setattr(ray_chain, "SUPERVISOR_ANSWERS_S", 0.01)
-    monkeypatch.setattr(ray_chain.ray, "kill", kill)
+    monkeypatch.setattr(stage_chain, "SUPERVISOR_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(stage_chain.ray, "kill", kill)
     assert asyncio.run(_chain(supervisor).fence()) == EPOCH
     assert killed == [(supervisor, False)]
 

@@ -51,7 +51,7 @@ def nodes() -> Iterator[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def hardware(nodes: dict[str, str]) -> Hardware:
-    return probe_cluster(look=_look, measure=_measure)
+    return probe_cluster(list_gpus=_look, measure=_measure)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_every_gpu_is_known_with_its_node_and_speed(nodes: dict[str, str], hardw
 
 
 def test_what_was_measured_is_not_measured_again(hardware: Hardware) -> None:
-    assert probe_cluster(look=_look, measure=_fail) == hardware
+    assert probe_cluster(list_gpus=_look, measure=_fail) == hardware
 
 
 def test_gpus_of_one_name_or_with_given_speeds_are_not_measured(nodes: dict[str, str]) -> None:
@@ -116,8 +116,8 @@ def test_nodes_that_cannot_say_what_they_have_are_named_in_one_line(nodes: dict[
     address = ray.nodes()[0]["NodeManagerAddress"]
     with pytest.raises(PlanError, match=rf"node {address} offers [12] GPUs to Ray, but CUDA shows 0 there"):
         probe_cluster()
-    with pytest.raises(PlanError, match=r"the GPUs of the cluster cannot be looked at: ValueError: no such thing$"):
-        probe_cluster(look=_fail)
+    with pytest.raises(PlanError, match=r"the GPUs of the cluster cannot be listed: ValueError: no such thing$"):
+        probe_cluster(list_gpus=_fail)
 
 
 def test_stages_land_where_the_plan_wants_them(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_stages_land_where_the_plan_wants_them(nodes: dict[str, str], hardware: 
     assert _spec(alike, folder).nodes == ((),) * 4
 
 
-def test_neighbours_share_a_node_where_they_can(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
+def test_neighbors_share_a_node_where_they_can(nodes: dict[str, str], hardware: Hardware, folder: Path) -> None:
     """Ray packs stages in their order: between the first and the last of a node there is no other."""
     alike = replace(hardware, gpus=tuple(replace(gpu, name="L4", memory=24 * GIB) for gpu in hardware.gpus))
     with _where(_spec(alike, folder)) as [ids]:

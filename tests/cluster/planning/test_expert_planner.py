@@ -42,7 +42,7 @@ def _busiest(plan: ExpertPlan, loads: dict[ExpertId, float]) -> float:
 
 def _check_memory(plan: ExpertPlan, request: ExpertRequest) -> None:
     size = _size(plan.args, request.dtype, request.quantize)
-    for actor, room in zip(plan.actors, request.rooms, strict=True):
+    for actor, room in zip(plan.actors, request.budgets, strict=True):
         assert actor.weight_bytes == len(actor.experts) * size <= room.usable
 
 
@@ -191,5 +191,5 @@ def test_experts_cannot_move_where_no_actor_has_room_for_one_more() -> None:
     other = plan.with_assignment([[ExpertId(0, e) for e in range(4)], [ExpertId(0, e) for e in range(4, 8)]])
     assert other != plan
     assert plan_moves(plan, plan) == []
-    with pytest.raises(PlanError, match="no expert actor has room for one more"):
+    with pytest.raises(PlanError, match="no expert actor has memory for one more"):
         plan_moves(plan, other)

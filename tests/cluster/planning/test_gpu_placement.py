@@ -64,14 +64,14 @@ def test_on_a_node_of_unlike_gpus_each_counts_as_the_poorest() -> None:
 
 @pytest.mark.parametrize("num_experts", [1, 2, 3])
 def test_experts_and_stages_keep_to_the_kinds_that_they_were_planned_for(num_experts: int) -> None:
-    """Although of the GPUs that are left to either all may be alike. Ray may take any GPU of a kind, whoever it was meant for."""
+    """All GPUs that are left to either may be alike. Ray may take any GPU of a kind, for whatever it was meant."""
     hardware, config = _hardware([*B, *A, *C]), _config(stages=2, expert_actors=num_experts)
     for_stages, for_experts = partition_gpus(config, hardware)
     assert {gpu.name for gpu in for_experts.gpus} == {"A100"}
-    assert expert_slots(config, 2, for_experts, hardware) == (GpuSlot(StageBudget(BIG.room.memory), BIG.nodes),) * num_experts
+    assert expert_slots(config, 2, for_experts, hardware) == (GpuSlot(StageBudget(BIG.budget.memory), BIG.nodes),) * num_experts
     choices = placement_candidates(config, 8, for_stages, hardware)
     if num_experts == 3:  # no A100 is left
-        assert choices == [(GpuSlot(StageBudget(SMALL.room.memory), SMALL.nodes),) * 2]
+        assert choices == [(GpuSlot(StageBudget(SMALL.budget.memory), SMALL.nodes),) * 2]
     else:
         assert choices == [(BIG,) * n + (SMALL,) * (2 - n) for n in range(min(2, 3 - num_experts), -1, -1)]
 
@@ -104,7 +104,7 @@ def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, nu
         for place in set(places):
             there = [gpu for gpu in gpus if gpu.node in place.nodes or not place.nodes]
             assert places.count(place) * num_pipelines <= len(there)
-            assert all(place.room.memory <= gpu.memory and place.room.speed <= gpu.speed for gpu in there)
+            assert all(place.budget.memory <= gpu.memory and place.budget.speed <= gpu.speed for gpu in there)
 
 
 # ---- what is given
@@ -113,21 +113,21 @@ def test_all_pipelines_find_their_gpus(counts: list[int], num_pipelines: int, nu
 def test_a_given_size_is_that_stages_and_never_more_than_its_gpu_has() -> None:
     hardware = _hardware([*A, *B])
     places = placement_candidates(_config(gpu_memory="20GiB,90GiB,20GiB"), 8, hardware)[0]
-    assert [(place.room.memory // GIB, place.nodes) for place in places] == [(20, ("a",)), (80, ("a",)), (20, ("b",))]
-    assert {place.room.memory // GIB for place in placement_candidates(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
+    assert [(place.budget.memory // GIB, place.nodes) for place in places] == [(20, ("a",)), (80, ("a",)), (20, ("b",))]
+    assert {place.budget.memory // GIB for place in placement_candidates(_config(gpu_memory="30GiB"), 8, hardware)[0]} == {30, 24}
 
 
 def test_given_speeds_are_those_of_the_stages_in_order() -> None:
     places = placement_candidates(_config(gpu_speed="1,5"), 8, _hardware([*A, *B]))[0]
-    assert [(place.room.speed, place.nodes) for place in places] == [(1, ("a",)), (5, ("a",))]
-    assert {place.room.speed for place in placement_candidates(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
+    assert [(place.budget.speed, place.nodes) for place in places] == [(1, ("a",)), (5, ("a",))]
+    assert {place.budget.speed for place in placement_candidates(_config(gpu_speed=[7]), 8, _hardware([*A, *B]))[0]} == {7}
 
 
 @pytest.mark.parametrize("local", [False, True])
 def test_without_a_gpu_a_given_size_is_what_a_stage_may_use(local: bool) -> None:
     hardware = Hardware(node_cpus=(8,), node_memory=(4 * GIB,))
     (places,) = placement_candidates(_config(gpu_memory=["1GiB", 2**29, "3GiB"], local=local), 8, hardware)
-    assert [place.room.memory for place in places] == [GIB, 2**29, 4 * GIB // 3]
+    assert [place.budget.memory for place in places] == [GIB, 2**29, 4 * GIB // 3]
 
 
 @pytest.mark.parametrize(
@@ -155,22 +155,22 @@ def test_more_stages_than_gpus_are_refused_also_if_sizes_are_given_for_them() ->
 # ---- several stages on a GPU
 
 
-def test_stages_of_a_gpu_are_neighbours_with_equal_shares() -> None:
+def test_stages_of_a_gpu_are_neighbors_with_equal_shares() -> None:
     """Of what the GPU has, or is said to have; and of each kind as many GPUs as there are."""
     (places, *_) = placement_candidates(_config(stages_per_gpu=2, stages=7), 8, _hardware([*A, *B]))
-    assert [(place.nodes[0], place.room.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
+    assert [(place.nodes[0], place.budget.memory // GIB) for place in places] == [("a", 40)] * 4 + [("b", 12)] * 3
     given = _config(stages_per_gpu=2, gpu_memory="24GiB,60GiB", gpu_speed="1,3")
     places = placement_candidates(given, 8, _hardware(A))[0]
-    assert [(place.room.memory // GIB, place.room.speed) for place in places] == [(12, 1), (12, 1), (30, 3), (30, 3)]
+    assert [(place.budget.memory // GIB, place.budget.speed) for place in places] == [(12, 1), (12, 1), (30, 3), (30, 3)]
     (places,) = placement_candidates(_config(stages_per_gpu=2, gpu_memory="1GiB", stages=3), 8, Hardware((8,), (30 * GIB,)))
-    assert [place.room.memory for place in places] == [GIB] * 3, "without a GPU, of the stage"
+    assert [place.budget.memory for place in places] == [GIB] * 3, "without a GPU, of the stage"
 
 
 @pytest.mark.parametrize(("stages", "shares"), [(2, 2), (3, 2), (4, 2), (5, 4), (9, 6)])
 def test_in_one_process_gpus_take_turns_at_groups_of_stages(stages: int, shares: int) -> None:
     """5 stages, 2 together, on 2 GPUs: 0 and 1 on the first, 2 and 3 on the second, 4 on the first, so parts of a fourth."""
     (places,) = placement_candidates(_config(stages_per_gpu=2, stages=stages, local=True), 16, _hardware(B[:2]))
-    assert {place.room.memory for place in places} == {24 * GIB // shares}
+    assert {place.budget.memory for place in places} == {24 * GIB // shares}
     devices = local_devices(2, 2)
     used = Counter(devices[stage_id % len(devices)] for stage_id in range(stages))
     assert max(used.values()) <= shares
@@ -253,11 +253,11 @@ def test_plans_keep_to_every_gpus_memory_and_are_as_fast_as_the_best_there_is(
             plan_pipeline(config, ARGS, _hardware(gpus))
         return
     plan, places = search_plan(config, ARGS, _hardware(gpus))
-    rooms = [place.room for place in places]
+    rooms = [place.budget for place in places]
     by_node = {gpu.node: gpu for gpu in gpus}
     if len(kinds) > 1:
         assert len({place.nodes for place in places}) == num_stages, "no GPU twice"
-    assert all(place.room.memory == by_node[node].memory for place in places for node in place.nodes)
+    assert all(place.budget.memory == by_node[node].memory for place in places for node in place.nodes)
     for stage, room in zip(plan.stages, rooms, strict=True):
         assert stage.weight_bytes + stage.cache_bytes <= room.memory * MEMORY_SHARE
     assert _slowest([stage.layers for stage in plan.stages], rooms) == best

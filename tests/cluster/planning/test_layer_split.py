@@ -90,7 +90,7 @@ def test_uneven_stages_keep_to_their_memory_and_are_refused_only_if_nothing_fits
     def least(span: range) -> int:
         """Weights and one sequence, layer by layer, from plans of the span alone."""
         whole = make_plan(ARGS, roomy).stages[0]
-        parts = make_plan(ARGS, PlanRequest(roomy.rooms * 6, "float32", 300, 1, 16)).stages
+        parts = make_plan(ARGS, PlanRequest(roomy.budgets * 6, "float32", 300, 1, 16)).stages
         assert sum(part.weight_bytes for part in parts) == whole.weight_bytes
         return sum(parts[layer].weight_bytes + parts[layer].cache_bytes for layer in span)
 

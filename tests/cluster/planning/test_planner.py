@@ -151,7 +151,7 @@ def test_a_plan_says_who_holds_what() -> None:
 
 def _request(args: ModelArgs, num_stages: int = 1, stage_memory: int = GIB, **changes: Any) -> PlanRequest:  # noqa: ANN401
     fields: dict[str, Any] = {
-        "rooms": (StageBudget(stage_memory),) * num_stages,
+        "budgets": (StageBudget(stage_memory),) * num_stages,
         "dtype": "float32",
         "max_model_len": args.max_seq_len,
         "max_num_seqs": 64,
@@ -550,7 +550,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401
             seen.append((config, sampling))
             raise RequestError("seen enough")
 
-        monkeypatch.setattr("tramontane.cluster.cli.generate.generate", stop)
+        monkeypatch.setattr("tramontane.cluster.cli.generate.run_generate", stop)
         monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *arguments, "The"])
         with pytest.raises(SystemExit):
             cli.main()

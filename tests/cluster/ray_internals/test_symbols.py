@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import ray
 
-from tramontane.cluster.pipeline.lifecycle import join_ray_cluster, local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import join_ray_cluster, local_ray_cluster
 from tramontane.cluster.ray_internals import core, serve, table
 from tramontane.cluster.ray_internals.symbols import RAY_VERSION, PrivateSymbol, assert_supported
 from tramontane.cluster.ray_internals.table import JOIN_SYMBOLS, RAY_SYMBOLS, SERVE_SYMBOLS

@@ -122,7 +122,7 @@ def test_a_fixed_number_is_not_scaled() -> None:
 
 
 def test_never_fewer_at_the_most_than_at_the_least() -> None:
-    with pytest.raises(ConfigError, match="--max-replicas is 2, and --replicas is 3; there are never fewer"):
+    with pytest.raises(ConfigError, match="--max-replicas is 2; it must be at least --replicas, which is 3"):
         EngineConfig.build(None, {"replicas": 3, "max_replicas": 2})
 
 

@@ -14,7 +14,7 @@ from tramontane.cluster.http.batch_endpoints import BatchEndpoints
 from tramontane.cluster.http.errors import ERROR_HANDLERS
 from tramontane.cluster.serving.batch_replica import NODE_CHECK_INTERVAL_S, SingleNodeBatchService, batch_service, job_settings
 from tramontane.proto.errors import PipelineError
-from tramontane.router.batch.jobs import JobOptions
+from tramontane.proto.jobs import JobOptions
 
 POSTGRES = "postgresql://somewhere/jobs"
 

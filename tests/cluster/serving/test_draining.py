@@ -15,9 +15,9 @@ from test_remote_routers import Handle, Replica, _ask, _house, _stuck
 
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.common import deployments
-from tramontane.cluster.common.signals import ENDING, SignalCounter
+from tramontane.cluster.common.signals import SIGNALS, SignalCounter
 from tramontane.cluster.http.app import HttpApp, HttpAppConfig
-from tramontane.cluster.pipeline import lifecycle as pipeline
+from tramontane.cluster.pipeline import ray_cluster
 from tramontane.cluster.serving import draining
 from tramontane.cluster.serving.app import APPLICATION
 from tramontane.cluster.serving.remote_routers import RouterClient
@@ -69,7 +69,7 @@ def test_what_does_not_end_in_time_ends_with_the_reason_and_gives_its_place_back
 
 @pytest.mark.parametrize(("left", "words"), [(1, "1 request still runs after 4 s"), (2, "2 requests still run after 4 s")])
 def test_the_command_counts_what_is_left(left: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "join_ray_cluster", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(ray_cluster, "join_ray_cluster", lambda *_, **__: nullcontext())
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=[APPLICATION]))
     monkeypatch.setattr(draining, "drain", lambda *_: left)
     with pytest.raises(PipelineError, match=words):
@@ -144,9 +144,9 @@ def test_a_limit_and_a_second_signal_end_what_runs(ingress: list[str]) -> None:
     assert ingress == ["noted tramontane", "drain", "end_all"] * 2
 
 
-@pytest.mark.parametrize("number", ENDING)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_signals_are_counted(number: signal.Signals) -> None:
-    before = [signal.getsignal(each) for each in ENDING]
+    before = [signal.getsignal(each) for each in SIGNALS]
     with SignalCounter() as signals:
         os.kill(os.getpid(), number)
         assert signals.wait_next()
@@ -154,7 +154,7 @@ def test_signals_are_counted(number: signal.Signals) -> None:
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), number)
         assert signals.wait_next(3600)
-    assert [signal.getsignal(each) for each in ENDING] == before
+    assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
 def test_a_drained_deployment_stays_so_and_a_later_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_supervisors_hear_of_the_command_also_while_nobody_can_tell_which_there_
         return SimpleNamespace(heartbeat=SimpleNamespace(options=lambda concurrency_group: keep))
 
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(send_heartbeats, "RENEW_EVERY_S", 0.001)
+    monkeypatch.setattr(send_heartbeats, "RENEW_INTERVAL_S", 0.001)
     with send_heartbeats.send_heartbeats(names):
         is_away.wait()
         for _ in range(heard.qsize()):
@@ -62,7 +62,7 @@ def test_what_was_silent_while_the_head_node_was_away_is_not_removed_for_that(mo
         threading.Event().wait()  # the thread that watches has nothing more to do
 
     monkeypatch.setattr(supervisor_module, "recover_lease", lambda _spec: None)
-    for name, value in {"WATCH_EVERY_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
+    for name, value in {"WATCH_INTERVAL_S": 0.001, "ABANDONED_AFTER_S": 0.01, "UNCLAIMED_AFTER_S": 0.01}.items():
         monkeypatch.setattr(supervisor_module, name, value)
     monkeypatch.setattr(supervisor_module, "may_be_claimed", lambda _application: True)
     monkeypatch.setattr(supervisor_module, "delete_application", lambda _application: told.put("ended"))

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from serve_cluster import GRPC, URL, events, ingress_stats, router_stats, served, wait_until_idle, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.client import Client
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.proto.errors import ConnectionLostError
-from tramontane.router.client.client import Client
 
 pytestmark = [
     pytest.mark.ray,

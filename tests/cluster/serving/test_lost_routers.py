@@ -157,7 +157,7 @@ async def _told(routers: TokenSource, specs: list[SequenceRequest]) -> list[Requ
 
 def _check(specs: list[SequenceRequest], batches: list[RequestOutput]) -> None:
     """Tokens, and what was told beside them, for each position once and in order."""
-    merged = RequestOutput.merged(batches)
+    merged = RequestOutput.merge(batches)
     for number, spec in enumerate(specs):
         end = len(spec.prompt_ids) + spec.sampling.max_tokens
         tokens = [event.token_id for event in merged.events if event.seq_id == number]

@@ -118,7 +118,7 @@ def test_what_is_drained_finishes_what_runs_and_takes_nothing_new(settings: dict
         text += "".join(parts)
     assert len(events(text)) > 0
     out, _ = command.communicate()
-    assert (command.returncode, out) == (0, "drained: nothing runs, and nothing new is taken\n")
+    assert (command.returncode, out) == (0, "drained: no request is running, and new ones are refused\n")
     assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503
     _kill_the_door()
     assert httpx.post(completions, json={"prompt": "x"}, timeout=30).status_code == 503, "the next one is drained, too"

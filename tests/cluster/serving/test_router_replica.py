@@ -41,7 +41,7 @@ class StubRouter:
     is_failing: bool = False
 
     @property
-    def progress(self) -> Any:  # noqa: ANN401
+    def health(self) -> Any:  # noqa: ANN401
         return SimpleNamespace(is_failing=self.is_failing)
 
     async def run(self) -> None:
@@ -294,7 +294,7 @@ def test_a_pipeline_tells_what_it_is_and_does() -> None:
     scheduler.schedule()
 
     async def scenario() -> None:
-        router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, progress=SimpleNamespace(num_recoveries=3))
+        router: Any = SimpleNamespace(is_attached=True, scheduler=scheduler, health=SimpleNamespace(num_recoveries=3))
         replica = _replica(router, asyncio.get_running_loop().create_future())
         replica._spec, replica._activity = SimpleNamespace(name="app-1", plan=plan), log_of()
         told, name = await replica.activity({"app-1": 1, "other": 2})
@@ -329,7 +329,7 @@ def _nodes_join(
         return StubSpec()
 
     @asynccontextmanager
-    async def running(spec: StubSpec, holder: str, make_room: object) -> AsyncIterator[str]:
+    async def running(spec: StubSpec, holder: str, evict: object) -> AsyncIterator[str]:
         driven.append(spec)
         yield holder
 

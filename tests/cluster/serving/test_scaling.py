@@ -10,7 +10,7 @@ from chaos_load import Load, undisturbed
 from ray import serve
 from serve_cluster import free_port, jobs_in, leftovers, start_serve, wait_until_ready
 
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.serving.app import APPLICATION, build
 
 pytestmark = [

@@ -56,12 +56,13 @@ from serve_cluster import (
     wait_until_ready,
 )
 
+from tramontane.client import AsyncClient, Client
 from tramontane.cluster.cli.main import app
 from tramontane.cluster.config.engine_config import DEMO_MODEL, EngineConfig
 from tramontane.cluster.config.expert_load import MeasuredLoad, read_load
 from tramontane.cluster.console.server_client import ask_activity, last_seen
 from tramontane.cluster.pipeline.engine import open_engine
-from tramontane.cluster.pipeline.lifecycle import local_ray_cluster
+from tramontane.cluster.pipeline.ray_cluster import local_ray_cluster
 from tramontane.cluster.planning.hardware import probe_cluster, probe_local
 from tramontane.cluster.serving import preflight as serve_checks
 from tramontane.cluster.serving.app import APPLICATION
@@ -75,9 +76,8 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.proto.request import SamplingParams, SequenceRequest
-from tramontane.router.batch.jobs import JobOptions, JobState
-from tramontane.router.client.client import AsyncClient, Client
 from tramontane.router.tokenization.backends import SentencePieceTokenizer
 
 pytestmark = [

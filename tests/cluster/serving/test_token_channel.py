@@ -99,7 +99,7 @@ async def _remote(
 
 def test_requests_of_a_door_whose_node_has_died_are_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else would tell: its system cannot close the stream. Those of other doors go on."""
-    monkeypatch.setattr(lost_nodes, "ASK_EVERY_S", 0.001)
+    monkeypatch.setattr(lost_nodes, "POLL_INTERVAL_S", 0.001)
     dead: set[str] = set()
 
     async def scenario() -> None:
@@ -186,7 +186,7 @@ def test_who_has_left_is_in_no_further_step_and_holds_no_page_when_those_in_flig
             chain.complete(1 + max(batch.step_id for batch in before if left & _in([batch])))
             await _until(lambda: router.scheduler.num_running == 1)
             router.scheduler.check_integrity()
-            (other,) = router.scheduler._admitted.by_id.values()
+            (other,) = router.scheduler._running.by_id.values()
             assert len(other.pages[0]) == CACHE.classes[0].num_pages - router.scheduler.allocator.num_free[0]
 
             chain.complete(1000)

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tramontane.proto.errors import JobStoreError, OverloadedError, PipelineError, RequestError, UnknownJobError
+from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch import service as batch_service
 from tramontane.router.batch.claims import LEASE_S
 from tramontane.router.batch.input_lines import LineSplitter, ParsedLine
-from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.runner import MAX_TRIES, THREADS
 from tramontane.router.batch.storage import JobStorage
-from tramontane.router.batch.submissions import TAKEN_OVER_AFTER_S
+from tramontane.router.batch.submissions import TAKEOVER_TIMEOUT_S
 
 GOOD = request("a", 1)
 BAD = [
@@ -106,7 +106,7 @@ def test_a_job_without_one_good_line_has_failed_and_says_why(place: Place, keeps
         assert [line.line for line in await all_results(service, job.job_id)] == list(range(2, 1202))
         one = await service.submit(pieces(b"x\n"), JobOptions())
         assert one.error is not None
-        assert one.error.startswith("the only line is no request: line 1: it is not JSON")
+        assert one.error.startswith("the only line is not a request: line 1: it is not JSON")
         mixed = b"x\n" + request("a", 1, url="/v1/embeddings") * 2 + request("a", 1, method="GET") + b"[]\n"
         several = (await service.submit(pieces(mixed), JobOptions())).error
         assert several is not None
@@ -159,7 +159,7 @@ def test_what_died_while_it_was_submitted_is_removed(place: Place) -> None:
             service._submissions.create(JobOptions(), request_key="k")
         place.clock.now += 1000
         await service.collect_garbage()
-        with pytest.raises(RequestError, match="stood still"):
+        with pytest.raises(RequestError, match="made no progress"):
             await asyncio.to_thread(service._submissions.accept, begun)
         service._submissions.create(JobOptions(), request_key="k")
 
@@ -170,16 +170,16 @@ def test_a_request_that_comes_again_takes_over_what_stands_still(place: Place) -
     store = place.service()._submissions
     dead = store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 0, [ParsedLine(1, "a", "{}", None)])
-    place.clock.now += TAKEN_OVER_AFTER_S
+    place.clock.now += TAKEOVER_TIMEOUT_S
     with pytest.raises(OverloadedError, match="being submitted"):
         store.create(JobOptions(), request_key="k")
     store.add_lines(dead, 1, [])
     place.clock.now += 1
     with pytest.raises(OverloadedError, match="being submitted"):
         store.create(JobOptions(), request_key="k")
-    place.clock.now += TAKEN_OVER_AFTER_S
+    place.clock.now += TAKEOVER_TIMEOUT_S
     again = store.create(JobOptions(), request_key="k")
-    with pytest.raises(RequestError, match="stood still"):
+    with pytest.raises(RequestError, match="made no progress"):
         store.accept(dead)
     store.add_lines(again, 0, [ParsedLine(1, "a", "{}", None)])
     assert store.accept(again).job.num_lines == 1

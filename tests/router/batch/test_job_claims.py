@@ -9,9 +9,9 @@ import pytest
 from batch_jobs import Place, all_results, echo, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobStoreError, OverloadedError
+from tramontane.proto.jobs import JobOptions, JobState
 from tramontane.router.batch.claims import LEASE_S, Claim, JobClaimStore
-from tramontane.router.batch.jobs import JobOptions, JobState
-from tramontane.router.batch.runner import LONGEST_WAIT_S, BatchRunner
+from tramontane.router.batch.runner import MAX_WAIT_S, BatchRunner
 from tramontane.router.batch.storage import JobStorage
 
 
@@ -109,7 +109,7 @@ def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: Place) -> None
         asleep, has_slot = asyncio.Event(), asyncio.Event()
 
         async def sleep(seconds: float) -> None:
-            if seconds == LONGEST_WAIT_S:
+            if seconds == MAX_WAIT_S:
                 asleep.set()
                 await asyncio.Event().wait()
             await asyncio.sleep(0.005)
@@ -118,7 +118,7 @@ def test_a_cancelled_job_does_not_wait_for_lines_that_wait(place: Place) -> None
             if body["prompt"] == "keeps":
                 has_slot.set()
                 await asyncio.Event().wait()
-            raise OverloadedError("later", LONGEST_WAIT_S)
+            raise OverloadedError("later", MAX_WAIT_S)
 
         service = place.service()
         job = await service.submit(pieces(requests(3)), JobOptions())

@@ -9,9 +9,9 @@ import pytest
 from batch_jobs import LIMITS, Place, pieces, place_in, request, requests
 
 from tramontane.proto.errors import JobRefusedError
+from tramontane.proto.jobs import JobOptions
 from tramontane.router.batch import submissions as job_intake
 from tramontane.router.batch.input_lines import InputLine, LineSplitter
-from tramontane.router.batch.jobs import JobOptions
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_lines_are_cut_beside_the_event_loop_and_not_too_many_at_once(place: Pla
         yield from real(splitter, piece)
 
     monkeypatch.setattr(LineSplitter, "feed", feed)
-    monkeypatch.setattr(job_intake, "CUT_AT_ONCE", 1000)
+    monkeypatch.setattr(job_intake, "SPLIT_BYTES", 1000)
     text = b"\n" * 3000 + b"\n".join(requests(500).splitlines(keepends=True))
     job = asyncio.run(place.service().submit(pieces(text, 10_000), JobOptions()))
     assert (job.num_lines, job.num_invalid) == (500, 0)

@@ -17,10 +17,10 @@ from batch_jobs import Place, all_results, echo, pieces, place_in, request, requ
 from postgres import new_database, postgres
 
 from tramontane.proto.errors import ConfigError, JobStoreError, RequestError, UnknownJobError
+from tramontane.proto.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.claims import LEASE_S, JobLostError, Outcome
 from tramontane.router.batch.database import Database
 from tramontane.router.batch.input_lines import ParsedLine
-from tramontane.router.batch.jobs import Job, JobOptions, JobState
 from tramontane.router.batch.service import BatchService
 from tramontane.router.batch.storage import UrlReader
 
@@ -131,7 +131,7 @@ def _rows(service: BatchService) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("step", "is_late", "left"),
-    [("begin", True, (0, 0)), ("begin", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
+    [("create", True, (0, 0)), ("create", False, (0, 0)), ("accept", True, (0, 0)), ("accept", False, (1, 5))],
 )
 def test_a_client_that_leaves_while_the_database_works(place: Place, step: str, is_late: bool, left: tuple[int, int]) -> None:
     """The thread goes on, and writes before that is noticed or after. A job has all of its lines or is not there."""
@@ -177,7 +177,7 @@ def test_a_submission_that_is_discarded_half_way_is_gone_and_one_that_went_on_st
             patch.setattr(store, "_delete", lambda _number: None)  # as if killed there
             store.delete(job.number, place.clock.now)
     for change in (lambda: store.accept(half), lambda: store.add_lines(half, 1, [line])):
-        with pytest.raises(RequestError, match="stood still"):
+        with pytest.raises(RequestError, match="made no progress"):
             change()
     assert (service._jobs.list(5), store.find_by_request_key("half")) == ([], None)
     assert _rows(service) == (2, 2)

@@ -1,4 +1,4 @@
-"""What a pipeline has done of late: the log that the router fills, and what it tells."""
+"""The activity log that the router fills, and the data that it returns."""
 
 import asyncio
 from contextlib import suppress
@@ -36,23 +36,23 @@ def _batch(step: int = 0, num_stages: int = 2, prefill: int = 3, decodes: int = 
     return batch, StepResult(1, step, (5,) * (decodes + bool(prefill)), timings)
 
 
-def _numbers(told: dict[str, Any]) -> list[int]:
-    return [batch["number"] for batch in told["micro_batches"]]
+def _numbers(data: dict[str, Any]) -> list[int]:
+    return [batch["number"] for batch in data["micro_batches"]]
 
 
-def test_a_micro_batch_is_told_as_it_was() -> None:
+def test_a_micro_batch_is_logged_as_it_was() -> None:
     clock = Clock()
     log = ActivityLog(clock)
     log.record(*_batch(step=4))
-    told = log.as_data(2)
+    data = log.as_data(2)
     stages = [(0, 990.0, 0.5, 1.0), (1, 991.0, 0.5, 1.0)]
     expected = {"number": 1, "step": 4, "epoch": 1, "prefill_tokens": 3, "decodes": 2, "stages": stages}
-    assert told["micro_batches"] == [expected]
-    assert told["last"] == 1
-    assert told["first_token_s"] is told["inter_token_s"] is None
+    assert data["micro_batches"] == [expected]
+    assert data["last"] == 1
+    assert data["first_token_s"] is data["inter_token_s"] is None
 
 
-def test_whoever_asks_again_is_told_what_is_new_and_misses_nothing() -> None:
+def test_repeated_queries_return_every_new_micro_batch_once() -> None:
     clock = Clock()
     log = ActivityLog(clock)
     for step in range(3):
@@ -66,22 +66,22 @@ def test_whoever_asks_again_is_told_what_is_new_and_misses_nothing() -> None:
     assert _numbers(log.as_data(2, after=0)) == [1, 2, 3]
 
 
-def test_an_answer_has_a_bound_and_the_next_goes_on_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_module, "MAX_TOLD", 4)
+def test_a_response_is_bounded_and_the_next_continues_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity_module, "MAX_RETURNED", 4)
     log = ActivityLog(Clock())
     for step in range(10):
         log.record(*_batch(step))
     assert _numbers(log.as_data(2)) == [7, 8, 9, 10], "the newest"
     seen, last = [], 0
-    while more := _numbers(told := log.as_data(2, after=last)):
+    while more := _numbers(data := log.as_data(2, after=last)):
         seen += more
-        last = told["last"]
+        last = data["last"]
     assert seen == list(range(1, 11))
 
 
 @pytest.mark.parametrize(("num_stages", "num_kept"), [(0, 100), (1, 50), (3, 25)])
 def test_what_is_kept_is_bounded_by_stages(monkeypatch: pytest.MonkeyPatch, num_stages: int, num_kept: int) -> None:
-    monkeypatch.setattr(activity_module, "MAX_KEPT", 100)
+    monkeypatch.setattr(activity_module, "MAX_RECORDS", 100)
     log = ActivityLog(Clock())
     for step in range(200):
         log.record(*_batch(step, num_stages))
@@ -98,15 +98,15 @@ def test_shares_are_of_the_last_ten_seconds() -> None:
     young = log.as_data(2)
     assert (young["busy"], young["tokens_per_s"]) == ([4 / 8, 3 / 8], 5 / 8), "it is 8 s old"
     clock.now += 4
-    told = log.as_data(2)
-    assert (told["busy"], told["tokens_per_s"]) == ([0.1, 0.0], 0.2)
+    data = log.as_data(2)
+    assert (data["busy"], data["tokens_per_s"]) == ([0.1, 0.0], 0.2)
     clock.now += 10
     idle = log.as_data(2)
     assert (idle["busy"], idle["tokens_per_s"]) == ([0.0, 0.0], 0.0)
 
 
 def test_shares_are_of_what_is_kept_where_that_is_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activity_module, "MAX_KEPT", 8)
+    monkeypatch.setattr(activity_module, "MAX_RECORDS", 8)
     clock = Clock()
     log = ActivityLog(clock)
     for step in range(100):
@@ -122,17 +122,17 @@ def _request(now: float, *, num_choices: int = 1, output_ids: tuple[int, ...] = 
 
 
 def test_waits_for_tokens() -> None:
-    """Of several answers to one request the pauses are not told apart; what began elsewhere had its first token there."""
+    """Pauses of a request with several sequences are not attributed; a resumed request had its first token elsewhere."""
     clock = Clock()
     log = ActivityLog(clock)
     requests = [_request(0.0), _request(1.0, num_choices=2), _request(2.0, output_ids=(7,))]
     for now in (4.0, 4.5, 6.0):
-        log.note_tokens(requests, now)
+        log.record_tokens(requests, now)
         for request in requests:
             request.deliver([], now)
-    told = log.as_data(0)
-    assert told["first_token_s"] == {"p50": 3.0, "p95": 4.0}
-    assert sorted(seconds for _, seconds in log._next_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
+    data = log.as_data(0)
+    assert data["first_token_s"] == {"p50": 3.0, "p95": 4.0}
+    assert sorted(seconds for _, seconds in log._later_tokens) == [0.5, 0.5, 1.5, 1.5, 2.0]
     clock.now += 61
     assert log.as_data(0)["first_token_s"] is None, "of the last minute"
 
@@ -140,7 +140,7 @@ def test_waits_for_tokens() -> None:
 @pytest.mark.parametrize(("num", "p50", "p95"), [(1, 1, 1), (2, 1, 2), (3, 2, 3), (20, 10, 19), (100, 50, 95), (101, 51, 96)])
 def test_percentiles(num: int, p50: int, p95: int) -> None:
     log = ActivityLog(Clock())
-    log.note_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
+    log.record_tokens([SimpleNamespace(last_token_at=float(num - i), is_single=True) for i in range(num)], num + 1.0)  # type: ignore[misc]
     assert log.as_data(0)["inter_token_s"] == {"p50": p50, "p95": p95}
 
 
@@ -154,13 +154,13 @@ def test_the_router_notes_what_comes_back() -> None:
         running = asyncio.create_task(router.run())
         async for _ in router.generate([SequenceRequest((1,) * 10, SamplingParams(max_tokens=4))]):
             pass
-        told = log.as_data(2)
+        data = log.as_data(2)
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
-        assert [(b["prefill_tokens"], b["decodes"]) for b in told["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
+        assert [(b["prefill_tokens"], b["decodes"]) for b in data["micro_batches"]] == [(4, 0), (4, 0), (2, 0)] + [(0, 1)] * 3
         assert len(log._first_tokens) == 1
-        assert len(log._next_tokens) == 3
-        assert told["tokens_per_s"] > 0
+        assert len(log._later_tokens) == 3
+        assert data["tokens_per_s"] > 0
 
     asyncio.run(scenario())

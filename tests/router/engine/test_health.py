@@ -28,5 +28,5 @@ def test_progress_is_what_was_done_of_late() -> None:
     now[0] = 12.0
     assert progress.progressed_within(2.5)
     assert not progress.progressed_within(2.0)
-    progress.note()
+    progress.record_progress()
     assert progress.progressed_within(2.0)

@@ -64,8 +64,8 @@ def test_every_token_comes_once_however_often_the_pipeline_fails(seed: int) -> N
         async with _running(chain) as router:
             results = await asyncio.gather(*(_tokens(router, prompt, 60) for prompt in prompts))
             assert results == [answer(prompt, 60) for prompt in prompts]
-            assert len(chain.epochs) == 1 + router.progress.num_recoveries
-            assert router.progress.num_recoveries > 3
+            assert len(chain.epochs) == 1 + router.health.num_recoveries
+            assert router.health.num_recoveries > 3
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
 
@@ -99,7 +99,7 @@ def test_who_makes_the_pipeline_fail_is_refused_and_the_others_go_on(poisonous: 
             assert "stage 1 died" in str(refused)
             assert results == [answer(prompt, 60) for prompt in prompts[1:]]
             assert chain.num_failed <= MOST_FAILURES_OF_ONE * 3  # what was in flight at the same time has failed as well
-            assert router.progress.num_recoveries <= MOST_FAILURES_OF_ONE
+            assert router.health.num_recoveries <= MOST_FAILURES_OF_ONE
             router.scheduler.check_integrity()
             assert router.scheduler.is_idle
 
@@ -124,7 +124,7 @@ def test_two_poisons_in_company_are_both_found() -> None:
     asyncio.run(scenario())
 
 
-def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
+def test_a_suspect_that_is_aborted_does_not_block_others() -> None:
     """It is being tried alone when its client goes."""
     is_stuck = asyncio.Event()
 
@@ -152,7 +152,7 @@ def test_a_suspect_that_leaves_keeps_nobody_waiting() -> None:
     asyncio.run(scenario())
 
 
-def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() -> None:
+def test_a_pipeline_that_always_fails_blames_few_requests() -> None:
     async def broken(_batch: MicroBatch) -> None:
         raise PipelineError("the disk is full")
 
@@ -161,7 +161,7 @@ def test_a_pipeline_that_fails_whatever_it_is_given_accuses_nobody_for_long() ->
             results = await asyncio.gather(*(_tokens(router, (n,), 9) for n in range(8)), return_exceptions=True)
             assert sum(isinstance(result, PoisonRequestError) for result in results) == MAX_CONSECUTIVE_POISON - 1
             others = [str(result) for result in results if not isinstance(result, PoisonRequestError)]
-            assert others == ["the pipeline fails whatever it is given: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
+            assert others == ["the pipeline failed with 3 requests in a row: the disk is full"] * (8 - MAX_CONSECUTIVE_POISON + 1)
             with pytest.raises(PipelineError, match="disk is full"):
                 await _tokens(router, (1,), 1)
 
@@ -214,7 +214,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
         async with _running(SlowChain(dies_once)) as router:
             early = asyncio.create_task(_tokens(router, (1, 2), 9))
-            while not router.progress.num_recoveries:
+            while not router.health.num_recoveries:
                 await asyncio.sleep(0)
             late = asyncio.create_task(_tokens(router, (3,), 9))
             await asyncio.sleep(0)
@@ -226,7 +226,7 @@ def test_who_comes_while_the_pipeline_is_being_fenced_anew_only_waits() -> None:
 
 
 class StuckChain(RememberingChain):
-    """The first micro-batches of the first epoch never come back; says what it has been asked, and answers what it is told to."""
+    """The first micro-batches of the first epoch never return; records the limits of its checks and returns the given reasons."""
 
     def __init__(self, reasons: list[str]) -> None:
         super().__init__(self._stuck_at_first)
@@ -249,7 +249,7 @@ class StuckChain(RememberingChain):
 def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     reasons: list[str], num_recoveries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     async def scenario() -> None:
@@ -267,7 +267,7 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
         )
         running = asyncio.create_task(router.run())
         assert await _tokens(router, (1, 2), 9) == answer((1, 2), 9)
-        assert router.progress.num_recoveries == num_recoveries
+        assert router.health.num_recoveries == num_recoveries
         assert chain.limits[: len(reasons)] == [4.0] * len(reasons), "the first micro-batch has four times as long"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -275,12 +275,12 @@ def test_what_is_stuck_is_replaced_and_what_has_a_reason_is_waited_for(
     asyncio.run(scenario())
 
 
-def test_a_defect_of_whoever_looks_for_what_is_stuck_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+def test_a_defect_of_the_hang_watch_does_not_leave_clients_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     monkeypatch.setattr(in_flight, "RECHECK_S", 0.0)
 
     class Defective(StuckChain):
-        async def replace_stuck(self, limit_s: float) -> str:
+        async def replace_hung_workers(self, limit_s: float) -> str:
             raise ZeroDivisionError
 
     async def scenario() -> None:
@@ -333,9 +333,9 @@ def test_progress_is_what_comes_back_and_not_how_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_recoveries_are_no_progress(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step fails, or hangs until its stage is replaced: router follows router, as in a replica, until the stage is well."""
-    monkeypatch.setattr(in_flight, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(in_flight, "WATCH_INTERVAL_S", 0.0)
     now, is_ill = [0.0], True
 
     async def ill(_batch: MicroBatch) -> None:
@@ -346,7 +346,7 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
             raise PipelineError("a stage failed: no kernel runs any more")
 
     class Replaced(RememberingChain):
-        async def replace_stuck(self, limit_s: float) -> str:
+        async def replace_hung_workers(self, limit_s: float) -> str:
             return "stage 1 did nothing for too long"
 
     def clock() -> float:
@@ -358,7 +358,7 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
         chain, before, num_looks, was_ill = Replaced(ill), None, 0, False
         while not was_ill:
             scheduler = Scheduler(CACHE, SchedulerLimits(8, 64, 256, 1000), FixedInFlightPolicy(3, 64))
-            router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, before=before)
+            router = Router(scheduler, chain, clock=clock, step_timeout_s=1.0, previous=before)
             running = asyncio.create_task(router.run())
             asked = [asyncio.create_task(_tokens(router, (n,), 5)) for n in range(8)]
             while router.failure is None and not was_ill:
@@ -366,7 +366,7 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
                 num_looks += 1
                 was_ill = router.is_attached and not router.is_healthy
                 assert num_looks < 100_000
-            before = router.progress
+            before = router.health
         assert before is not None
         assert before.is_failing
         is_ill = False
@@ -382,17 +382,17 @@ def test_to_recover_for_ever_is_no_progress(hangs: bool, monkeypatch: pytest.Mon
 
 def test_a_limit_follows_what_micro_batches_take() -> None:
     watch = StepDeadline(30.0)
-    watch.submitted(100.0)
+    watch.on_submit(100.0)
     assert watch.overdue_s(219.0) == -1.0
-    watch.submitted(105.0)
-    watch.completed(110.0, num_in_flight=1)  # after 10 s
+    watch.on_submit(105.0)
+    watch.on_complete(110.0, num_in_flight=1)  # after 10 s
     assert watch.limit_s == 40.0
     assert watch.overdue_s(151.0) == 1.0, "since the first one came back"
-    watch.completed(118.0, num_in_flight=0)
+    watch.on_complete(118.0, num_in_flight=0)
     assert watch.overdue_s(1e9) == -math.inf, "nothing is waited for"
     for _ in range(100):
-        watch.submitted(0.0)
-        watch.completed(1.0, num_in_flight=0)
+        watch.on_submit(0.0)
+        watch.on_complete(1.0, num_in_flight=0)
     assert watch.limit_s == 30.0, "slow ones are forgotten in time"
 
 

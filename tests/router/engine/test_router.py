@@ -83,7 +83,7 @@ def test_a_cancelled_client_leaves_the_others_alone() -> None:
     asyncio.run(scenario())
 
 
-def test_a_stopped_router_leaves_nobody_waiting() -> None:
+def test_a_stopped_router_ends_all_waiting_requests() -> None:
     async def stuck(_batch: MicroBatch) -> None:
         await asyncio.Event().wait()
 
@@ -147,16 +147,16 @@ def test_a_refused_request_touches_nothing() -> None:
 class ExpertChain(ScriptedChain):
     """Position p of any sequence chooses expert p + layer of layers 0 and 9, the second time as the first; counts how often."""
 
-    num_told = 0
+    num_returned = 0
 
     async def _run(self, batch: MicroBatch) -> StepResult:
-        told = [
+        returned = [
             ExpertChoices(c.seq_id, layer, c.start, tuple((p + layer,) for p in range(c.start, c.start + c.num_tokens)))
             for layer in (0, 9)
             for c in all_chunks(batch)
         ]
-        self.num_told += sum(len(choices.expert_ids) for choices in told if choices.layer == 0)
-        return replace(await super()._run(batch), expert_choices=tuple(told))
+        self.num_returned += sum(len(choices.expert_ids) for choices in returned if choices.layer == 0)
+        return replace(await super()._run(batch), expert_choices=tuple(returned))
 
 
 async def _batches(router: Router, prompts: list[tuple[int, ...]], max_tokens: int) -> list[RequestOutput]:
@@ -192,7 +192,7 @@ def test_experts_of_a_prompt_in_pieces_come_with_its_first_token() -> None:
     asyncio.run(scenario())
 
 
-def test_experts_of_positions_that_are_computed_again_are_not_told_again() -> None:
+def test_experts_of_recomputed_positions_are_not_emitted_again() -> None:
     """Ten pages of four positions and no window: three sequences of 24 have to take turns."""
     cache = CachePlan(4, (WindowClass(None, 64, 10),))
 
@@ -202,13 +202,13 @@ def test_experts_of_positions_that_are_computed_again_are_not_told_again() -> No
             prompts = [(1,) * 6, (2,) * 6, (3,) * 6]
             batches = await _batches(router, prompts, 18)
             assert router.scheduler.num_preempted > 0
-            assert chain.num_told > 3 * 23
+            assert chain.num_returned > 3 * 23
             _check_experts(prompts, batches)
 
     asyncio.run(scenario())
 
 
-def test_what_a_client_that_left_had_asked_for_is_nobodys() -> None:
+def test_extras_of_an_aborted_request_are_dropped() -> None:
     async def scenario() -> None:
         async with _running(ExpertChain(no_gate), budget=5) as router:
             leaving = asyncio.create_task(_batches(router, [(1,) * 60], 50))

@@ -55,6 +55,6 @@ def test_the_exposed_wait_is_what_no_open_micro_batch_could_use() -> None:
         experts = (ExpertTiming(0, 0.5, 4), ExpertTiming(1, 0.25, 2)) if number < 2 else (ExpertTiming(1, 0.5, 1),)
         meter.observe(StepResult(0, number, (), (StageTiming(0, start, busy, 3, is_open, 1.5, 0.5, experts),)))
     (stage,) = meter.stages
-    assert (stage.open_s, stage.busy_s, stage.exposed_wait_s, stage.asked_s) == (5.0, 4.0, 1.0, 4.5)
+    assert (stage.open_s, stage.busy_s, stage.exposed_wait_s, stage.expert_wait_s) == (5.0, 4.0, 1.0, 4.5)
     assert meter.experts == (ExpertTiming(0, 1.0, 8), ExpertTiming(1, 1.0, 5))
     assert meter.share(stage.exposed_wait_s) == pytest.approx(1 / 6)

@@ -18,6 +18,7 @@ from grpc_fuzz import METHODS, REFUSALS, code_of, end_of, every_code
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest, ServerReflectionResponse
 from scripted_chain import ScriptedChain, no_gate
 
+from tramontane.client import AsyncClient, Client, RetryPolicy
 from tramontane.cluster.config.engine_config import DEMO_MODEL
 from tramontane.proto import inference_pb2 as pb
 from tramontane.proto.errors import (
@@ -34,16 +35,15 @@ from tramontane.proto.errors import (
     UnknownJobError,
     UnknownModelError,
 )
+from tramontane.proto.jobs import Job, JobOptions, JobState, ResultLine
 from tramontane.proto.plan import CachePlan, WindowClass
 from tramontane.proto.request import FinishReason
 from tramontane.proto.step import MicroBatch
-from tramontane.router.batch.jobs import Job, JobOptions, JobState, ResultLine
-from tramontane.router.client.client import AsyncClient, Client
-from tramontane.router.client.types import RetryPolicy, generate_request
+from tramontane.router.client.messages import generate_request
 from tramontane.router.engine.router import Router
 from tramontane.router.grpc.coalesce import coalesce
 from tramontane.router.grpc.handlers import add_batch_jobs, add_inference
-from tramontane.router.grpc.job_messages import submit
+from tramontane.router.grpc.job_requests import submit
 from tramontane.router.grpc.messages import parse_generate, to_score_response, token_logprobs
 from tramontane.router.grpc.servicer import GrpcServicer
 from tramontane.router.openai.completion import Completion
@@ -104,7 +104,7 @@ async def _house(gate: Gate = no_gate, max_queued_seqs: int = 8, key: str | None
     servicer = GrpcServicer(MODEL, router, **{"jobs": jobs} | more)
     server = await _server(servicer, "127.0.0.1:0")
     target = f"127.0.0.1:{server.bound_port}"
-    async with AsyncClient(target, key, patience=IMPATIENT) as client:
+    async with AsyncClient(target, key, retry_policy=IMPATIENT) as client:
         house = House(target, server, servicer, router, jobs, client)
         try:
             yield house
@@ -143,6 +143,34 @@ def test_generate_streams_what_a_completion_is() -> None:
             by_ids = [piece async for piece in house.client.generate([5, 6], max_tokens=3)]
             assert by_ids[-1].usage is not None
             assert by_ids[-1].usage.prompt_tokens == 2
+
+    asyncio.run(scenario())
+
+
+def test_threads_share_a_synchronous_client() -> None:
+    """Each call has its own timeout; a stream that is closed or dropped is cancelled; closing the client ends all calls."""
+
+    def use(client: Client, seed: int) -> str:
+        next(client.generate("What news?", max_tokens=200))  # dropped after its first chunk
+        return "".join(chunk.text for chunk in client.generate("What news?", max_tokens=9, seed=seed))
+
+    async def scenario() -> None:
+        async with _house() as house:
+            client = Client(house.target)
+            texts = await asyncio.gather(*(asyncio.to_thread(use, client, 5) for _ in range(4)))
+            assert len(set(texts)) == 1
+            await house.becomes_idle()
+            client.close()
+            with pytest.raises(ValueError, match="closed channel"):
+                client.models()
+        async with _house(_never) as house:
+            with Client(house.target) as client:
+                slow = asyncio.create_task(asyncio.to_thread(list, client.generate("a", max_tokens=9)))
+                with pytest.raises(DeadlineExceededError, match=r"timeout_s=0\.05"):
+                    await asyncio.to_thread(client.score, "a b", timeout_s=0.05)
+                assert not slow.done()
+            with pytest.raises(TramontaneError):
+                await slow
 
     asyncio.run(scenario())
 
@@ -278,7 +306,7 @@ def test_what_cannot_be_done_has_a_code_and_is_the_clients_own_error() -> None:
             with pytest.raises(PipelineError, match="stage 1 died"):
                 await anext(house.client.generate("a"))
         async with _house(jobs=None) as house:
-            with pytest.raises(UnimplementedError, match="no batch jobs"):
+            with pytest.raises(UnimplementedError, match="does not accept batch jobs"):
                 await house.client.get_job("a")
         async with AsyncClient(house.target) as client:
             with pytest.raises(ConnectionLostError):
@@ -415,7 +443,7 @@ def test_a_defect_is_told_as_one_and_goes_to_the_log(caplog: pytest.LogCaptureFi
     async def scenario() -> None:
         async with _house() as house:
             house.jobs.jobs["a"] = replace(NEW, created_at="never")  # type: ignore[arg-type]
-            with pytest.raises(TramontaneError, match="the server has a defect; its log says more"):
+            with pytest.raises(TramontaneError, match="the server has a defect; see its log"):
                 await house.client.get_job("a")
         assert "a defect of the server" in caplog.text
 
@@ -513,7 +541,7 @@ def test_a_lost_connection_costs_no_result_and_repeats_none() -> None:
     """The server stops when two results have arrived; the client asks for those that follow them."""
 
     def collect(target: str, lines: list[ResultLine]) -> list[JobState]:
-        with Client(target, patience=IMPATIENT) as client:
+        with Client(target, retry_policy=IMPATIENT) as client:
             lines.extend(client.results("a", 1))
             return [job.state for job in client.watch_job("a")]
 
@@ -637,4 +665,4 @@ def test_a_call_has_a_name_in_the_log_and_on_its_way(caplog: pytest.LogCaptureFi
     assert set(seen) == {"grpc"}
     lines = [record.getMessage() for record in caplog.records if vars(record).get("request_id") == "grpc"]
     assert lines[0] == "request grpc came over gRPC: ScoreRequest"
-    assert any(line.startswith("request grpc has made it fail twice") for line in lines)
+    assert any(line.startswith("request grpc has made the pipeline fail twice") for line in lines)

@@ -326,5 +326,5 @@ def test_any_tokens_show_the_text_up_to_a_stop_string_taken_from_it(
 def test_a_sequence_that_ended_with_an_error_has_no_text() -> None:
     text = ChoiceDetokenizer(None, ())
     text.push(TokenEvent(0, 5))
-    with pytest.raises(UnsatisfiableSchemaError, match="as its schema asks for"):
+    with pytest.raises(UnsatisfiableSchemaError, match="as its schema requires"):
         text.push(TokenEvent(0, 5, FinishReason.ERROR))

@@ -24,12 +24,14 @@ from tramontane.proto.request import (
     SequenceRequest,
     TokenEvent,
 )
+from tramontane.router.openai.chunks import CompletionChunk
 from tramontane.router.openai.completion import Completion
 from tramontane.router.openai.completion_request import CompletionRequest, parse_completion
 from tramontane.router.openai.logprobs import token_text
+from tramontane.router.openai.responses import CompletionAnswer
 from tramontane.router.openai.served_model import (
-    MAX_LOGPROBS_IN_ALL,
     MAX_PROMPT_LOGPROBS,
+    MAX_TOTAL_LOGPROBS,
     OFFLOAD_CHARS,
     ServedModel,
     check_model_name,
@@ -159,6 +161,7 @@ def _run(model: ServedModel, source: ScriptedSource, **fields: Any) -> dict[str,
     async def scenario() -> dict[str, Any]:
         answer = await (await _prepared(model, **fields)).run(source)
         assert source.num_open == 0
+        CompletionAnswer.model_validate_json(json.dumps(answer))
         return answer
 
     return asyncio.run(scenario())
@@ -171,6 +174,8 @@ def _stream(model: ServedModel, source: ScriptedSource, **fields: Any) -> tuple[
         completion = await _prepared(model, stream=True, **fields)
         chunks = [completion.chunk(choices) async for choices in completion.stream(source)]
         assert source.num_open == 0
+        for chunk in (*chunks, completion.last_chunk()):
+            CompletionChunk.model_validate_json(json.dumps(chunk))
         return chunks, completion.last_chunk()
 
     return asyncio.run(scenario())
@@ -436,7 +441,7 @@ def test_logprobs_without_a_tokenizer_are_told_by_number(wordless: ServedModel) 
     [
         ({"prompt": [[1] * 2**15] * 2, "prompt_logprobs": 1}, "prompt_logprobs", MAX_PROMPT_LOGPROBS),
         ({"prompt": [[1] * 2**15], "n": 2, "logprobs": 1, "echo": True, "max_tokens": 0}, "logprobs", MAX_PROMPT_LOGPROBS),
-        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_LOGPROBS_IN_ALL),
+        ({"prompt": [[1]], "n": 2, "logprobs": 3, "max_tokens": 2**16}, "logprobs", MAX_TOTAL_LOGPROBS),
     ],
 )
 def test_log_probabilities_of_too_many_tokens_are_refused(
@@ -726,7 +731,7 @@ def test_another_model_is_refused_and_none_is_this_one(model: ServedModel) -> No
 def test_the_list_of_models_has_this_one(model: ServedModel) -> None:
     entry = {"id": "demo", "object": "model", "created": 7, "owned_by": "tramontane", "max_model_len": CONTEXT}
     entry["vocab_size"] = VOCAB
-    assert model_list(model, 7) == {"object": "list", "data": [entry]}
+    assert model_list(model, 7).as_json() == {"object": "list", "data": [entry]}
 
 
 # Who leaves, and what fails

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tramontane.proto.errors import ParameterError
-from tramontane.router.openai.completion_request import CompletionRequest, error_body, parse_body, parse_completion
+from tramontane.router.openai.completion_request import CompletionRequest, parse_body, parse_completion
+from tramontane.router.openai.errors import error_body
 from tramontane.router.openai.request_fields import MAX_STOP_CHARS, MAX_STOPS
 
 LONGEST_MESSAGE = 300

@@ -31,7 +31,7 @@ def _result(*spans: tuple[float, float], tokens: int = 0) -> StepResult:
 
 
 def test_recent_values_are_taken_once_and_bounded() -> None:
-    recent = SampleBuffer(most=3)
+    recent = SampleBuffer(max_samples=3)
     for value in (1.0, 2.0, 3.0, 4.0):
         recent.add(value)
     assert recent.take() == [2.0, 3.0, 4.0]
@@ -41,28 +41,28 @@ def test_recent_values_are_taken_once_and_bounded() -> None:
 def test_a_pipelines_time_is_work_waiting_or_idleness() -> None:
     """Two micro-batches, one behind the other; then nothing for 90 s, which counts for nobody; then a third."""
     counts = PipelineStats(2)
-    counts.submitted(10.0)
-    counts.submitted(10.5)
-    counts.completed(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
-    counts.completed(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
+    counts.on_submit(10.0)
+    counts.on_submit(10.5)
+    counts.on_complete(_batch(tokens=5), _result((0.0, 2.0), (2.5, 3.5), tokens=5), 14.0, 1)
+    counts.on_complete(_batch(tokens=2, decodes=3), _result((2.0, 3.0), (3.6, 4.0), tokens=5), 15.0, 0)
     assert (counts.active_s, counts.busy_s, counts.stage_tokens) == (5.0, [3.0, pytest.approx(1.4)], [10, 10])
     assert [counts.waiting_s(0), counts.waiting_s(1)] == [2.0, pytest.approx(3.6)]
     assert (counts.num_micro_batches, counts.prefill_tokens, counts.decode_tokens) == (2, 7, 3)
     assert counts.micro_batch_tokens.take() == [5, 5]
     assert counts.hops_s[0].take() == []
     assert counts.hops_s[1].take() == [0.5, pytest.approx(0.1)], "the second one found the stage busy until 3.5"
-    counts.submitted(105.0)
-    counts.completed(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
+    counts.on_submit(105.0)
+    counts.on_complete(_batch(decodes=1), _result((100.0, 100.5), (100.4, 101.0), tokens=1), 106.0, 0)
     assert counts.active_s == 6.0
     assert counts.hops_s[1].take() == [0.0], "clocks that disagree do not make time go back"
 
 
 def test_what_a_failure_took_is_not_work() -> None:
     counts = PipelineStats(1)
-    counts.submitted(1.0)
+    counts.on_submit(1.0)
     counts.reset()
-    counts.submitted(50.0)
-    counts.completed(_batch(decodes=1), _result((0.0, 1.0)), 51.0, 0)
+    counts.on_submit(50.0)
+    counts.on_complete(_batch(decodes=1), _result((0.0, 1.0)), 51.0, 0)
     assert counts.active_s == 1.0
 
 
@@ -86,7 +86,7 @@ def _tokens(*choices: int) -> RequestOutput:
 def test_a_request_that_ends_well() -> None:
     counts = RequestStats(Clock(11.0, 11.5, 12.5))
     choices = [Choice(), Choice()]
-    with counts.counted(10.0, 40, choices, has_begun=False) as counted:
+    with counts.track(10.0, 40, choices, has_begun=False) as counted:
         counted.observe(_tokens(0, 1))
         counted.observe(_tokens(0))
         choices[0].finish, choices[1].finish = FinishReason.STOP, FinishReason.LENGTH
@@ -98,7 +98,7 @@ def test_a_request_that_ends_well() -> None:
 
 def test_a_request_that_another_door_began_has_no_first_token_here() -> None:
     counts = RequestStats(Clock(11.0, 12.0))
-    with counts.counted(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
+    with counts.track(10.0, 40, [Choice(FinishReason.STOP)], has_begun=True) as counted:
         counted.observe(_tokens(0))
     assert (counts.prompt_tokens, counts.first_token_s.take(), counts.queue_s.take()) == (0, [], [])
     assert counts.generation_tokens == counts.finished[FinishReason.STOP] == 1
@@ -121,7 +121,7 @@ def test_a_request_that_does_not(
     error: BaseException, has_begun: bool, refused: dict[str, int], reason: FinishReason | None
 ) -> None:
     counts = RequestStats(lambda: 0.0)
-    with suppress(type(error)), counts.counted(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
+    with suppress(type(error)), counts.track(0.0, 1, [Choice(), Choice(FinishReason.STOP)], has_begun=has_begun):
         raise error
     assert {name: number for name, number in counts.refused.items() if number} == refused
     assert counts.finished[FinishReason.STOP] == 1, "what had finished has"

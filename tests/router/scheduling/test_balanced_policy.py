@@ -20,10 +20,10 @@ def _experienced(policy: BalancedPolicy, num_stages: int) -> BalancedPolicy:
 
 
 @pytest.mark.parametrize("pending", [1, 3, 7, MIN_CHUNK, 100])
-def test_a_prompt_goes_on_however_tight_the_target_is(pending: int) -> None:
+def test_a_prompt_advances_however_tight_the_target_is(pending: int) -> None:
     """Also where decodes alone just keep it."""
     for tenths_of_ms in range(100):
         policy = _experienced(BalancedPolicy(2, 512, itl_target_s=tenths_of_ms * 1e-4), 2)
-        share = policy.share(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 0, 0.5))
+        share = policy.choose_budget(SchedulerState(0, 16, 1600, 16, [100] * 16, pending, 0, 0, 0.5))
         assert share is not None
         assert share.prefill_tokens >= min(pending, MIN_CHUNK)

@@ -26,7 +26,7 @@ def test_learns_what_each_stage_takes() -> None:
         model.observe(work, [_seconds(work, f) * (1 + rng.gauss(0, 0.05)) for f in factors])
     works = [_work(rng) for _ in range(50)]
     expected = np.array([[_seconds(work, f) for f in factors] for work in works])
-    assert np.abs(model.seconds(works) / expected - 1).max() < 0.1
+    assert np.abs(model.predict(works) / expected - 1).max() < 0.1
 
 
 def test_follows_when_the_stages_become_slower() -> None:
@@ -36,7 +36,7 @@ def test_follows_when_the_stages_become_slower() -> None:
             work = _work(rng)
             model.observe(work, [_seconds(work, factor)])
     work = BatchWork(100, 5000, 32, 32_000)
-    assert model.seconds([work])[0, 0] == pytest.approx(_seconds(work, 3.0), rel=0.05)
+    assert model.predict([work])[0, 0] == pytest.approx(_seconds(work, 3.0), rel=0.05)
 
 
 def test_one_step_that_something_held_up_changes_little() -> None:
@@ -45,20 +45,20 @@ def test_one_step_that_something_held_up_changes_little() -> None:
         work = _work(rng)
         model.observe(work, [_seconds(work)])
     work = BatchWork(decodes=32, decode_keys=32_000)
-    before = model.seconds([work])[0, 0]
+    before = model.predict([work])[0, 0]
     for _ in range(8):
         model.observe(work, [_seconds(work) if _ else 5.0])
-    assert model.seconds([work])[0, 0] == pytest.approx(before, rel=0.1)
+    assert model.predict([work])[0, 0] == pytest.approx(before, rel=0.1)
 
 
 def test_a_constant_load_leaves_the_model_sound() -> None:
-    """Where nothing varies the parts cannot be told apart: their sum must stay right, and nothing may grow without bound."""
+    """Where nothing varies the parts cannot be separated: their sum must stay right, and nothing may grow without bound."""
     model = CostModel(2)
     work = BatchWork(decodes=16, decode_keys=8000)
     for _ in range(5000):
         model.observe(work, [_seconds(work), 0.0])
-    assert model.seconds([work])[0] == pytest.approx([_seconds(work), 0.0], rel=1e-3)
-    assert (model.seconds([BatchWork(512, 10**6, 64, 10**6)]) < 1).all()
+    assert model.predict([work])[0] == pytest.approx([_seconds(work), 0.0], rel=1e-3)
+    assert (model.predict([BatchWork(512, 10**6, 64, 10**6)]) < 1).all()
 
 
 def test_no_work_makes_a_stage_faster() -> None:
@@ -66,7 +66,7 @@ def test_no_work_makes_a_stage_faster() -> None:
     for _ in range(300):
         work = _work(rng)
         model.observe(work, [max(1e-3 * (1 + rng.gauss(0, 0.5)), 1e-4)])
-    ladder = model.seconds([BatchWork(n, n * n, n, n * 100) for n in range(0, 512, 16)])[:, 0]
+    ladder = model.predict([BatchWork(n, n * n, n, n * 100) for n in range(0, 512, 16)])[:, 0]
     assert (np.diff(ladder) >= 0).all()
 
 

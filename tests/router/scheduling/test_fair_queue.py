@@ -1,4 +1,4 @@
-"""Owners, which are API keys, share a queue: one that floods it keeps nobody waiting for longer than its share."""
+"""Owners, which are API keys, share a queue: one that floods it delays the others by no more than its share."""
 
 import pytest
 from fake_pipeline import ImaginedPipeline, new_cache, new_sequence
@@ -41,7 +41,7 @@ def test_a_newcomer_waits_for_one_of_a_flood() -> None:
 
 
 @given(st.lists(costs, min_size=1, max_size=40), st.lists(st.tuples(st.integers(0, 40), st.integers(2, 5), costs), max_size=40))
-def test_nobody_waits_for_more_than_a_share(flood: list[int], others: list[tuple[int, int, int]]) -> None:
+def test_no_owner_waits_for_more_than_a_share(flood: list[int], others: list[tuple[int, int, int]]) -> None:
     """Between two owners that both wait, what they are given differs by one sequence of each at most."""
     turns = FairQueue()
     for seq_id, cost in enumerate(flood):
@@ -107,7 +107,7 @@ def test_owners_are_admitted_in_turns_and_end_all() -> None:
         sequence.owner = owner
         pipe.scheduler.add(sequence)
     pipe.drain()
-    assert [event.seq_id for event in pipe.events] == [0, 1, 6, 2, 7, 3, 4, 5], "0 had nobody to share with"
+    assert [event.seq_id for event in pipe.events] == [0, 1, 6, 2, 7, 3, 4, 5], "0 was the only owner then"
 
 
 async def _never(_batch: object) -> None:

@@ -9,29 +9,29 @@ from tramontane.router.scheduling.running_set import PipelineLoad
 
 def test_nothing_is_no_demand() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
-    assert pipe.scheduler.demand() == PipelineLoad(0.0, 0)
+    assert pipe.scheduler.measure_load() == PipelineLoad(0.0, 0)
 
 
-def test_whoever_waits_counts_as_whoever_runs() -> None:
+def test_waiting_sequences_count_like_running_ones() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
     places = pipe.scheduler.limits.max_num_seqs
     for seq_id in range(2 * places):
         pipe.scheduler.add(new_sequence(seq_id, 3, 5))
     assert pipe.scheduler.num_waiting == places, "the others run"
-    assert pipe.scheduler.demand().share == pytest.approx(2.0)
-    assert pipe.scheduler.demand().tokens == 2 * places * 3
+    assert pipe.scheduler.measure_load().share == pytest.approx(2.0)
+    assert pipe.scheduler.measure_load().tokens == 2 * places * 3
 
 
 def test_tokens_in_flight_are_prompts_and_answers_so_far() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64), budget=64)
     pipe.scheduler.add(new_sequence(0, 7, 5))
-    assert pipe.scheduler.demand().tokens == 7
+    assert pipe.scheduler.measure_load().tokens == 7
     pipe.submit()
     pipe.answer()
-    assert pipe.scheduler.demand().tokens == 8
+    assert pipe.scheduler.measure_load().tokens == 8
     while pipe.submit() is not None:
         pipe.answer()
-    assert pipe.scheduler.demand() == PipelineLoad(0.0, 0), "what has ended does not count"
+    assert pipe.scheduler.measure_load() == PipelineLoad(0.0, 0), "what has ended does not count"
 
 
 def test_of_places_and_pages_the_scarcer_ones_decide() -> None:
@@ -40,4 +40,4 @@ def test_of_places_and_pages_the_scarcer_ones_decide() -> None:
     for classes, share in ((full,), 0.75), ((windowed,), 0.25), ((windowed, full), 0.75):
         pipe = new_pipeline(CachePlan(16, classes))
         pipe.scheduler.add(new_sequence(0, 90, 30))
-        assert pipe.scheduler.demand().share == pytest.approx(share)
+        assert pipe.scheduler.measure_load().share == pytest.approx(share)

@@ -1,4 +1,4 @@
-"""Batch work makes way for interactive work, is never left behind for ever, and loses no token."""
+"""Batch work is preempted for interactive work, never starves, and loses no token."""
 
 import pytest
 from fake_pipeline import ImaginedPipeline, new_cache, new_pipeline, new_sequence
@@ -34,7 +34,7 @@ def _step(pipe: ImaginedPipeline) -> MicroBatch | None:
     return batch
 
 
-def test_whoever_is_more_urgent_is_admitted_first_and_of_equals_whoever_came_first() -> None:
+def test_admission_is_by_priority_then_by_arrival() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=1)
     _add(pipe, INTERACTIVE, {0: 5}, new=1)
     _add(pipe, BATCH, {1: 5, 2: 5}, new=1)
@@ -58,7 +58,7 @@ def test_the_least_urgent_with_least_to_compute_again_gives_its_place_back_at_on
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(4)] == [20] * 4, "the token that it had got counts"
 
 
-def test_nobody_gives_way_to_an_equal_or_where_that_would_not_make_room() -> None:
+def test_no_sequence_is_preempted_for_an_equal_or_in_vain() -> None:
     """Two rings of pages: with one of them in interactive hands, the other does not suffice for a sequence that needs both."""
     pipe = new_pipeline(CachePlan(16, (WindowClass(None, 16, 12),)), seqs=3)
     _add(pipe, BATCH, {0: 20}, new=5)
@@ -148,11 +148,11 @@ def test_where_pages_run_out_the_least_urgent_is_computed_again_though_it_came_f
 @pytest.mark.parametrize("window", [64, None])
 @pytest.mark.parametrize("seqs", [1, 4])
 @pytest.mark.parametrize("is_running", [False, True])
-def test_nobody_is_left_behind_for_ever(window: int | None, seqs: int, is_running: bool) -> None:
-    """Interactive requests never stop coming: there are always two per place that have not ended.
+def test_no_sequence_starves(window: int | None, seqs: int, is_running: bool) -> None:
+    """Interactive requests never stop coming: there are always two per slot that have not ended.
 
-    An interactive sequence of 30 tokens and 4 new ones takes about 2 micro-batches for its prompt and 4 for the rest. Whoever
-    is the first to be left behind waits for PATIENCE of those with prompts, which are not fewer than a quarter of all.
+    An interactive sequence of 30 tokens and 4 new ones takes about 2 micro-batches for its prompt and 4 for the rest. The
+    oldest sequence passed over waits for MAX_PASSES of those with prompts, which are not fewer than a quarter of all.
     """
     num_batch = 3
     pipe = new_pipeline(new_cache(16, 4, window), seqs=seqs, budget=16, in_flight=2)
@@ -177,7 +177,7 @@ def test_nobody_is_left_behind_for_ever(window: int | None, seqs: int, is_runnin
     assert [len(pipe.tokens_of(seq_id)) for seq_id in range(num_batch)] == [4] * num_batch
 
 
-def test_a_prompt_that_has_its_place_is_not_left_behind_for_ever_either() -> None:
+def test_a_running_prompt_does_not_starve_either() -> None:
     """Every micro-batch takes one of three interactive prompts, and there is a place for all."""
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=8, budget=16, in_flight=1)
     _add(pipe, INTERACTIVE, {100: 16, 101: 16}, new=1)
@@ -189,7 +189,7 @@ def test_a_prompt_that_has_its_place_is_not_left_behind_for_ever_either() -> Non
     assert [len(pipe.tokens_of(0)), pipe.scheduler.num_preempted] == [1, 0]
 
 
-def test_waiting_for_equals_makes_nobody_more_urgent() -> None:
+def test_waiting_for_equals_promotes_no_sequence() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64), seqs=1)
     _add(pipe, BATCH, dict.fromkeys(range(2 * MAX_PASSES), 2), new=2)
     last = pipe.scheduler._waiting.of_priority(BATCH)[-1]
@@ -201,14 +201,14 @@ def test_one_sequence_that_waits_is_not_several() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=1, max_queued_tokens=100)
     pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(3), 30))
-    assert pipe.scheduler.overload([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
+    assert pipe.scheduler.overload_reason([new_sequence(9, 5, 1, BATCH)]) == "1 sequence is waiting and at most 1 may"
 
 
 def test_the_queue_of_one_priority_does_not_fill_that_of_another() -> None:
     limits = SchedulerLimits(2, 64, 256, 1000, max_queued_seqs=3, max_queued_tokens=100)
     pipe = ImaginedPipeline(Scheduler(new_cache(16, 2, 64), limits, FixedInFlightPolicy(2, 64)))
     _add(pipe, BATCH, dict.fromkeys(range(5), 30))
-    overload = pipe.scheduler.overload
+    overload = pipe.scheduler.overload_reason
     assert "3 sequences are waiting" in (overload([new_sequence(9, 5, 1, BATCH)]) or "")
     assert overload([new_sequence(n, 30, 1, INTERACTIVE) for n in range(10, 15)]) is None, "two would begin, three wait"
     assert "at most 3" in (overload([new_sequence(n, 3, 1, INTERACTIVE) for n in range(10, 16)]) or "")

@@ -63,7 +63,7 @@ def test_decodes_never_shut_a_prompt_out() -> None:
         pipe.submit()
         pipe.answer()
     assert len(pipe.tokens_of(9)) == 1
-    assert all(len(pipe.tokens_of(seq_id)) >= 3 for seq_id in range(4)), "and the decodes go on"
+    assert all(len(pipe.tokens_of(seq_id)) >= 3 for seq_id in range(4)), "and the decodes continue"
 
 
 def test_finishes_by_length_stop_and_context() -> None:
@@ -133,7 +133,7 @@ def test_where_pages_run_out_the_youngest_is_computed_again() -> None:
     known = len(again[0].token_ids)
     assert known > 20
     assert again[0].token_ids == (*range(10, 30), *[50] * (known - 20)), "its prompt and its answer so far"
-    assert again[0].wants_token
+    assert again[0].needs_sample
     assert pipe.scheduler.num_preempted == 1
     assert [len(pipe.tokens_of(i)) for i in range(3)] == [60, 60, 60]
     assert pipe.scheduler.is_idle
@@ -230,7 +230,7 @@ def test_check_integrity_sees_a_lost_page() -> None:
     pipe = new_pipeline(new_cache(16, 8, 64))
     pipe.scheduler.add(new_sequence(0, 40, 5))
     pipe.submit()
-    pipe.scheduler._admitted.by_id[0].pages[0].pop()
+    pipe.scheduler._running.by_id[0].pages[0].pop()
     with pytest.raises(AssertionError):
         pipe.scheduler.check_integrity()
 

@@ -55,7 +55,7 @@ def test_two_micro_batches_take_the_stages_in_turn() -> None:
     assert [[(t.started_at, t.ended_at) for t in timings] for timings in trace.timings] == [[(1, 4), (5, 8)], [(4, 7), (8, 11)]]
     assert trace.token_times == ((12.0,),)
     assert trace.bubble(0, 12) == pytest.approx(1 - 12 / 24)
-    assert (trace.span_s, trace.first_token_s()) == (12.0, [12.0])
+    assert (trace.span_s, trace.ttft_s()) == (12.0, [12.0])
 
 
 def test_every_request_gets_all_its_tokens_in_order() -> None:
@@ -94,7 +94,7 @@ def test_at_saturation_eight_stages_are_idle_for_less_than_five_percent_and_less
 
 
 def _token_gaps(trace: SimTrace) -> list[float]:
-    return sorted(trace.between_tokens_s())
+    return sorted(trace.itl_s())
 
 
 def test_a_target_for_the_time_between_tokens_is_kept() -> None:
@@ -113,7 +113,7 @@ def test_a_lone_prompt_is_cut_where_that_brings_its_first_token_sooner() -> None
     pipeline = PipelineModel(_like_a_gpu(4), hop_s=1e-4)
     trace = simulate(_scheduler(BalancedPolicy(4, 2048), 2048), pipeline, [*warm_up, alone])
     whole = 4 * _like_a_gpu(4)(BatchWork(1600, 1600 * 1601 // 2))[0] + 5e-4
-    assert trace.first_token_s()[-1] < 0.65 * whole
+    assert trace.ttft_s()[-1] < 0.65 * whole
 
 
 def test_decodes_are_not_cut_where_a_stage_takes_as_long_for_half_of_them() -> None:
@@ -177,9 +177,9 @@ def _first_tokens_beside(
     idle, full = (simulate(next(schedulers), pipeline, [*each, *INTERACTIVE]) for each in ([], batch))
     assert full.backlog_until > INTERACTIVE[-1].at, "there was always a batch sequence that waited for a place"
     best = {a.prompt_tokens: math.inf for a in idle.arrivals}  # while the costs are being learned it takes longer
-    for took, arrival in zip(idle.first_token_s(), idle.arrivals, strict=True):
+    for took, arrival in zip(idle.ttft_s(), idle.arrivals, strict=True):
         best[arrival.prompt_tokens] = min(best[arrival.prompt_tokens], took)
-    first = [took for took, arrival in zip(full.first_token_s(), full.arrivals, strict=True) if arrival in INTERACTIVE]
+    first = [took for took, arrival in zip(full.ttft_s(), full.arrivals, strict=True) if arrival in INTERACTIVE]
     ahead = [max(back - sent for sent, back in full.in_flight if sent <= a.at < back) for a in INTERACTIVE]
     return first, [2 * best[a.prompt_tokens] + took for a, took in zip(INTERACTIVE, ahead, strict=True)]
 

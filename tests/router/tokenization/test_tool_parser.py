@@ -11,7 +11,7 @@ from tokenizer_files import SENTENCEPIECE, small_tekken
 from tramontane.router.tokenization.chat import ToolCall, ToolFormat
 from tramontane.router.tokenization.loader import require_tokenizer
 from tramontane.router.tokenization.tokenizer import Tokenizer
-from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, as_openai, merge_deltas, new_call_id
+from tramontane.router.tokenization.tool_parser import CallDelta, ToolCallParser, merge_deltas, new_call_id
 
 NASTY = json.dumps({"text": 'a "}{" \\ [TOOL_CALLS] \u00e9', "deep": {"er": [{}, {"x": 1}]}}, ensure_ascii=False)
 ARGUMENTS = ["{}", '{"city": "Rome"}', '{"a":{"b":{}}}', NASTY]
@@ -86,9 +86,6 @@ def test_openais_shapes() -> None:
     call = {"index": 1, "id": "abc", "type": "function", "function": {"name": "f", "arguments": ""}}
     assert CallDelta(1, "", "abc", "f").as_openai() == call
     assert CallDelta(1, "{").as_openai() == {"index": 1, "function": {"arguments": "{"}}
-    assert as_openai([ToolCall("abc", "f", "{}")]) == [
-        {"id": "abc", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    ]
     ids = {new_call_id() for _ in range(50)}
     assert len(ids) == 50
     assert all(len(call_id) == 9 and call_id.isalnum() and call_id.isascii() for call_id in ids)

@@ -121,7 +121,7 @@ def test_sdpa_prefill(chunks: list[tuple[int, int]], window: int | None, kv_head
     q = _random(sum(index.query_lens), HEADS, HEAD_DIM, dtype=dtype, seed=1)
     k, v = (_random(sum(index.key_lens), kv_heads, HEAD_DIM, dtype=dtype, seed=s) for s in (2, 3))
     kernel = SdpaPrefill()
-    out = kernel.attend(q, k, v, kernel.bias(index))
+    out = kernel.attend(q, k, v, kernel.build_mask(index))
     blocks = zip(q.split(index.query_lens), k.split(index.key_lens), v.split(index.key_lens), strict=True)
     expected = torch.cat([reference_attention(*block, window) for block in blocks])
     assert out.dtype == dtype
@@ -169,7 +169,7 @@ def test_sdpa_decode(
 ) -> None:
     index = _decode_index(positions, window)
     q, cached = _random(len(positions), HEADS, HEAD_DIM, dtype=dtype, seed=1), _filled(index, kv_heads, dtype)
-    out = kernel.attend(q, cached, kernel.bias(index))
+    out = kernel.attend(q, cached, kernel.build_mask(index))
     assert out.dtype == dtype
     torch.testing.assert_close(out, _expected(index, q, cached), rtol=0, atol=atol)
 
@@ -194,7 +194,7 @@ def _additive(visible: list[list[bool]]) -> Tensor:
 def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, int]], window: int | None) -> None:  # noqa: ANN401
     index = _prefill_index(chunks, window)
     shape = (sum(index.query_lens), sum(index.key_lens))
-    mask = xformers_kernels.PackedPrefill(None).bias(index).materialize(shape)
+    mask = xformers_kernels.PackedPrefill(None).build_mask(index).materialize(shape)
 
     blocks = [causal_window_mask(n, m, window) for n, m in zip(index.query_lens, index.key_lens, strict=True)]
     assert torch.equal(mask, _additive(torch.block_diag(*blocks).bool().tolist()))
@@ -216,7 +216,7 @@ def test_xformers_prefill_mask(xformers_kernels: Any, chunks: list[tuple[int, in
 def test_xformers_decode_mask(xformers_kernels: Any, positions: list[int], window: int | None, page_size: int) -> None:  # noqa: ANN401
     """Over the whole pool: a token sees the rows of its positions, wherever its pages lie, and nothing else."""
     index = _decode_index(positions, window, page_size)
-    mask = xformers_kernels.PagedDecode(None).bias(index)
+    mask = xformers_kernels.PagedDecode(None).build_mask(index)
     assert mask.q_seqinfo.seqstart.tolist() == mask.q_seqinfo.seqstart_py == [*range(len(mask.block_tables) + 1)]
     assert (mask.q_seqinfo.min_seqlen, mask.q_seqinfo.max_seqlen) == (1, 1)
     assert mask.k_seqinfo.max_seqlen == mask.block_tables.shape[1] * page_size

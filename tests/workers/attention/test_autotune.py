@@ -18,8 +18,8 @@ from tramontane.workers.attention.autotune import (
     FEW_TOKENS,
     MANY_TOKENS,
     Compute,
-    _chosen_decode,
-    _chosen_prefill,
+    _choose_decode,
+    _choose_prefill,
     correctness_cases,
     select_fastest,
     timing_cases,
@@ -91,28 +91,28 @@ def test_where_none_can_be_used_one_line_says_why(caplog: pytest.LogCaptureFixtu
 class _WiderWindow(SdpaPrefill):
     """By one."""
 
-    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
-        return super().bias(dataclasses.replace(index, window=index.window and index.window + 1))
+    def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
+        return super().build_mask(dataclasses.replace(index, window=index.window and index.window + 1))
 
 
 class _NoWindow(SdpaPrefill):
-    def bias(self, index: PrefillMetadata) -> list[MaskBlock]:
-        return super().bias(dataclasses.replace(index, window=None))
+    def build_mask(self, index: PrefillMetadata) -> list[MaskBlock]:
+        return super().build_mask(dataclasses.replace(index, window=None))
 
 
 class _ForgetsTheOldest(PagedDecode):
     """A key of each token is not seen."""
 
-    def bias(self, index: DecodeMetadata) -> GatheredKeys:
-        keys = super().bias(index)
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
+        keys = super().build_mask(index)
         return GatheredKeys(keys.rows_BL, keys.mask & (keys.mask.cumsum(-1) > 1))
 
 
 class _FromTheFirstRow(PagedDecode):
     """Where in the first page the window begins is not looked at."""
 
-    def bias(self, index: DecodeMetadata) -> GatheredKeys:
-        keys = super().bias(index)
+    def build_mask(self, index: DecodeMetadata) -> GatheredKeys:
+        keys = super().build_mask(index)
         return GatheredKeys(keys.rows_BL, keys.mask.flip(-1).cummax(-1).values.flip(-1))
 
 
@@ -123,12 +123,12 @@ def test_a_trial_tells_a_wrong_mask_from_a_right_one(windows: tuple[int | None, 
     has_window = any(windows)
     wrong = {"wider": _WiderWindow(), "none": _NoWindow()} if has_window else {}
     trials, right = correctness_cases(plan, CPU, FEW_TOKENS), SdpaPrefill()
-    assert _chosen_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
-    assert _chosen_prefill(trials, trials, wrong, _at_once) not in wrong.values()
+    assert _choose_prefill(trials, trials, {**wrong, "right": right}, _at_once) is right
+    assert _choose_prefill(trials, trials, wrong, _at_once) not in wrong.values()
     wrong_decodes = {"oldest": _ForgetsTheOldest()} | ({"first": _FromTheFirstRow()} if has_window else {})
     gathered = GatheredDecode()
-    assert _chosen_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
-    assert type(_chosen_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
+    assert _choose_decode(trials, trials, {**wrong_decodes, "right": gathered, "also": PagedDecode()}, _at_once) is gathered
+    assert type(_choose_decode(trials, trials, wrong_decodes, _at_once)) is PagedDecode
 
 
 @pytest.mark.parametrize("window", [None, 4096])
@@ -144,7 +144,7 @@ def test_what_is_timed_are_tables_that_are_partly_filled(num_tokens: int, page_s
         seen.append(compute())
         return 1.0
 
-    _chosen_decode(trials, timed, {"right": PagedDecode()}, clock)
+    _choose_decode(trials, timed, {"right": PagedDecode()}, clock)
     torch.testing.assert_close(seen[0], timed[0].expected[1].flatten())
     index = timed[0].decode_index
     assert index.ring.window == window
@@ -159,7 +159,7 @@ def test_few_and_many_tokens_have_kernels_of_their_own() -> None:
     kernel = BatchSizeDispatch(few, many, FEW_TOKENS)
     for num_tokens in (1, FEW_TOKENS, FEW_TOKENS + 1, 32):
         (trial,) = correctness_cases(plan, CPU, num_tokens)
-        assert isinstance(kernel.bias(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
+        assert isinstance(kernel.build_mask(trial.decode_index), list) == (num_tokens <= FEW_TOKENS)
         torch.testing.assert_close(trial.decode(kernel)(), trial.expected[1])
 
 
@@ -173,7 +173,7 @@ def _refusals(operator: Any, mask: Any, num_tokens: int, num_keys: int) -> list[
 
 
 def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its wheel's extension does not load beside a torch for CUDA 13, as it does not beside one for CPUs."""
+    """The extension of its wheel does not load with a torch for CUDA 13, nor with one for CPUs."""
     kernels = pytest.importorskip(
         "tramontane.workers.attention.xformers_backend", reason="xformers is published for Linux on x86-64 only"
     )
@@ -184,8 +184,8 @@ def test_kernels_that_need_nothing_of_xformers_extension_are_not_refused_for_it(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     prefill_index, decode_index = _packed_indexes()
     prefill, decode = kernels.prefill_kernels(), kernels.decode_kernels(16, 8)
-    packed = kernels.PackedPrefill(None).bias(prefill_index)
-    paged = kernels.PagedDecode(None).bias(decode_index)
+    packed = kernels.PackedPrefill(None).build_mask(prefill_index)
+    paged = kernels.PagedDecode(None).build_mask(decode_index)
     split_k = next(kernel for name, kernel in decode.items() if name.startswith("split-K"))
 
     def refusals() -> dict[str, list[str]]:

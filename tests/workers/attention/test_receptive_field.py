@@ -108,8 +108,8 @@ def test_the_far_past_is_felt_through_the_layers_only() -> None:
 
 @pytest.mark.parametrize("window", [3, 7])
 def test_experts_carry_nothing_from_token_to_token(window: int) -> None:
-    """A changed token may choose other experts, which changes the shape of their groups and so the rounding of whoever
-    shares them: all that is touched goes token by token here, the rest in chunks."""
+    """A changed token may choose other experts, which changes the shape of their groups and so the rounding of all tokens
+    that share them: here every affected token is computed alone, the rest in chunks."""
     args = tiny_args(n_layers=3, window=window, moe=True, max_seq_len=128)
     touched = 3 * (window - 1) + 1
     cut = [CHANGED - 4, 4, *[1] * touched, 9, 1, 12]

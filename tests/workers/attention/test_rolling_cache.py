@@ -45,33 +45,33 @@ class PrefillRecorder:
     def __init__(self) -> None:
         self.seen: list[list[list[Key]]] = []  # per call and chunk
 
-    def bias(self, index: PrefillMetadata) -> PrefillMetadata:
+    def build_mask(self, index: PrefillMetadata) -> PrefillMetadata:
         return index
 
-    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, bias: PrefillMetadata) -> Tensor:
-        assert [len(q_THd), len(k_SGd)] == [sum(bias.query_lens), sum(bias.key_lens)]
-        self.seen.append([_keys(k, v) for k, v in zip(k_SGd.split(bias.key_lens), v_SGd.split(bias.key_lens), strict=True)])
+    def attend(self, q_THd: Tensor, k_SGd: Tensor, v_SGd: Tensor, mask: PrefillMetadata) -> Tensor:
+        assert [len(q_THd), len(k_SGd)] == [sum(mask.query_lens), sum(mask.key_lens)]
+        self.seen.append([_keys(k, v) for k, v in zip(k_SGd.split(mask.key_lens), v_SGd.split(mask.key_lens), strict=True)])
         return q_THd
 
 
 class DecodeRecorder:
-    """Likewise; and whoever reads pages in place would be given the same keys as who gathers them."""
+    """Checks decodes likewise; page tables lead to the same keys as gathering does."""
 
     def __init__(self) -> None:
         self.seen: list[list[list[Key]]] = []  # per call and token
 
-    def bias(self, index: DecodeMetadata) -> DecodeMetadata:
+    def build_mask(self, index: DecodeMetadata) -> DecodeMetadata:
         return index
 
-    def attend(self, q_BHd: Tensor, cached: LayerCache, bias: DecodeMetadata) -> Tensor:
+    def attend(self, q_BHd: Tensor, cached: LayerCache, mask: DecodeMetadata) -> Tensor:
         gathered: dict[int, list[Key]] = {}
-        for group in bucket_decodes(bias):
+        for group in bucket_decodes(mask):
             k_BLGd, v_BLGd = cached.read(group.key_rows)
             for token, k_LGd, v_LGd, num_keys in zip(group.tokens.tolist(), k_BLGd, v_BLGd, group.key_lens.tolist(), strict=True):
                 assert torch.equal(k_LGd[num_keys:], q_BHd[token].expand_as(k_LGd[num_keys:]))  # padding: the token's own key
                 gathered[token] = _keys(k_LGd[:num_keys], v_LGd[:num_keys])
         in_order = [gathered[token] for token in range(len(q_BHd))]
-        assert _paged_keys(cached, bias) == in_order
+        assert _paged_keys(cached, mask) == in_order
         self.seen.append(in_order)
         return q_BHd
 
@@ -101,7 +101,7 @@ class Stage:
         self.table = SequenceTable(self.plan.cache, max_num_seqs, CPU)
         self.cache = RollingCache(self.plan.stages[0], torch.float32, CPU)
         for layer in self.cache.layers.values():
-            layer.k_NGd.fill_(-1)  # so that a row nobody wrote shows
+            layer.k_NGd.fill_(-1)  # so that an unwritten row shows
             layer.v_NGd.fill_(1)
         self.num_steps = 0
 

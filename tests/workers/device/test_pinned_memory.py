@@ -26,7 +26,7 @@ class LatePinning:
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.begun.append(lambda: target.copy_(source))
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
+    def record(self, device: torch.device) -> Callable[[], None]:
         """Only what has been begun by now is done."""
         until = len(self.begun) + self.num_done
 
@@ -59,7 +59,7 @@ def test_what_goes_to_the_device_may_be_gone_at_once() -> None:
     source_TD = torch.arange(12.0).view(4, 3)
     arriving = to_device(source_TD, CPU, late)
     source_TD.zero_()
-    late.mark(CPU)()
+    late.record(CPU)()
     assert torch.equal(arriving, torch.arange(12.0).view(4, 3))
 
 

@@ -1,4 +1,4 @@
-"""Experts elsewhere: the tokens are the same, whoever runs which expert, and whoever dies meanwhile."""
+"""Experts on actors: the tokens are the same whichever actor runs an expert, also if actors die."""
 
 import asyncio
 import itertools
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from host_ipc import HostIpc
 from local_expert_actors import ExpertActors, OpenChain, expert_plan, open_chain, wait_until
 from tiny_models import groups_of, random_model, split_model, tiny_args, tiny_plan, write_checkpoint
 
@@ -23,8 +24,7 @@ from tramontane.router.scheduling.policy import FixedInFlightPolicy
 from tramontane.workers.experts.remote_experts import RemoteExperts
 from tramontane.workers.links.channel import ChannelFactory
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
-from tramontane.workers.links.ipc_memory import HostIpc
-from tramontane.workers.links.process_group_channel import GroupEdges
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
 from tramontane.workers.stage.ping_pong_executor import PingPongExecutor
 from tramontane.workers.stage.stage_worker import StageWorker
 
@@ -67,7 +67,7 @@ def test_same_tokens(folder: Path, num_stages: int, num_actors: int, replicas: i
     assert all((worker.busy_s > 0) == (worker.num_rows > 0) for worker in actors.workers)
 
 
-GROUPS = GroupEdges("gloo")
+GROUPS = ProcessGroupChannelFactory("gloo")
 ON_ONE_GPU = GpuChannelFactory(ChannelOptions(DeviceLocation("this boot", "GPU-1"), torch.device("cpu"), HostIpc(), GROUPS))
 
 
@@ -96,7 +96,7 @@ def test_a_stale_fence_disturbs_nothing(folder: Path) -> None:
 
 
 def test_a_fence_fails_where_experts_are_lost_for_good(folder: Path) -> None:
-    """So that whoever drives the pipeline hears of it, rather than of every request."""
+    """So that the router gets one error for the pipeline, rather than one for every request."""
     plan, actors = tiny_plan(ARGS), ExpertActors(expert_plan(ARGS, 2), folder)
     with open_chain(plan, folder, actors) as chain:
         asyncio.run(chain.fence())
@@ -131,7 +131,7 @@ def test_an_expert_that_has_moved_is_found_by_the_plan(folder: Path) -> None:
     assert asked[-1] == moved
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(answer.result(), inside.dispatch(2, rows, groups_of([2, 3, 0, 4])).result())
+        assert torch.equal(answer.result(), inside(2, rows, groups_of([2, 3, 0, 4])))
     experts.close()
 
 
@@ -152,7 +152,7 @@ def _dies_at(actors: ExpertActors, actor_id: int, number: int, then: Callable[[]
 
 
 def test_a_replica_takes_over_at_once(folder: Path) -> None:
-    """Nobody revives the actor: what it was given, and all that follows, has to find another."""
+    """The actor is not revived: its calls, and all that follow, go to the other."""
     plan, actors = tiny_plan(ARGS, 2), ExpertActors(expert_plan(ARGS, 2, 2), folder)
     _dies_at(actors, 0, 9)
     with open_chain(plan, folder, actors) as chain:
@@ -199,14 +199,14 @@ def test_a_layer_is_one_message_per_actor_and_an_experts_rows_stay_together(fold
     while not asked.poll():
         asked.wait()
     assert sorted((actor, num_rows) for actor, _, num_rows in asked.usage.actors) == [(0, 5), (1, 7)]
-    assert asked.usage.asked_s > 0
+    assert asked.usage.wait_s > 0
     with torch.inference_mode():
         inside = StageWorker.load(tiny_plan(ARGS).stages[0], folder).model.experts
-        assert torch.equal(asked.result(), inside.dispatch(1, rows, groups).result())
+        assert torch.equal(asked.result(), inside(1, rows, groups))
     experts.close()
 
 
-def test_whoever_has_least_queued_is_asked(folder: Path) -> None:
+def test_the_actor_with_the_fewest_queued_rows_is_called(folder: Path) -> None:
     """5 rows wait at the first actor, the second has done 9: the next one goes there."""
     actors = ExpertActors(expert_plan(ARGS, 2, 2), folder)
     gate = threading.Event()
@@ -230,12 +230,12 @@ class HeldExperts:
     """Experts that answer with what they are given, when a test lets them; knows who asked, in which order."""
 
     def __init__(self) -> None:
-        self.news = threading.Condition()
+        self.condition = threading.Condition()
         self.asked: list[HeldAnswer] = []
 
     def dispatch(self, layer: int, rows_CD: torch.Tensor, _groups: object) -> "HeldAnswer":
         answer = HeldAnswer(layer, rows_CD)
-        with self.news:
+        with self.condition:
             self.asked.append(answer)
         return answer
 
@@ -243,19 +243,19 @@ class HeldExperts:
         """None is lost."""
 
     def let(self, number: int) -> None:
-        with self.news:
-            self.asked[number].has_news = True
-            self.news.notify_all()
+        with self.condition:
+            self.asked[number].is_ready = True
+            self.condition.notify_all()
 
 
 class HeldAnswer:
     usage = ExpertUsage()
 
     def __init__(self, layer: int, rows_CD: torch.Tensor) -> None:
-        self.layer, self._rows_CD, self.has_news = layer, rows_CD, False
+        self.layer, self._rows_CD, self.is_ready = layer, rows_CD, False
 
     def poll(self) -> bool:
-        return self.has_news
+        return self.is_ready
 
     def result(self) -> torch.Tensor:
         return self._rows_CD
@@ -275,8 +275,8 @@ def test_no_micro_batch_overtakes_another_and_only_so_many_are_open(folder: Path
             first = 2 * layer
             wait_until(lambda first=first: len(held.asked) == first + 2)
             assert [answer.layer for answer in held.asked[first:]] == [layer, layer]
-            with held.news:
-                held.asked[first + 1].has_news = True
+            with held.condition:
+                held.asked[first + 1].is_ready = True
                 assert stage._next() is None, "the later one has its answer, but must not overtake"
             held.let(first)
         wait_until(lambda: len(held.asked) == 9)

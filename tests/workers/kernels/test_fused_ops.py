@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,21 @@ def test_compiled_functions_agree_with_plain_ones() -> None:
     assert max(differences) < 1e-5
 
 
+def test_every_operation_is_tried_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def compile_nothing(function: Callable[..., object]) -> Callable[..., object]:
+        def counted(*inputs: object) -> object:
+            calls[function.__name__] += 1
+            return function(*inputs)
+
+        return counted
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    assert compile_ops(tiny_args(), CPU, torch.float32) is not EAGER
+    assert calls == {"apply_rotary": 3, "silu_and_mul": 3, "fused_add_rms_norm": 3}
+
+
 def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object, **__: object) -> object:
         def fails(*_: object) -> object:
@@ -50,10 +67,10 @@ def test_where_nothing_compiles_one_line_says_so(monkeypatch: pytest.MonkeyPatch
 def test_every_layer_uses_what_its_stage_has() -> None:
     args = tiny_args(n_layers=2, moe=False)
     mine = FusedOps(silu_and_mul=lambda x: EAGER.silu_and_mul(x))
-    (worker,) = split_model(random_model(args), tiny_plan(args, 1), means=DeviceBackend(cpu_kernels(), mine))
+    (worker,) = split_model(random_model(args), tiny_plan(args, 1), backend=DeviceBackend(cpu_kernels(), mine))
     users = [module for module in worker.model.modules() if isinstance(module, (Attention, FeedForward))]
     assert len(users) == 4
-    assert all(module.pointwise is mine for module in users)
+    assert all(module.fused_ops is mine for module in users)
 
 
 def test_experts_that_lie_together_use_it_too() -> None:
@@ -64,7 +81,7 @@ def test_experts_that_lie_together_use_it_too() -> None:
         num_rows.append(len(gate_up_T2F))
         return EAGER.silu_and_mul(gate_up_T2F)
 
-    means = DeviceBackend(cpu_kernels(), FusedOps(silu_and_mul=gated))
-    worker = StageWorker(plan.stages[0], experts_together(random_model(args)), means=means)
+    backend = DeviceBackend(cpu_kernels(), FusedOps(silu_and_mul=gated))
+    worker = StageWorker(plan.stages[0], experts_together(random_model(args)), backend=backend)
     run_in_process(plan, [worker], [[1, 2, 3]], SamplingParams(max_tokens=1))
     assert num_rows == [6, 6], "two experts of each token, in two layers"

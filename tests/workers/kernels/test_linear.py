@@ -7,7 +7,7 @@ from torch import Tensor
 from tramontane.workers.kernels import linear
 from tramontane.workers.kernels.linear import (
     FEW_TOKENS,
-    WEIGHTS_FIRST,
+    TRANSPOSED_TOKENS,
     Linear,
     blockwise_linear,
     has_native_matmul,
@@ -37,12 +37,12 @@ def test_blocks_together_are_the_product(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], threads: int, with_scale: bool, dtype: torch.dtype
 ) -> None:
     """Of 1024 elements: 64 rows of 16, with a last one that is full, or not, or a row that is longer than a block."""
-    monkeypatch.setattr(linear, "BLOCK", {"cpu": 1024})
+    monkeypatch.setattr(linear, "BLOCK_ELEMENTS", {"cpu": 1024})
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     weight_NK = _random(*shape, dtype=dtype) * shape[1] ** -0.5
     scale_N = torch.linspace(1, 2, shape[0]) if with_scale else None
     exact_NK = weight_NK.double() * scale_N.double()[:, None] if scale_N is not None else weight_NK.double()
-    for tokens in (0, 1, 9, WEIGHTS_FIRST[0], WEIGHTS_FIRST[-1], WEIGHTS_FIRST[-1] + 1):
+    for tokens in (0, 1, 9, TRANSPOSED_TOKENS[0], TRANSPOSED_TOKENS[-1], TRANSPOSED_TOKENS[-1] + 1):
         x_TK = _random(tokens, shape[1], dtype=dtype, seed=1)
         out_TN = blockwise_linear(x_TK, weight_NK, torch.float32, scale_N)
         assert out_TN.dtype == dtype

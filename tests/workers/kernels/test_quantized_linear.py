@@ -17,7 +17,7 @@ from tramontane.workers.kernels import quantized_linear
 from tramontane.workers.kernels.quantized_linear import (
     FEW_TOKENS,
     FUSED_TOKENS,
-    TRIED_SIZE,
+    TEST_SIZE,
     Product,
     QuantizedKernels,
     QuantizedLinear,
@@ -190,7 +190,7 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
     plan = tiny_plan(tiny_args(n_layers=1), dtype="bfloat16", quantize=quantize).stages[0]
     model = StageWorker.load(plan, RandomWeights()).model
     matrices = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
-    x_TK = torch.zeros(1, TRIED_SIZE, dtype=torch.bfloat16)
+    x_TK = torch.zeros(1, TEST_SIZE, dtype=torch.bfloat16)
     for matrix in matrices:
         assert matrix._gpu_product(x_TK) is watched
     assert used == {(torch.bfloat16, matrix.weight.dtype, matrix.scale.dtype) for matrix in matrices}
@@ -200,25 +200,24 @@ def test_what_is_tried_has_the_dtypes_that_steps_have(quantize: Quantization, mo
 
 INTERPRETED = """
 import torch
-from tramontane.workers.kernels.triton_quant import quantize_rows_fp8
-from tramontane.workers.kernels.triton_quant import quantized_gemv
-from tramontane.workers.weights.quantize import quantized
-from tramontane.workers.kernels.quantized_linear import quantize_rows_fp8
 from tramontane.proto.model_args import Quantization
+from tramontane.workers.kernels import quantized_linear, triton_quant
+from tramontane.workers.weights.quantize import quantize_weight
 torch.manual_seed(0)
 for quantize in Quantization:
     for tokens, width, rows in ((1, 64, 48), (3, 272, 16), (16, 16, 80), (17, 320, 33), (33, 80, 64), (64, 1040, 48)):
         x_TK, weight_NK = torch.randn(tokens, width).half(), torch.randn(rows, width)
-        numbers_NK, scale_N = quantized(weight_NK, quantize, torch.float32, torch.device("cpu"))
+        numbers_NK, scale_N = quantize_weight(weight_NK, quantize, torch.float32, torch.device("cpu"))
         bits = torch.full((rows * width + 4096,), 127, dtype=torch.uint8)  # behind the matrix: fp8 that is no number
         numbers_NK = bits.view(numbers_NK.dtype)[: rows * width].view(rows, width).copy_(numbers_NK)
         x_TK = torch.full((tokens * width + 4096,), torch.nan).half()[: tokens * width].view(tokens, width).copy_(x_TK)
         exact_TN = x_TK.double() @ (numbers_NK.double() * scale_N.double()[:, None]).T
         for like_TK in (x_TK, x_TK.T.contiguous().T):
-            out_TN = quantized_gemv(like_TK, numbers_NK, scale_N)
+            out_TN = triton_quant.quantized_gemv(like_TK, numbers_NK, scale_N)
             assert out_TN.dtype == torch.float16
             assert (out_TN.double() - exact_TN).norm() / exact_TN.norm() < 1e-3
-    assert quantized_gemv(torch.empty(0, 64).half(), torch.empty(48, 64).to(numbers_NK.dtype), scale_N).shape == (0, 48)
+    empty_NK = torch.empty(48, 64).to(numbers_NK.dtype)
+    assert triton_quant.quantized_gemv(torch.empty(0, 64).half(), empty_NK, scale_N).shape == (0, 48)
 fp8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 fp8 = fp8[fp8.isfinite()]
 for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
@@ -228,8 +227,8 @@ for tokens, width in ((0, 64), (1, 16), (5, 272), (3, 9200)):
         x_TK = x_TK * 2.0 ** torch.arange(tokens)[:, None]
         x_TK[1:2] = 0
         for like_TK in (x_TK, x_TK.bfloat16(), x_TK.T.contiguous().T):
-            numbers_TK, scale_T1 = quantize_rows_fp8(like_TK, 448)
-            wanted_TK, wanted_T1 = quantize_rows_fp8(like_TK)
+            numbers_TK, scale_T1 = triton_quant.quantize_rows_fp8(like_TK, 448)
+            wanted_TK, wanted_T1 = quantized_linear.quantize_rows_fp8(like_TK)
             assert torch.equal(scale_T1, wanted_T1)
             # the interpreter rounds otherwise than GPUs do: numbers are compared where there is nothing to round
             assert rounds or torch.equal(numbers_TK.float(), wanted_TK.float())
@@ -239,8 +238,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from tramontane.workers.kernels import triton_quant as quantize_rows_fp8
-from tramontane.workers.kernels import triton_quant as f
+from tramontane.workers.kernels import triton_quant
 
 def compiled(kernel, types, sizes, aligned, capability, options):
     signature = dict(zip(kernel.arg_names, types, strict=True))
@@ -249,14 +247,15 @@ def compiled(kernel, types, sizes, aligned, capability, options):
     assert made.metadata.shared <= 99 * 1024, made.metadata.shared  # what a processor of 8.6 has for one program
 
 for capability, numbers in ((80, "i8"), (89, "i8"), (89, "fp8e4nv"), (90, "i8"), (90, "fp8e4nv")):
-    for block in f.TOKEN_BLOCKS:
+    for block in triton_quant.TOKEN_BLOCKS:
         types = ("*bf16", f"*{numbers}", "*fp32", "*bf16", "i32", "i32", "i32", *("constexpr",) * 3)
-        sizes = {(7,): block, (8,): f.ROWS, (9,): f.X_BLOCK // block}
-        compiled(f._kernel, types, sizes, [(i,) for i in (0, 1, 2, 3, 5, 6)], capability, {"num_stages": f.STAGES})
+        sizes = {(7,): block, (8,): triton_quant.ROWS, (9,): triton_quant.X_BLOCK // block}
+        options = {"num_stages": triton_quant.STAGES}
+        compiled(triton_quant._gemv_kernel, types, sizes, [(i,) for i in (0, 1, 2, 3, 5, 6)], capability, options)
 for capability in (89, 90):
-    types, sizes = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr"), {(6,): quantize_rows_fp8.K_BLOCK}
-    options = {"num_warps": quantize_rows_fp8.WARPS}
-    compiled(quantize_rows_fp8._kernel, types, sizes, [(i,) for i in range(4)], capability, options)
+    types, sizes = ("*bf16", "*fp8e4nv", "*fp32", "i32", "fp32", "fp32", "constexpr"), {(6,): triton_quant.K_BLOCK}
+    options = {"num_warps": triton_quant.WARPS}
+    compiled(triton_quant._quantize_kernel, types, sizes, [(i,) for i in range(4)], capability, options)
 """
 
 

@@ -10,22 +10,23 @@ import torch
 from torch import Tensor
 
 from tramontane.workers.model import grouped_gemm as grouped
-from tramontane.workers.model.grouped_gemm import FEW_ROWS, StackedExperts, enable_small_batch_kernel
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS, StackedExperts, enable_small_batch_kernel
 
 INTERPRETED = """
 import torch
-from tramontane.workers.kernels.triton_moe import gated, product
-from tramontane.workers.model.grouped_gemm import Stack
+from tramontane.workers.kernels.triton_moe import down_gemv, gate_up_gemv
+from tramontane.workers.model.grouped_gemm import StackedExperts
 torch.manual_seed(0)
 for num_experts, width, hidden in ((8, 32, 48), (3, 24, 520), (2, 520, 20), (1, 40, 8)):
-    stack = Stack(torch.randn(num_experts, 2 * hidden, width) / width**0.5, torch.randn(num_experts, width, hidden) / hidden**0.5)
+    w13_E2FD, w2_EDF = torch.randn(num_experts, 2 * hidden, width), torch.randn(num_experts, width, hidden)
+    stack = StackedExperts(w13_E2FD / width**0.5, w2_EDF / hidden**0.5)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         num_rows = int(torch.randint(1, 9, (1,), generator=generator))
         ends_E = torch.randint(num_rows + 1, (num_experts,), generator=generator, dtype=torch.int32).sort().values
         rows_CD, own = torch.randn(num_rows, width, generator=generator), slice(int(ends_E[-1]))
         expected_CD = stack.run(rows_CD, ends_E)
-        done_CD = product(gated(rows_CD, stack.w13_E2FD, ends_E), stack.w2_EDF, ends_E)
+        done_CD = down_gemv(gate_up_gemv(rows_CD, stack.w13_E2FD, ends_E), stack.w2_EDF, ends_E)
         assert done_CD.shape == rows_CD.shape
         torch.testing.assert_close(done_CD[own], expected_CD[own], rtol=1e-4, atol=1e-5)
 """
@@ -60,11 +61,11 @@ def _stack() -> StackedExperts:
 
 
 def _same(stack: StackedExperts, rows_CD: Tensor, ends_E: Tensor) -> Tensor:
-    return stack._replace(for_few=False).run(rows_CD, ends_E)
+    return stack._replace(has_small_batch_kernel=False).run(rows_CD, ends_E)
 
 
 def test_nothing_is_tried_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StackedExperts, "row_by_row", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr(StackedExperts, "run_small_batch", lambda *_: pytest.fail("tried"))
     stacks = {3: _stack()}
     assert enable_small_batch_kernel(stacks) == stacks
     assert enable_small_batch_kernel({}) == {}
@@ -87,11 +88,11 @@ def test_what_does_not_work_is_said_and_not_used(
             raise ImportError(error)
         return factor * _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
+    monkeypatch.setattr(StackedExperts, "run_small_batch", few_rows)
     monkeypatch.setattr(grouped, "_is_on_gpu", lambda _stack: True)
     with caplog.at_level(logging.WARNING):
         stacks = enable_small_batch_kernel({0: _stack(), 1: _stack()})
-    assert [stack.for_few for stack in stacks.values()] == [not why] * 2
+    assert [stack.has_small_batch_kernel for stack in stacks.values()] == [not why] * 2
     assert len(caplog.records) == bool(why)
     assert why in caplog.text
 
@@ -103,14 +104,14 @@ def test_more_rows_are_a_grouped_product(monkeypatch: pytest.MonkeyPatch) -> Non
         few.append(len(rows_CD))
         return _same(stack, rows_CD, ends_E)
 
-    monkeypatch.setattr(StackedExperts, "row_by_row", few_rows)
-    for num_rows in (1, FEW_ROWS, FEW_ROWS + 1, 100):
+    monkeypatch.setattr(StackedExperts, "run_small_batch", few_rows)
+    for num_rows in (1, MAX_SMALL_BATCH_ROWS, MAX_SMALL_BATCH_ROWS + 1, 100):
         ends_E = torch.tensor([0, num_rows, num_rows, num_rows], dtype=torch.int32)
         rows_CD = torch.randn(num_rows, 16)
         assert torch.equal(_stack_run(rows_CD, ends_E, True), _stack_run(rows_CD, ends_E, False))
-    assert few == [1, FEW_ROWS]
+    assert few == [1, MAX_SMALL_BATCH_ROWS]
 
 
 def _stack_run(rows_CD: Tensor, ends_E: Tensor, for_few: bool) -> Tensor:
     torch.manual_seed(0)
-    return _stack()._replace(for_few=for_few).run(rows_CD, ends_E)
+    return _stack()._replace(has_small_batch_kernel=for_few).run(rows_CD, ends_E)

@@ -14,6 +14,7 @@ from typing import cast
 
 import pytest
 import torch
+from host_ipc import HostEvent, HostIpc
 from lazy_gpu import LazyGpu
 
 from tramontane.proto.errors import LinkError
@@ -27,9 +28,9 @@ from tramontane.workers.links.gpu_channel import (
     HostStagedChannel,
 )
 from tramontane.workers.links.ipc_channel import MIN_BYTES, IpcReceiver, IpcSender, accept_ipc, offer_ipc
-from tramontane.workers.links.ipc_memory import HostEvent, HostIpc, IpcBackend, SharedEvent, SharedMemory
-from tramontane.workers.links.process_group_channel import GroupEdges
-from tramontane.workers.links.tcp_channel import SocketListener, connect
+from tramontane.workers.links.ipc_memory import IpcBackend, SharedEvent, SharedMemory
+from tramontane.workers.links.process_group_channel import ProcessGroupChannelFactory
+from tramontane.workers.links.tcp_channel import TcpListener, connect
 
 HOST = "127.0.0.1"
 HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
@@ -37,7 +38,7 @@ ROUNDS = 60
 
 
 def _lines() -> tuple[ControlSocket, ControlSocket]:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept_connection)
         connected = connect(listener.address)
@@ -56,7 +57,7 @@ def _leave(*edges: Channel) -> None:
     for edge in edges:
         edge.close()
     for thread in threading.enumerate():
-        if thread.name == "edge-leave":
+        if thread.name == "channel-close":
             thread.join()
 
 
@@ -85,7 +86,7 @@ def test_whatever_the_gpu_does_first_what_arrives_is_what_was_sent(seed: int) ->
     assert gpu.num_kept == 0
 
 
-def test_memory_stays_until_the_neighbour_has_let_go() -> None:
+def test_memory_is_kept_until_the_neighbor_has_closed_it() -> None:
     gpu = LazyGpu(0)
     outlet, inlet = _pair(gpu.process(), gpu.process())
     outlet.send(torch.ones(4))
@@ -116,7 +117,7 @@ def test_who_waits_is_woken_by_its_own_end_s_close() -> None:
 
 
 def _send_all_that_goes(outlet: Channel) -> None:
-    """More than may be on its way to a neighbour that takes nothing."""
+    """More than may be on its way to a neighbor that receives nothing."""
     for _ in range(MAX_PENDING_SENDS + 1):
         outlet.send(torch.ones(4))
 
@@ -151,7 +152,7 @@ class _Busy(HostIpc):
         return _BusyEvent(self.done)
 
 
-def test_a_neighbour_hears_of_a_close_before_the_gpu_is_done() -> None:
+def test_a_neighbor_is_notified_of_a_close_before_the_gpu_is_done() -> None:
     busy = _Busy()
     outlet, inlet = _pair(busy, HostIpc())
     outlet.close()
@@ -189,7 +190,7 @@ def test_between_gpus_both_ends_begin_the_same_and_only_so_much() -> None:
 
 
 def _send(pipe: "Connection[Address, str]") -> None:
-    """And tell what was sent; then wait to be killed."""
+    """And report what was sent; then wait to be killed."""
     listener = _edges(HERE).listen(HOST)
     pipe.send(listener.address)
     edge = listener.accept()
@@ -235,13 +236,13 @@ def test_epochs_leave_no_memory_behind() -> None:
 
 def _shared_here() -> int:
     """Pieces of shared memory that this process has mapped, and files of them that it has open."""
-    mapped = Path("/proc/self/maps").read_text().count("memfd:edge")
+    mapped = Path("/proc/self/maps").read_text().count("memfd:channel")
     files = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    return mapped + sum("memfd:edge" in name for name in files)
+    return mapped + sum("memfd:channel" in name for name in files)
 
 
 def _edges(place: DeviceLocation, sharing: IpcBackend | None = None) -> GpuChannelFactory:
-    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), GroupEdges("gloo")))
+    return GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), sharing or HostIpc(), ProcessGroupChannelFactory("gloo")))
 
 
 def _chosen(listening: GpuChannelFactory, connecting: GpuChannelFactory) -> tuple[Channel, Channel]:
@@ -302,9 +303,9 @@ def test_where_memory_cannot_be_shared_both_say_so_and_go_by_way_of_the_host(
 
 
 def _says(*messages: object) -> Callable[[Address], None]:
-    """A neighbour that knows the word, says this much, hears as much, and dies."""
+    """A neighbor that sends the token and so many messages, receives as many, and dies."""
 
-    def neighbour(address: Address) -> None:
+    def neighbor(address: Address) -> None:
         connection = connect(address)
         line = ControlSocket(connection)
         for message in messages:
@@ -313,16 +314,16 @@ def _says(*messages: object) -> Callable[[Address], None]:
         connection.close()
         _gone(line)
 
-    return neighbour
+    return neighbor
 
 
 @pytest.mark.parametrize(
-    "neighbour",
+    "neighbor",
     [_says(), _says((HERE.boot_id, HERE.gpu)), _says((THERE.boot_id, THERE.gpu))],
     ids=["before a word of where it is", "in the middle of an offer", "before the groups are made"],
 )
-def test_a_neighbour_that_dies_while_they_choose_is_missed_at_once(
-    neighbour: Callable[[Address], None], monkeypatch: pytest.MonkeyPatch
+def test_a_neighbor_that_dies_during_the_negotiation_is_noticed_at_once(
+    neighbor: Callable[[Address], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from datetime import timedelta
 
@@ -330,7 +331,7 @@ def test_a_neighbour_that_dies_while_they_choose_is_missed_at_once(
     listener = _edges(HERE).listen(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        neighbour(listener.address)
+        neighbor(listener.address)
         with pytest.raises((OSError, RuntimeError)):
             accepted.result()
     listener.close()
@@ -339,7 +340,7 @@ def test_a_neighbour_that_dies_while_they_choose_is_missed_at_once(
 
 
 def test_a_listener_that_dies_while_they_choose_is_missed_at_once() -> None:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         connected = thread.submit(_edges(HERE).connect, listener.address, HOST)
         connection = listener.accept_connection()
@@ -374,8 +375,8 @@ def test_a_stranger_is_told_nothing(said: bytes, monkeypatch: pytest.MonkeyPatch
     listener = _edges(HERE).listen(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
-        neighbour = connect(listener.address)  # it has said the word before anybody waits for that
-        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connect", lambda _address: neighbour)
+        neighbor = connect(listener.address)  # it has sent the token before the listener reads it
+        monkeypatch.setattr("tramontane.workers.links.gpu_channel.connect", lambda _address: neighbor)
         accepted = thread.submit(listener.accept)
         inlet = _edges(HERE).connect(listener.address, HOST)
         assert stranger.recv(1) == b"", "it was hung up on"

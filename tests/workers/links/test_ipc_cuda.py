@@ -1,4 +1,4 @@
-"""Memory shared by CUDA IPC, with a runtime that is told what to answer: what goes through it, and what it costs if it fails."""
+"""Memory shared by CUDA IPC, with a scripted runtime: the calls that it gets, and what is freed if one fails."""
 
 import ctypes
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from host_ipc import HostIpc
 from test_ipc_channel import _lines
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from tramontane.workers.links import ipc_cuda
 from tramontane.workers.links.control_socket import ControlSocket
 from tramontane.workers.links.ipc_channel import IpcUnavailableError, accept_ipc, offer_ipc
 from tramontane.workers.links.ipc_cuda import HANDLE_BYTES, CudaIpc, handle_from_bytes, handle_to_bytes
-from tramontane.workers.links.ipc_memory import HostIpc
 
 HANDLE = bytes(range(100, 100 + HANDLE_BYTES))
 POINTER = 4096

@@ -22,11 +22,10 @@ from torch import Tensor
 
 from tramontane.proto.model_args import ModelArgs, MoeArgs
 from tramontane.proto.model_folder import Layout, RandomWeights, WeightSource
-from tramontane.proto.ports import ExpertGroups
 from tramontane.workers.model.grouped_gemm import as_stacked_view
-from tramontane.workers.model.moe import CompletedExperts, ExpertPermutation, LocalExperts
+from tramontane.workers.model.moe import ExpertPermutation, LocalExperts
 from tramontane.workers.model.rotary import RotaryTables, rotary_tables
-from tramontane.workers.model.transformer import StageModel, run_to_completion
+from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.weights.expert_placement import supports_grouped_gemm
 from tramontane.workers.weights.loader import load_module
@@ -52,9 +51,7 @@ def test_grouped_products_are_those_of_each_expert(dtype: torch.dtype, sizes: li
     """Against each other, and against the definition in double precision."""
     rows_CD = torch.randn(sum(sizes), ARGS.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.inference_mode():
-        grouped, each = (
-            _experts(dtype, together).dispatch(LAYER, rows_CD, groups_of(sizes)).result() for together in (True, False)
-        )
+        grouped, each = (_experts(dtype, together)(LAYER, rows_CD, groups_of(sizes)) for together in (True, False))
     assert grouped.dtype == dtype
     torch.testing.assert_close(grouped, each, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     defined = _by_definition(dtype, rows_CD, sizes)
@@ -77,9 +74,9 @@ def test_rows_after_the_last_group_disturb_nothing(together: bool) -> None:
     rows_CD = torch.randn(9, ARGS.dim)
     experts, groups = _experts(torch.float32, together), groups_of([2, 0, 3, 1])
     with torch.inference_mode():
-        expected = experts.dispatch(LAYER, rows_CD[:6], groups).result()
+        expected = experts(LAYER, rows_CD[:6], groups)
         rows_CD[6:] = torch.nan
-        assert torch.equal(experts.dispatch(LAYER, rows_CD, groups).result()[:6], expected)
+        assert torch.equal(experts(LAYER, rows_CD, groups)[:6], expected)
 
 
 def test_choices_are_sorted_by_expert() -> None:
@@ -174,10 +171,10 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
     is_padding_T = torch.tensor([False, True, False, False, True])
     with torch.inference_mode():
         rotary = _rotary(5, ARGS, torch.float32)
-        alone = run_to_completion(model(hidden_TD, rotary, _attend))
+        alone = model(hidden_TD, rotary, _attend)
         before = model.expert_load
-        hidden_TD[is_padding_T] = torch.nan  # as memory that nobody wrote to may be
-        padded = run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T))
+        hidden_TD[is_padding_T] = torch.nan  # as uninitialized memory may be
+        padded = model(hidden_TD, rotary, _attend, None, is_padding_T)
     torch.testing.assert_close(padded[~is_padding_T], alone[~is_padding_T])
     after = model.expert_load
     assert {layer: sum(after[layer]) - sum(before[layer]) for layer in before} == dict.fromkeys(range(4), 3 * 2)
@@ -186,11 +183,11 @@ def test_padding_is_given_to_no_expert_and_not_counted(together: bool) -> None:
 class _Dirty(LocalExperts):
     """Leaves in memory what multiplies to nothing good."""
 
-    def dispatch(self, layer: int, rows_CD: Tensor, groups: ExpertGroups) -> CompletedExperts:
+    def forward(self, layer: int, rows_CD: Tensor, groups: ExpertPermutation) -> Tensor:
         done_CD = torch.full_like(rows_CD, torch.nan)
         own = slice(sum(groups.sizes))
-        done_CD[own] = super().dispatch(layer, rows_CD, groups).result()[own]
-        return CompletedExperts(layer, done_CD)
+        done_CD[own] = super().forward(layer, rows_CD, groups)[own]
+        return done_CD
 
 
 def test_what_experts_make_of_padding_is_nothing() -> None:
@@ -199,15 +196,13 @@ def test_what_experts_make_of_padding_is_nothing() -> None:
     for is_padding in ([False, True, True], [True, True, True]):
         is_padding_T = torch.tensor(is_padding)
         with torch.inference_mode():
-            out_TD = run_to_completion(
-                model(torch.randn(3, ARGS.dim), _rotary(3, ARGS, torch.float32), _attend, None, is_padding_T)
-            )
+            out_TD = model(torch.randn(3, ARGS.dim), _rotary(3, ARGS, torch.float32), _attend, None, is_padding_T)
         assert out_TD.isfinite().all()
 
 
 @pytest.mark.parametrize("with_padding", [False, True])
 def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
-    """Tensors on the meta device have shapes and no numbers: whoever asks for one fails."""
+    """Tensors on the meta device have shapes and no numbers: reading one fails."""
     args = replace(ARGS, moe=MoeArgs(8, 2))
     with torch.device("meta"):
         model = StageModel(args, range(2, 4)).to(torch.bfloat16)
@@ -219,13 +214,13 @@ def test_nothing_is_read_on_the_host(with_padding: bool) -> None:
         with torch.inference_mode():
             rotary = _rotary(5, args, torch.bfloat16, "meta")
             with pytest.raises(RuntimeError, match="no data"):
-                run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T))
+                model(hidden_TD, rotary, _attend, None, is_padding_T)
             for layer, own in experts.layers.items():
                 _share_a_block(list(own.children()))
                 assert not experts.is_graph_safe, layer
             experts.finalize_weights()
             assert experts.is_graph_safe
-            assert run_to_completion(model(hidden_TD, rotary, _attend, None, is_padding_T)).shape == (5, args.dim)
+            assert model(hidden_TD, rotary, _attend, None, is_padding_T).shape == (5, args.dim)
         with pytest.raises(NotImplementedError, match="meta"):
             _ = model.expert_load
 

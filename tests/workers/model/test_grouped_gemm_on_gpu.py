@@ -10,9 +10,10 @@ from torch import Tensor
 
 from tramontane.proto.model_args import MoeArgs
 from tramontane.proto.model_folder import RandomWeights
-from tramontane.workers.model.grouped_gemm import FEW_ROWS
-from tramontane.workers.model.moe import LocalExperts
-from tramontane.workers.model.transformer import StageModel, run_to_completion
+from tramontane.proto.plan import ExpertId
+from tramontane.workers.model.grouped_gemm import MAX_SMALL_BATCH_ROWS
+from tramontane.workers.model.moe import LocalExperts, run_experts
+from tramontane.workers.model.transformer import StageModel
 from tramontane.workers.stage.cuda_graphs import CudaGraphCapture
 from tramontane.workers.weights.expert_placement import supports_grouped_gemm
 from tramontane.workers.weights.loader import load_module
@@ -59,7 +60,7 @@ def _rows(num_rows: int, seed: int = 0) -> Tensor:
 
 def _run(model: StageModel, hidden_TD: Tensor, is_padding_T: Tensor | None) -> Tensor:
     for layer in LAYERS:
-        hidden_TD = hidden_TD + run_to_completion(model.feed_forward(layer, hidden_TD, None, is_padding_T))
+        hidden_TD = hidden_TD + model.feed_forward(layer, hidden_TD, None, is_padding_T)
     return hidden_TD
 
 
@@ -72,23 +73,23 @@ def test_grouped_products_are_those_of_each_expert(model: StageModel, sizes: lis
     experts, groups = model.experts, groups_of(sizes)
     assert isinstance(experts, LocalExperts)
     assert experts.is_graph_safe
-    rows_CD = _rows(sum(sizes) + 2)  # two of which are nobody's
+    rows_CD = _rows(sum(sizes) + 2)  # two of which belong to no expert
     with torch.inference_mode():
-        grouped = experts.dispatch(1, rows_CD, replace(groups, offsets_E=groups.offsets_E.cuda())).result()[: sum(sizes)]
-        each = experts.run(1, range(8), sizes, rows_CD)
+        grouped = experts(1, rows_CD, replace(groups, offsets_E=groups.offsets_E.cuda()))[: sum(sizes)]
+        each = run_experts([experts.expert(ExpertId(1, expert)) for expert in range(8)], sizes, rows_CD)
     torch.testing.assert_close(grouped, each, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("num_rows", range(1, FEW_ROWS + 1))
+@pytest.mark.parametrize("num_rows", range(1, MAX_SMALL_BATCH_ROWS + 1))
 def test_few_rows_are_what_a_grouped_product_makes_of_them(model: StageModel, num_rows: int) -> None:
     assert isinstance(model.experts, LocalExperts)
     for stack in model.experts._stacks.values():
-        assert stack.for_few, "the kernel does not work here"
+        assert stack.has_small_batch_kernel, "the kernel does not work here"
         for ends in ([0] * 7 + [num_rows], [num_rows] * 8, [0, *range(7)], [num_rows // 2] * 3 + [num_rows] * 5):
             ends_E, own = torch.tensor(ends, dtype=torch.int32, device="cuda").clamp(max=num_rows), slice(min(ends[-1], num_rows))
             with torch.inference_mode():
                 rows_CD = _rows(num_rows)
-                few, grouped = (each.run(rows_CD, ends_E)[own] for each in (stack, stack._replace(for_few=False)))
+                few, grouped = (each.run(rows_CD, ends_E)[own] for each in (stack, stack._replace(has_small_batch_kernel=False)))
             torch.testing.assert_close(few, grouped, rtol=TOLERANCE, atol=TOLERANCE)
 
 

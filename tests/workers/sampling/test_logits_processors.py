@@ -61,7 +61,7 @@ def test_logits_are_changed_as_the_formulas_say(
     """Prompts come in chunks; then the output one decode at a time, or, ``replayed``, as one with the prompt."""
     changes = _changes()
     begun: list[MicroBatch] = []
-    for number in range(earlier):  # whoever was there before has left nothing behind
+    for number in range(earlier):  # earlier sequences leave nothing behind
         busy = replace(PLAIN, frequency_penalty=2.0, repetition_penalty=9.0)
         begun.append(MicroBatch(0, len(begun), (Chunk(100 + number, 0, tuple(range(VOCAB)), (), busy, True, 3),)))
     changes_after = tuple(range(100, 100 + earlier))
@@ -89,7 +89,7 @@ def test_logits_are_changed_as_the_formulas_say(
     got = changes.apply(logits, range(len(sequences)), positions)
     expected = [changed_logits(row, *wish, EOS) for row, wish in zip(logits.tolist(), sequences, strict=True)]
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-5, atol=1e-4)
-    assert torch.equal(logits, before), "what the model said is still to be told"
+    assert torch.equal(logits, before), "the logits of the model are needed for log-probabilities"
 
 
 def test_who_wants_nothing_costs_nothing() -> None:

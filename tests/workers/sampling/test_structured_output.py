@@ -106,7 +106,7 @@ def test_which_tokens_of_a_chunk_are_the_answers(start: int, ids: tuple[int, ...
 def test_rows_without_a_grammar_stay_as_they_are() -> None:
     constraints = _constraints()
     logits = torch.randn(3, VOCAB)
-    assert constraints.apply_masks(logits, [0, 1, 2]) is logits, "nobody has one, and nothing is done"
+    assert constraints.apply_masks(logits, [0, 1, 2]) is logits, "no sequence has a grammar, so nothing is changed"
     _begin(constraints, "", DIGITS, "")
     before = logits.clone()
     masked = constraints.apply_masks(logits, [0, 1, 2])
@@ -133,7 +133,7 @@ def test_the_vocabulary_is_read_once_and_only_for_who_needs_it() -> None:
 
 
 def test_few_compiled_grammars_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "MAX_KEPT", 2)
+    monkeypatch.setattr(grammar, "MAX_COMPILED_GRAMMARS", 2)
     constraints = _constraints()
     for text in ('start: "a"', 'start: "b"', 'start: "a"', 'start: "c"'):
         _begin(constraints, text, released=(0,))

@@ -19,7 +19,7 @@ from tramontane.proto.model_folder import RandomWeights
 from tramontane.proto.plan import PipelinePlan, WindowClass
 from tramontane.proto.request import SamplingParams
 from tramontane.workers.attention.backend import AttentionKernels
-from tramontane.workers.attention.metadata import decode_index
+from tramontane.workers.attention.metadata import build_decode_metadata
 from tramontane.workers.attention.rolling_cache import PageRings
 from tramontane.workers.attention.sdpa_backend import PagedDecode, SdpaPrefill
 from tramontane.workers.stage import stage_worker
@@ -58,9 +58,9 @@ class Replays:
 
 
 def _recording(plan: PipelinePlan, args: ModelArgs, recorder: Replays) -> list[StageWorker]:
-    means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+    backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder)
     workers = split_model(random_model(args), plan)
-    return [StageWorker(worker.plan, experts_together(worker.model), means=means) for worker in workers]
+    return [StageWorker(worker.plan, experts_together(worker.model), backend=backend) for worker in workers]
 
 
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "experts"])
@@ -100,7 +100,7 @@ def test_quantised_weights_too(quantize: Quantization) -> None:
     plan, recorder = tiny_plan(args, 1, page_size=4, quantize=quantize), Replays()
     plain = StageWorker.load(plan.stages[0], RandomWeights(), "cpu")
     recording = StageWorker(
-        plan.stages[0], plain.model, means=DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+        plan.stages[0], plain.model, backend=DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder)
     )
     expected = run_in_process(plan, [plain], PROMPTS[:5], budget=32)
     assert run_in_process(plan, [recording], PROMPTS[:5], budget=32) == expected
@@ -119,7 +119,7 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
     numbers_2B = torch.tensor([[ring.scratch_slot] * 4, [0] * 4])
 
     def tensors() -> Tensor:
-        mask = kernels.PagedDecode(None).bias(decode_index(ring, numbers_2B[0], numbers_2B[1], 7, []))
+        mask = kernels.PagedDecode(None).build_mask(build_decode_metadata(ring, numbers_2B[0], numbers_2B[1], 7, []))
         keys = torch.stack([mask.k_seqinfo.seqstart[:-1], mask.k_seqinfo.seqlen], dim=1)
         return torch.cat([mask.block_tables, keys, mask.q_seqinfo.seqstart[:-1, None]], dim=1)
 
@@ -132,7 +132,9 @@ def test_what_xformers_reads_follows_the_numbers_of_the_step() -> None:
 def test_a_stage_that_is_loaded_has_recorded_every_number_of_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder, args = Replays(), tiny_args(n_layers=2, moe=False)
     monkeypatch.setattr(
-        stage_worker, "backend_for", lambda *_: DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=recorder)
+        stage_worker,
+        "backend_for",
+        lambda *_: DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=recorder),
     )
     plan = tiny_plan(args, 2, max_num_seqs=5)
     workers = [StageWorker.load(stage, RandomWeights()) for stage in plan.stages]
@@ -150,7 +152,7 @@ class _FakeCuda:
         self.current, self.breaks = self.stream("usual"), breaks
         fakes: dict[str, object] = {
             "graph_pool_handle": lambda: (0, 0),
-            "Stream": lambda: self.stream("beside"),
+            "Stream": lambda: self.stream("warm-up"),
             "current_stream": lambda: self.current,
             "set_stream": self.set_stream,
             "stream": self.on,
@@ -193,7 +195,7 @@ def test_whatever_becomes_of_a_recording_the_thread_goes_on_where_it_was(monkeyp
 
     with pytest.raises(RuntimeError, match="during capture") if breaks else nullcontext():
         CudaGraphCapture().capture(compute)
-    assert seen == ["beside", "beside", "recording"]
+    assert seen == ["warm-up", "warm-up", "recording"]
     assert cuda.current.name == "usual"
 
 
@@ -208,8 +210,8 @@ def test_what_cannot_be_recorded_is_computed_and_said_once(caplog: pytest.LogCap
     args = tiny_args(n_layers=2, moe=False)
     plan = tiny_plan(args, 1)
     expected = run_in_process(plan, split_model(random_model(args), plan), PROMPTS[:5], budget=32)
-    means = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), recorder=_Refuses())
+    backend = DeviceBackend(AttentionKernels(SdpaPrefill(), PagedDecode()), graph_capture=_Refuses())
     with caplog.at_level(logging.WARNING, logger="tramontane.workers.stage.cuda_graphs"):
-        assert run_in_process(plan, split_model(random_model(args), plan, means=means), PROMPTS[:5], budget=32) == expected
+        assert run_in_process(plan, split_model(random_model(args), plan, backend=backend), PROMPTS[:5], budget=32) == expected
     (record,) = caplog.records
     assert record.getMessage().endswith("(operation not permitted when stream is capturing ... more of it)")

@@ -1,7 +1,7 @@
 """What a step asks of a GPU waits for nothing: on torch's meta device, which has shapes and no numbers, no result can be read.
 
-Beside it nothing may mix what is here with what is there, and nothing may get there but through pinned memory: either would wait
-for all that the GPU has been given, and neither can be recorded in a CUDA graph.
+In addition, no operation may mix tensors of the host and the device, and every copy goes through pinned memory: otherwise it
+would wait for all work of the GPU, and could not be recorded in a CUDA graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class OnePlace(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class OtherMemory(pinned.CudaPinning):
+class OtherMemory(pinned.CudaPinnedTransfer):
     """Of a driver that is not there."""
 
     def empty_pinned(self, tensor: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class OtherMemory(pinned.CudaPinning):
     def copy(self, target: Tensor, source: Tensor) -> None:
         assert target.shape == source.shape
 
-    def mark(self, device: torch.device) -> Callable[[], None]:
+    def record(self, device: torch.device) -> Callable[[], None]:
         return lambda: None
 
     def upload(self, pinned: Tensor, device: torch.device) -> Tensor:
@@ -85,10 +85,10 @@ class Once:
 class InPlace(PagedDecode):
     """Also makes the mask that xformers would be given."""
 
-    def bias(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
+    def build_mask(self, index: DecodeMetadata) -> Any:  # noqa: ANN401
         xformers_kernels = pytest.importorskip("tramontane.workers.attention.xformers_backend")
-        xformers_kernels.PagedDecode(None).bias(index)
-        return super().bias(index)
+        xformers_kernels.PagedDecode(None).build_mask(index)
+        return super().build_mask(index)
 
 
 def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
@@ -97,11 +97,13 @@ def _worker(stage: StagePlan, args: ModelArgs) -> StageWorker:
         model = StageModel(args, stage.layers).eval().bfloat16()
     places = allocate_contiguous(stage_tensors(args, stage.layers), torch.bfloat16, META) if args.moe else {}
     model.load_state_dict(model.state_dict() | places, assign=True)
-    return StageWorker(stage, model, "meta", means=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), recorder=Once()))
+    return StageWorker(
+        stage, model, "meta", backend=DeviceBackend(AttentionKernels(SdpaPrefill(), InPlace()), graph_capture=Once())
+    )
 
 
 def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
-    """A prompt; another's first half beside a decode; its second half beside another; decodes alone, twice."""
+    """A prompt; another's first half with a decode; its second half with another; decodes alone, twice."""
 
     def chunk(seq_id: int, start: int, num_tokens: int, wants_token: bool) -> Chunk:
         pages = () if start else (seq_id,)
@@ -120,7 +122,7 @@ def _batches(sampling: SamplingParams) -> Iterator[MicroBatch]:
 def test_steps_read_nothing_and_move_nothing_but_through_pinned_memory(
     sampling: SamplingParams, num_stages: int, moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned, "CudaPinning", OtherMemory)
+    monkeypatch.setattr(pinned, "CudaPinnedTransfer", OtherMemory)
     args = tiny_args(n_layers=2, moe=moe, windows=(8, None))
     for stage in tiny_plan(args, num_stages, dtype="bfloat16").stages:
         worker = _worker(stage, args)

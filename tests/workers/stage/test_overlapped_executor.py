@@ -1,4 +1,4 @@
-"""Steps on a GPU, of which the next is prepared while one is computed: here a device that computes when it is told to."""
+"""Steps on a GPU, where the next is prepared while one is computed: with a fake device that computes when a test lets it."""
 
 import threading
 import time
@@ -31,25 +31,25 @@ class Device:
     """Comes to its marks in their order, when it is let; ``fails``: with what it does instead."""
 
     def __init__(self) -> None:
-        self.news = threading.Condition()
+        self.condition = threading.Condition()
         self.num_marks = self.num_reached = 0
         self.fails: Exception | None = None
 
     def mark(self) -> "DeviceMark":
-        with self.news:
+        with self.condition:
             self.num_marks += 1
-            self.news.notify_all()
+            self.condition.notify_all()
             return DeviceMark(self, self.num_marks)
 
     def finish(self, num_marks: int) -> None:
-        with self.news:
+        with self.condition:
             self.num_reached = num_marks
-            self.news.notify_all()
+            self.condition.notify_all()
 
     def has_been_given(self, num_marks: int) -> None:
         """Waits for it: three to a step, when it begins, ends and has been delivered."""
-        with self.news:
-            assert self.news.wait_for(lambda: self.num_marks >= num_marks, timeout=60)
+        with self.condition:
+            assert self.condition.wait_for(lambda: self.num_marks >= num_marks, timeout=60)
 
 
 class DeviceMark:
@@ -57,8 +57,8 @@ class DeviceMark:
         self.device, self.number = device, number
 
     def wait(self) -> None:
-        with self.device.news:
-            assert self.device.news.wait_for(lambda: self.device.num_reached >= self.number or self.device.fails, timeout=60)
+        with self.device.condition:
+            assert self.device.condition.wait_for(lambda: self.device.num_reached >= self.number or self.device.fails, timeout=60)
         if self.device.fails:
             raise self.device.fails
 
@@ -69,7 +69,7 @@ class DeviceMark:
 
 def _worker(device: Device) -> StageWorker:
     model: StageModel = random_model(ARGS)
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, means=DeviceBackend(cpu_kernels(), mark=device.mark))
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], model, backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
     worker.fence(0)
     return worker
 
@@ -108,8 +108,8 @@ def calls() -> Iterator[Calls]:
 def test_the_next_step_is_prepared_while_one_is_computed(calls: Calls) -> None:
     asked = [calls.ask(step_id) for step_id in range(3)]
     calls.device.has_been_given(6)  # two steps
-    with calls.device.news:
-        assert not calls.device.news.wait_for(lambda: calls.device.num_marks > 6, timeout=0.3), "and no third one"
+    with calls.device.condition:
+        assert not calls.device.condition.wait_for(lambda: calls.device.num_marks > 6, timeout=0.3), "and no third one"
     assert not any(future.done() for future in asked)
     calls.device.finish(2)
     assert not asked[0].done(), "it is not delivered"
@@ -142,8 +142,10 @@ def test_what_the_host_prepares_is_no_time_of_the_device(is_recorded: bool, monk
 
         return noting
 
-    means = DeviceBackend(cpu_kernels(), recorder=_AtOnce() if is_recorded else None, mark=noted("mark", device.mark))  # type: ignore[arg-type]
-    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), means=means)
+    backend = DeviceBackend(
+        cpu_kernels(), graph_capture=_AtOnce() if is_recorded else None, make_event=noted("mark", device.mark)
+    )  # type: ignore[arg-type]
+    worker = StageWorker(tiny_plan(ARGS, 1).stages[0], random_model(ARGS), backend=backend)
     if worker.graphs is not None:
         monkeypatch.setattr(worker.graphs, "_copy_inputs", noted("inputs", worker.graphs._copy_inputs))
     monkeypatch.setattr(stage_worker, "build_attention_metadata", noted("inputs", index_of))
@@ -194,14 +196,14 @@ def test_what_fails_on_the_device_fails_the_step_that_is_read(calls: Calls) -> N
         asked.result(60)
 
 
-def test_computing_is_what_the_device_does_and_not_waiting_for_a_neighbour(calls: Calls) -> None:
+def test_computing_is_what_the_device_does_and_not_waiting_for_a_neighbor(calls: Calls) -> None:
     let_go = threading.Event()
 
-    def slow_neighbour() -> Activation | None:
+    def slow_neighbor() -> Activation | None:
         let_go.wait(60)
         return None
 
-    asked = calls.threads.submit(calls.steps.step, _batch(0), slow_neighbour)
+    asked = calls.threads.submit(calls.steps.step, _batch(0), slow_neighbor)
     while not calls.steps._has_turn:
         time.sleep(0.001)
     assert calls.steps.busy_for_s == 0
@@ -219,6 +221,6 @@ def test_the_same_tokens_as_without_a_device() -> None:
     device.finish(10**6)
     plan = tiny_plan(ARGS, 1)
     expected = run_in_process(plan, split_model(random_model(ARGS), plan), PROMPTS[:8], budget=64)
-    worker = StageWorker(plan.stages[0], random_model(ARGS), means=DeviceBackend(cpu_kernels(), mark=device.mark))
+    worker = StageWorker(plan.stages[0], random_model(ARGS), backend=DeviceBackend(cpu_kernels(), make_event=device.mark))
     assert run_in_process(plan, [worker], PROMPTS[:8], budget=64) == expected
     assert torch.get_num_threads() >= 1

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from harness import PROMPTS, run_in_process, run_prompts, scheduler_for
+from host_ipc import HostIpc
 from tiny_models import random_model, split_model, tiny_args, tiny_plan
 
 from tramontane.proto.errors import LinkError, PipelineError, StaleEpochError
@@ -21,9 +22,8 @@ from tramontane.proto.request import SamplingParams
 from tramontane.proto.step import Chunk, MicroBatch, StepResult
 from tramontane.workers.links.channel import MAX_PENDING_SENDS, Address, Channel, ChannelFactory, Listener
 from tramontane.workers.links.gpu_channel import ChannelOptions, DeviceLocation, GpuChannelFactory
-from tramontane.workers.links.ipc_memory import HostIpc
-from tramontane.workers.links.process_group_channel import GroupEdges, ProcessGroupChannel, interface_for_address
-from tramontane.workers.links.tcp_channel import SocketEdges, SocketListener, TcpChannel
+from tramontane.workers.links.process_group_channel import ProcessGroupChannel, ProcessGroupChannelFactory, interface_for_address
+from tramontane.workers.links.tcp_channel import TcpChannel, TcpChannelFactory, TcpListener
 from tramontane.workers.stage.stage_link import StageLink
 from tramontane.workers.stage.stage_worker import StageWorker
 from tramontane.workers.stage.step_executor import SerialExecutor
@@ -37,7 +37,7 @@ class BetweenPlaces:
 
     def __init__(self, listening: DeviceLocation, connecting: DeviceLocation) -> None:
         self._listening, self._connecting = (
-            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), GroupEdges("gloo")))
+            GpuChannelFactory(ChannelOptions(place, torch.device("cpu"), HostIpc(), ProcessGroupChannelFactory("gloo")))
             for place in (listening, connecting)
         )
 
@@ -49,7 +49,12 @@ class BetweenPlaces:
 
 
 HERE, THERE = DeviceLocation("this boot", "GPU-1"), DeviceLocation("this boot", "GPU-2")
-EDGES: list[ChannelFactory] = [SocketEdges(), GroupEdges("gloo"), BetweenPlaces(HERE, HERE), BetweenPlaces(HERE, THERE)]
+EDGES: list[ChannelFactory] = [
+    TcpChannelFactory(),
+    ProcessGroupChannelFactory("gloo"),
+    BetweenPlaces(HERE, HERE),
+    BetweenPlaces(HERE, THERE),
+]
 every_kind = pytest.mark.parametrize("edges", EDGES, ids=["sockets", "groups", "one GPU", "two GPUs"])
 
 
@@ -68,7 +73,7 @@ def _batch(step_id: int, epoch: int = 0) -> MicroBatch:
 
 
 def _send_on(link: StageLink, step_id: int) -> None:
-    """More than may be on its way to a neighbour that takes nothing."""
+    """More than may be on its way to a neighbor that receives nothing."""
     for more in range(MAX_PENDING_SENDS + 1):
         link.step(_batch(step_id + more))
 
@@ -176,7 +181,7 @@ async def _run(chain: LinkedThreads, batch: MicroBatch) -> StepResult:
 
 
 @every_kind
-def test_whoever_waits_for_a_neighbour_hears_that_it_let_go(edges: ChannelFactory) -> None:
+def test_a_stage_that_waits_fails_when_its_neighbor_closes(edges: ChannelFactory) -> None:
     """The receiver of its sender, and the sender, who has sent all that may be on its way, of its receiver."""
     with _linked(3, edges) as chain:
         waiting = chain.start(2, _batch(0))
@@ -200,10 +205,10 @@ def test_a_step_that_fails_frees_the_stage_that_waits_beyond(edges: ChannelFacto
 
 
 def test_only_so_much_is_on_its_way() -> None:
-    with _linked(2, GroupEdges("gloo")) as chain:
+    with _linked(2, ProcessGroupChannelFactory("gloo")) as chain:
         started = [chain.start(0, _batch(step_id)) for step_id in range(MAX_PENDING_SENDS + 3)]
         for step_id in range(MAX_PENDING_SENDS):
-            assert started[step_id].result().step_id == step_id, "it does not wait for whoever takes it"
+            assert started[step_id].result().step_id == step_id, "it does not wait for the receiver"
         for step_id in range(MAX_PENDING_SENDS + 3):
             outlet = chain.links[0]._outlet
             assert isinstance(outlet, ProcessGroupChannel)
@@ -213,10 +218,10 @@ def test_only_so_much_is_on_its_way() -> None:
 
 
 def _socket_pair() -> tuple[TcpChannel, TcpChannel]:
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        connected = SocketEdges().connect(listener.address, HOST)
+        connected = TcpChannelFactory().connect(listener.address, HOST)
         return accepted.result(), connected
 
 
@@ -226,7 +231,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
     with ThreadPoolExecutor(1) as thread:
         sending = [thread.submit(sender.send, hidden_TD) for hidden_TD in sent]
         for number in range(MAX_PENDING_SENDS):
-            sending[number].result()  # it does not wait for whoever takes it
+            sending[number].result()  # it does not wait for the receiver
         for hidden_TD in sent:
             assert len(sender._unsent) <= MAX_PENDING_SENDS
             taken_TD = torch.empty_like(hidden_TD)
@@ -234,7 +239,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
             assert torch.equal(taken_TD, hidden_TD)
         for future in sending:
             future.result()
-    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("edge")]
+    helpers = [thread for thread in threading.enumerate() if thread.name.startswith("channel")]
     assert helpers
     sender.close()
     receiver.close()
@@ -243,7 +248,7 @@ def test_what_the_kernel_does_not_take_at_once_arrives_whole_and_in_order() -> N
         assert not helper.is_alive()
 
 
-def test_a_neighbour_may_take_its_time() -> None:
+def test_a_neighbor_may_take_its_time() -> None:
     """Only a machine that answers no probes has vanished: one that takes nothing may still be computing."""
     sender, receiver = _socket_pair()
     for edge in (sender, receiver):
@@ -273,18 +278,18 @@ def test_edges_of_earlier_epochs_leave_nothing_behind(edges: ChannelFactory) -> 
 def _wait_for_leave() -> None:
     """Some ends wait for each other before they are gone."""
     for thread in threading.enumerate():
-        if thread.name == "edge-leave":
+        if thread.name == "channel-close":
             thread.join()
 
 
 def test_edges_over_ipv6() -> None:
     try:
-        listener = SocketListener("::1")
+        listener = TcpListener("::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
     with ThreadPoolExecutor(1) as thread:
         accepted = thread.submit(listener.accept)
-        connected = SocketEdges().connect(listener.address, "::1")
+        connected = TcpChannelFactory().connect(listener.address, "::1")
         accepted.result().send(torch.ones(2))
         received_T = torch.zeros(2)
         connected.receive(received_T)
@@ -294,19 +299,19 @@ def test_edges_over_ipv6() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"0" * 16, b"short"])
-def test_who_does_not_know_the_word_is_no_neighbour(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_the_token_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tramontane.workers.links.tcp_channel.AUTH_TOKEN_TIMEOUT_S", 0.1)
-    listener = SocketListener(HOST)
+    listener = TcpListener(HOST)
     with socket.create_connection(listener.address[:2]) as stranger, ThreadPoolExecutor(1) as thread:
         stranger.sendall(said)
-        neighbour = SocketEdges().connect(listener.address, HOST)  # it has said the word before anybody waits for that
+        neighbor = TcpChannelFactory().connect(listener.address, HOST)  # it has sent the token before the listener reads it
         accepted = thread.submit(listener.accept)
         accepted.result().send(torch.ones(3))
         received_T = torch.zeros(3)
-        neighbour.receive(received_T)
+        neighbor.receive(received_T)
         assert received_T.tolist() == [1, 1, 1]
         assert stranger.recv(1) == b"", "it was hung up on"
-        neighbour.close()
+        neighbor.close()
         accepted.result().close()
 
 
@@ -314,19 +319,19 @@ def test_a_stage_that_was_not_linked_says_so() -> None:
     worker = _workers(2)[1]
     worker.fence(0)
     with pytest.raises(LinkError, match="is not linked"):
-        _link(worker, SocketEdges()).step(_batch(0))
+        _link(worker, TcpChannelFactory()).step(_batch(0))
 
 
 @every_kind
 def test_an_edge_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch, edges: ChannelFactory) -> None:
-    for kind in ("socket_edge", "group_edge"):
-        monkeypatch.setattr(f"tramontane.workers.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
+    for kind in ("tcp_channel", "process_group_channel"):
+        monkeypatch.setattr(f"tramontane.workers.links.{kind}.CONNECT_TIMEOUT", timedelta(seconds=1))
     worker = _workers(2)[1]
     worker.fence(0)
-    with socket.socket() as nobody:
-        nobody.bind((HOST, 0))  # and listens to nothing, but keeps the port from others
+    with socket.socket() as unused:
+        unused.bind((HOST, 0))  # does not listen, but keeps the port from others
         with pytest.raises(LinkError, match=r"Stage 2/2 layers \d-\d at 127.0.0.1 could not be linked"):
-            _link(worker, edges).connect((HOST, nobody.getsockname()[1], "word"))
+            _link(worker, edges).connect((HOST, unused.getsockname()[1], "word"))
 
 
 @every_kind
@@ -359,11 +364,11 @@ def _middle_stage(pipe: "Connection[Address, Address | None]", kind: int) -> Non
     pipe.send(link.listen())
     link.connect(pipe.recv())
     link.step(_batch(0))
-    pipe.recv()  # for ever
+    pipe.recv()  # forever
 
 
 @every_kind
-def test_a_neighbour_that_is_killed_is_missed_at_once_on_both_sides(edges: ChannelFactory) -> None:
+def test_a_killed_neighbor_is_noticed_at_once_on_both_sides(edges: ChannelFactory) -> None:
     first, _, last = _workers(3)
     for worker in (first, last):
         worker.fence(0)

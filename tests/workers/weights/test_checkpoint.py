@@ -312,7 +312,7 @@ def _changed(**changes: Any) -> dict[str, Any]:  # noqa: ANN401 - JSON values
         ({"architectures": ["LlamaForCausalLM"]}, ["LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"]),
         ({"architectures": None}, ["MistralForCausalLM"]),
         ({"hidden_act": "gelu"}, ["gelu", "silu"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantised"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized"]),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, ["original_max_position_embeddings"]),
         ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, ["linear", "yarn"]),
         ({"dtype": "float8_e4m3fn"}, ["float8_e4m3fn", "bfloat16"]),

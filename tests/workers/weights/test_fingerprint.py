@@ -136,9 +136,9 @@ def test_the_worked_example_of_the_sampling_holds() -> None:
     assert (NUM_SAMPLES, SAMPLE_BYTES) == (64, 4096)
     assert (BIG - SAMPLE_BYTES) // (NUM_SAMPLES - 1) == DISTANCE
     assert (NUM_SAMPLES - 1) * DISTANCE == LAST_SAMPLE
-    told = str(fingerprint._digest.__doc__).replace(",", "")
-    assert f"= {DISTANCE} the" in told
-    assert f" {LAST_SAMPLE}." in told
+    docstring = str(fingerprint._digest.__doc__).replace(",", "")
+    assert f"= {DISTANCE} the" in docstring
+    assert f" {LAST_SAMPLE}." in docstring
 
 
 @pytest.mark.parametrize("size", [WHOLE + 1, WHOLE + NUM_SAMPLES, BIG, BIG + NUM_SAMPLES - 2])
@@ -166,7 +166,7 @@ def test_of_several_files_the_one_that_differs_is_named(original: Path, copy: Pa
 
 
 def test_another_tokenizer_is_noticed(copy: Path) -> None:
-    """Its pieces would mean other ids to the door than to whoever asks."""
+    """Its pieces would mean other ids to the ingress than to the client."""
     (copy / "tokenizer.model").write_bytes(b"pieces")
     message = _differs_after(copy, "tokenizer.model", lambda path: path.write_bytes(b"Pieces"))
     assert message.startswith(f"{copy / 'tokenizer.model'} differs")

@@ -99,7 +99,7 @@ def test_a_tensor_that_no_scale_spans_is_named(bad: float, quantize: Quantizatio
     name = "model.layers.0.self_attn.k_proj.weight"
     tensors[name][3, 5] = bad
     save_file(tensors, folder / SINGLE_NAME)
-    with pytest.raises(CheckpointError, match=f"tensor {name} holds numbers that are infinite or none"):
+    with pytest.raises(CheckpointError, match=f"tensor {name} has elements that are infinite or not a number"):
         StageWorker.load(tiny_plan(args, quantize=quantize).stages[0], folder)
 
 
@@ -249,7 +249,7 @@ def test_a_stage_is_quantised_piece_by_piece(quantize: Quantization, tmp_path: P
         return quantize_weight(piece, *rest)
 
     monkeypatch.setattr(quantize_module, "quantize_weight", watched)
-    monkeypatch.setattr(tensor_names, "PIECE", 500)
+    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 500)
     cut = loaded_state(StageWorker.load(plan, folder))
     assert len(pieces) > 2 * sum(spec.quantizable for spec in stage_tensors(args, range(2)))
     assert all(torch.equal(cut[name], whole[name]) for name in whole)

@@ -22,18 +22,18 @@ from tramontane.workers.weights.random_checkpoint import write_random_checkpoint
 from tramontane.workers.weights.safetensors_file import STORED_TYPES, read_header
 from tramontane.workers.weights.tensor_reader import (
     DTYPES,
-    LEAST_PART,
+    MIN_PART_BYTES,
     MmapRows,
     PinnedReader,
     PinnedStagingBuffers,
-    RowsOf,
+    ReadRows,
     Wait,
     open_reader,
 )
 from tramontane.workers.weights.tensor_specs import TensorSpec, largest_first, stage_tensors
 
 ARGS = tiny_args(n_layers=2)
-SIZES = (700, 3 * LEAST_PART, 1, 9 * LEAST_PART + 5, 40, 2 * LEAST_PART, 2 * LEAST_PART + 1, 8)
+SIZES = (700, 3 * MIN_PART_BYTES, 1, 9 * MIN_PART_BYTES + 5, 40, 2 * MIN_PART_BYTES, 2 * MIN_PART_BYTES + 1, 8)
 
 
 class HostLane:
@@ -112,7 +112,7 @@ def test_a_system_that_gives_less_than_it_was_asked_for_is_asked_again(stored: P
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of either layout, in several files, and tensors are read in several pieces."""
     write_random_checkpoint(tmp_path / "model", ARGS, request.param, part_bytes=30_000)
-    monkeypatch.setattr(tensor_names, "PIECE", 300)
+    monkeypatch.setattr(tensor_names, "MAX_CHUNK_ELEMENTS", 300)
     return tmp_path / "model"
 
 
@@ -121,7 +121,7 @@ def _specs(found: Checkpoint) -> list[tuple[Path, TensorSpec]]:
     return [(found.files[spec.name], spec) for spec in specs]
 
 
-def _state(found: Checkpoint, rows_of: RowsOf, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
+def _state(found: Checkpoint, rows_of: ReadRows, dtype: str, quantize: Quantization | None) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for path, spec in _specs(found):
         load_tensor(state, spec, rows_of(path, spec), dtype, "cpu", quantize)

@@ -1,4 +1,4 @@
-"""Errors as gRPC knows them: a code, one line, and details from which a client makes the same error again."""
+"""Errors as gRPC statuses: a code, one line, and details from which a client restores the same error."""
 
 import logging
 from collections.abc import Mapping
@@ -34,26 +34,26 @@ logger = logging.getLogger(__name__)
 
 DETAILS = "grpc-status-details-bin"
 DOMAIN = "tramontane"
-RETRY_AFTER_S = 1  # where a pipeline is being started again
-MAX_MESSAGE = 2000  # characters; a client's HTTP/2 takes 8 KiB of trailers, and what is not ASCII is three times as long
+RETRY_AFTER_S = 1  # while a pipeline restarts
+MAX_MESSAGE = 2000  # characters; a client's HTTP/2 accepts 8 KiB of trailers, where a byte that is not ASCII takes three
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcStatus:
-    """How a call ends that cannot be answered."""
+    """The status of a call that failed."""
 
     code: StatusCode
     message: str
     details: bytes
 
-    def apply(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or what Ray Serve has in its place
-        """For the end of the call. Raising would do as well, but Ray Serve would lose the details and log a traceback."""
+    def apply(self, context: Any) -> None:  # noqa: ANN401 - gRPC's own, or Ray Serve's substitute
+        """Set the status on a server's context. If an exception were raised, Ray Serve would lose the details and log it."""
         context.set_code(self.code)
         context.set_details(self.message)
         context.set_trailing_metadata([(DETAILS, self.details)])
 
 
-# The first that fits. The name is what a client knows the error by.
+# The first match counts. The reason is the name of the error on the wire.
 CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
     (OverloadedError, StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED"),
     (UnknownModelError, StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
@@ -72,10 +72,11 @@ CODES: tuple[tuple[type[TramontaneError], StatusCode, str], ...] = (
 
 
 def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
-    """What is not one of our errors is a defect, whose words are for the log."""
+    """Return the status for an error. One that is not a TramontaneError is a defect; its message goes only to the log."""
     if not isinstance(error, TramontaneError):
-        logger.error("request %s met a defect of the server", request_id or "-", exc_info=error, extra=request_fields(request_id))
-        return _refusal(StatusCode.INTERNAL, "the server has a defect; its log says more", ErrorInfo(reason="DEFECT"), None)
+        name, fields = request_id or "-", request_fields(request_id)
+        logger.error("request %s failed because of a defect of the server", name, exc_info=error, extra=fields)
+        return _make_status(StatusCode.INTERNAL, "the server has a defect; see its log", ErrorInfo(reason="DEFECT"), None)
     if not isinstance(error, UserError | OverloadedError):
         logger.warning("request %s failed: %s", request_id or "-", error, extra=request_fields(request_id))
     code, reason = next(((code, reason) for kind, code, reason in CODES if isinstance(error, kind)), CODES[-1][1:])
@@ -83,10 +84,12 @@ def status_for(error: Exception, request_id: str = "") -> GrpcStatus:
     if isinstance(error, ParameterError) and error.parameter is not None:
         info.metadata["parameter"] = error.parameter
     delay = error.retry_after_s if isinstance(error, OverloadedError) else RETRY_AFTER_S
-    return _refusal(code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError | DrainingError) else None)
+    return _make_status(
+        code, str(error), info, delay if isinstance(error, OverloadedError | PipelineError | DrainingError) else None
+    )
 
 
-def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> GrpcStatus:
+def _make_status(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int | None) -> GrpcStatus:
     message = " ".join(message.encode(errors="replace").decode().split())[:MAX_MESSAGE]
     status = Status(code=code.value[0], message=message)
     info.domain = DOMAIN
@@ -96,7 +99,7 @@ def _refusal(code: StatusCode, message: str, info: ErrorInfo, retry_after_s: int
     return GrpcStatus(code, message, status.SerializeToString())
 
 
-# How a client sees what gRPC itself, or Ray Serve's proxy, says: too large a message, a method that is not there, ...
+# How a client sees errors of gRPC itself or of Ray Serve's proxy: a message is too large, a method does not exist, ...
 TRANSPORT_ERRORS: Mapping[StatusCode, type[TramontaneError]] = MappingProxyType(
     {
         StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
@@ -110,9 +113,10 @@ TRANSPORT_ERRORS: Mapping[StatusCode, type[TramontaneError]] = MappingProxyType(
 
 
 def error_from_status(code: StatusCode, message: str, trailers: Any) -> TramontaneError:  # noqa: ANN401 - gRPC's pairs, or None
-    """The other way round, for clients: what ``status_for`` was given.
+    """Restore, in a client, the error that ``status_for`` was given.
 
-    What is neither ours nor plain is a lost connection: the server may be gone, or be there without its application (NOT_FOUND).
+    A status that is neither ours nor in TRANSPORT_ERRORS is a lost connection: the server may be gone, or may run without
+    its application (NOT_FOUND).
     """
     info, retry = _details(trailers)
     message = message or code.name
@@ -129,7 +133,7 @@ def error_from_status(code: StatusCode, message: str, trailers: Any) -> Tramonta
 
 
 def _details(trailers: Any) -> tuple[ErrorInfo, RetryInfo]:  # noqa: ANN401
-    """Empty ones if there are none of ours."""
+    """Return our details, or empty messages if there are none."""
     info, retry, status = ErrorInfo(), RetryInfo(), Status()
     for key, value in trailers or ():
         if key == DETAILS:

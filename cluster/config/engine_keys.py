@@ -1,0 +1,172 @@
+"""The keys of the model, its pipeline and a run of it.
+
+An option is declared here or in ``serving_keys.py``, and nowhere else: flags (``console/options.py``) and
+docs/configuration.md (``cli/config.py``) are built from the types, the descriptions and the other words of ``key``.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, ByteSize, Field
+
+from tramontane.cluster.config.expert_load import ExpertLoad, parse_load_option
+from tramontane.cluster.config.key import KeyGroup, PositiveInt, PositiveSeconds, SmallInt, key
+from tramontane.cluster.config.parsers import parse_expert_memory, parse_expert_replicas, parse_gpu_memory, parse_gpu_speed
+from tramontane.proto.model_args import Quantization
+from tramontane.proto.plan import Link
+
+DEMO_MODEL = Path(__file__).parents[1] / "demo_model"
+MAX_STAGES_PER_GPU = 64  # each of them is a process
+
+Numbers = tuple[int, ...] | None
+
+
+class PipelineKeys(KeyGroup):
+    """The model, and how stages hold it."""
+
+    title = "Pipeline"
+
+    model: Path = key(
+        DEMO_MODEL,
+        "Checkpoint folder, the same path on every node; nothing is downloaded. "
+        "With --load-format dummy it may also be the name of a published geometry.",
+        unset="the built-in demo model",
+        defines_pipeline=True,
+    )
+    load_format: Literal["auto", "dummy"] = key(
+        "auto",
+        "auto: the weights of the folder. dummy: random weights, created by every stage in place, at full size.",
+        defines_pipeline=True,
+    )
+    stages: SmallInt | None = key(
+        None,
+        "Pipeline depth.",
+        unset="one per GPU, shared out over all pipelines, at most one per layer; 2 without a GPU",
+        defines_pipeline=True,
+    )
+    stages_per_gpu: Annotated[int, Field(ge=1, le=MAX_STAGES_PER_GPU)] = key(
+        1,
+        "Stages that share a GPU, for small models and tests. Without --stages, each GPU gets this many. "
+        "No effect without a GPU.",
+        defines_pipeline=True,
+    )
+    address: str | None = key(
+        None,
+        "Join a running Ray cluster from one of its nodes: auto or host:port.",
+        unset="start a local Ray",
+        in_serve_config=False,
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
+        "auto", "bfloat16, float16 or float32, of weights and cache. auto: the checkpoint's.", defines_pipeline=True
+    )
+    quantize: Quantization | None = key(
+        None, "int8 or fp8 weights, which take half the memory.", unset="off", defines_pipeline=True
+    )
+    max_model_len: PositiveInt | None = key(
+        None, "Positions per sequence.", unset="the checkpoint's context", defines_pipeline=True
+    )
+    page_size: PositiveInt = key(16, "Positions per cache page.", defines_pipeline=True)
+    kv_cache_memory: ByteSize | None = key(
+        None, "Bytes of the page pool per stage, such as 512MiB.", unset="planned", metavar="SIZE", defines_pipeline=True
+    )
+    threads_per_stage: SmallInt | None = key(
+        None,
+        "CPU threads of a stage, at most the machine's cores. Stages take turns if there are not enough cores for all.",
+        unset="cores / stages; on k8s and cluster-yaml 4, or 1 with --cpu",
+        defines_pipeline=True,
+    )
+    placement_timeout: PositiveSeconds = key(
+        60.0,
+        "Seconds for which a pipeline waits until the cluster has the nodes and the capacity for it. "
+        "k8s writes 3600 into its overlays.",
+        has_flag=False,
+    )
+    gpu_memory: Annotated[Numbers, BeforeValidator(parse_gpu_memory)] = key(
+        None,
+        "Memory of each stage's GPU: 24GiB,24GiB,80GiB in the order of the stages, or one size for all. "
+        "With --stages-per-gpu it is that of each GPU. Without a GPU it is what a stage may use. "
+        "No GPU counts for more than it has.",
+        unset="queried from the GPU",
+        metavar="SIZES",
+        defines_pipeline=True,
+    )
+    gpu_speed: Annotated[Numbers, BeforeValidator(parse_gpu_speed)] = key(
+        None,
+        "Relative speed of each stage's GPU: 1,1,3, or one number for all.",
+        unset="measured where nodes have unlike GPUs",
+        metavar="LIST",
+        defines_pipeline=True,
+    )
+    link: Link = key(
+        "object-store",
+        "How hidden states travel between stages: object-store (through Ray) or direct (from stage to stage).",
+        defines_pipeline=True,
+    )
+    step_timeout: PositiveSeconds = key(
+        30.0,
+        "Seconds after which a micro-batch that has not returned is given up. Every process that does not answer, or has "
+        "computed all that time, is replaced. Never less than four times the slowest micro-batch so far, and four times as "
+        "long for the first.",
+    )
+
+
+class ExpertKeys(KeyGroup):
+    """Experts on actors of their own."""
+
+    title = "Expert actors"
+
+    expert_actors: Annotated[int, Field(ge=0, le=2**14)] = key(
+        0, "Actors that hold the experts. 0: experts are inside the stages.", defines_pipeline=True
+    )
+    expert_replicas: Annotated[Literal["auto"] | int, BeforeValidator(parse_expert_replicas)] = key(
+        1,
+        "Actors that hold each expert. auto: more for those with more than 1.5 times the mean load of their layer, "
+        "as memory allows.",
+        metavar="N|auto",
+        defines_pipeline=True,
+    )
+    expert_memory: Annotated[Numbers, BeforeValidator(parse_expert_memory)] = key(
+        None,
+        "Memory of each expert actor's GPU: 80GiB,40GiB, or one size for all. Without a GPU it is what an actor may use.",
+        unset="queried from the GPU",
+        metavar="SIZES",
+        defines_pipeline=True,
+    )
+    expert_load: Annotated[ExpertLoad | None, BeforeValidator(parse_load_option)] = key(
+        None,
+        "A file that tramontane experts --json wrote. Experts are distributed by this load.",
+        unset="all experts alike",
+        metavar="FILE",
+        defines_pipeline=True,
+    )
+    ping_pong: SmallInt = key(2, "Micro-batches that a stage keeps open while expert actors work.", defines_pipeline=True)
+
+
+class BatchingKeys(KeyGroup):
+    """What goes into a micro-batch."""
+
+    title = "Batching"
+
+    max_num_seqs: SmallInt = key(64, "Sequences admitted at once, per pipeline.", defines_pipeline=True)
+    max_num_batched_tokens: PositiveInt = key(512, "Tokens in one micro-batch.")
+    max_in_flight: SmallInt | None = key(None, "Micro-batches in flight.", unset="measured; starts at stages + 1", has_flag=False)
+    itl_target_ms: Annotated[float, Field(gt=0)] | None = key(
+        None,
+        "Milliseconds between a sequence's tokens that prefill may not exceed, as far as stage times can be predicted. "
+        "Prefill chunks become small, which costs throughput. The time that decodes alone take is not bounded.",
+        unset="no target",
+    )
+
+
+class RunKeys(KeyGroup):
+    """A run that ends by itself, rather than a server."""
+
+    title = "Run"
+
+    local: bool = key(
+        False,
+        "Run all stages in one process without Ray. Not with --address, --link direct or --expert-actors; not for serve.",
+        in_serve_config=False,
+    )
+    seed: int = key(0, "Seed of sampling, and of bench's prompts.", in_serve_config=False)
+    json_output: bool = key(False, "Write machine-readable output to standard output.", alias="json", in_serve_config=False)

@@ -1,0 +1,8 @@
+"""Offline generation: ``from tramontane.llm import LLM, SamplingParams, EngineConfig``."""
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.llm.offline import LLM
+from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput
+from tramontane.proto.request import FinishReason, SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "EngineConfig", "FinishReason", "GenerationOutput", "SamplingParams"]

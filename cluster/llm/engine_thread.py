@@ -1,0 +1,88 @@
+"""An engine in a thread of its own, so that its router and its heartbeats run between the caller's calls."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.display import Display
+from tramontane.cluster.pipeline.engine import Engine, open_engine
+from tramontane.proto.errors import PipelineError
+
+Result = TypeVar("Result")
+
+
+class EngineThread:
+    """Start a pipeline in a new event loop; ``run`` executes coroutines there, ``close`` removes what was started.
+
+    Raises:
+        UserError: the configuration, the checkpoint or the plan does not fit.
+        PipelineError: the pipeline could not be started.
+    """
+
+    def __init__(self, config: EngineConfig, display: Display | None) -> None:
+        self._config, self._display = config, display
+        self._started: Future[Engine] = Future()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._main: asyncio.Task[None] | None = None
+        self._closing: asyncio.Event | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="tramontane-engine", daemon=True)
+        self._thread.start()
+        try:
+            self.engine = self._started.result()
+        except BaseException:  # Ctrl-C too: nothing of the pipeline stays behind
+            self.close()
+            raise
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, Result]]) -> Result:
+        """Return what ``work`` returns. An exception in the waiting thread, such as Ctrl-C, cancels the work."""
+        if self._loop is None or not self._thread.is_alive():
+            raise PipelineError("this LLM is closed; create a new one")
+        future = asyncio.run_coroutine_threadsafe(work(self.engine), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Remove the pipeline, and a cluster that was started for it. Safe to call more than once."""
+        if self._loop is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._request_stop)
+        self._thread.join()
+
+    def _request_stop(self) -> None:
+        """Let a started pipeline end; cancel one that is still starting."""
+        assert self._main is not None
+        assert self._closing is not None
+        self._closing.set()
+        if not self._started.done() or self._started.exception() is not None:
+            self._main.cancel()
+
+    async def _serve(self) -> None:
+        self._loop, self._main, self._closing = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+        try:
+            await self._serve_until_closed(self._closing)
+        except asyncio.CancelledError:
+            self._fail(PipelineError("the start of the pipeline was cancelled"))
+        except BaseException as error:
+            self._fail(error)
+
+    async def _serve_until_closed(self, closing: asyncio.Event) -> None:
+        display = self._display
+        report = display.report if display else lambda _: None
+        try:
+            async with open_engine(self._config, report, show_loading=display.loading if display else None) as engine:
+                if display:
+                    display.stop()
+                self._started.set_result(engine)
+                await closing.wait()
+        finally:
+            if display:
+                display.stop()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)

@@ -1,0 +1,170 @@
+"""``LLM``: a pipeline for the Python program that creates it, without a server."""
+
+import asyncio
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tramontane.cluster.config.engine_config import EngineConfig
+from tramontane.cluster.console.display import Display
+from tramontane.cluster.llm.engine_thread import EngineThread
+from tramontane.cluster.llm.outputs import CompletionOutput, GenerationOutput
+from tramontane.cluster.llm.prompts import Message, Prompt, PromptEncoder
+from tramontane.cluster.pipeline.engine import Engine
+from tramontane.proto.errors import ConfigError, RequestError
+from tramontane.proto.request import SamplingParams, SequenceRequest
+from tramontane.router.tokenization.chat import ChatMessage
+from tramontane.router.tokenization.tokenizer import IncrementalDecoder
+
+
+class LLM:
+    """A model in a pipeline of its own: over Ray, or with ``local=True`` in this process.
+
+    Keyword arguments are keys of ``EngineConfig``, such as ``LLM(model=folder, stages=2)``; ``config`` gives all of them at
+    once. Close it, or use it as a context manager, so that the pipeline is removed; otherwise that happens when the object
+    is collected or the program ends. ``generate`` and ``chat`` may be called from several threads. ``progress`` shows
+    loading and a progress bar on standard error.
+
+    Raises:
+        ConfigError: a key or a combination of keys is wrong.
+        CheckpointError: the model folder cannot be read.
+        PlanError: no plan fits the machines.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        config: EngineConfig | None = None,
+        progress: bool = True,
+        **options: Any,  # noqa: ANN401 - EngineConfig validates them
+    ) -> None:
+        if config is not None and (options or model is not None):
+            raise ConfigError("give an EngineConfig, or its keys as keyword arguments, not both")
+        config = config or EngineConfig.build(None, {"model": model} | options)
+        self.config = config.single_pipeline()
+        self._progress = progress
+        self._engine = EngineThread(self.config, Display(live=False) if progress else None)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+        plan = self._engine.engine.plan
+        try:
+            self._prompts = PromptEncoder(self.config.model, plan.max_model_len, plan.args.vocab_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, n: int = 1
+    ) -> list[GenerationOutput]:
+        """Complete all prompts at once; the results are in the order of the prompts.
+
+        ``prompts`` is one text, one sequence of token ids, or several of either; ``n`` completions are made of each.
+
+        Raises:
+            RequestError: a prompt is empty or does not fit into the context; nothing is generated then.
+            PipelineError: the pipeline failed and could not be started again.
+        """
+        several = _as_several(prompts)
+        encoded = [self._prompts.encode(prompt, f"prompt {number}") for number, prompt in enumerate(several, start=1)]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in several]
+        return self._complete(texts, encoded, sampling or SamplingParams(), n, is_answer=False)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling: SamplingParams | None = None,
+        *,
+        n: int = 1,
+    ) -> list[GenerationOutput]:
+        """Answer one conversation, or several at once, in the checkpoint's chat format.
+
+        A message is ``{"role": "user", "content": "..."}``; the roles are system, user and assistant.
+
+        Raises:
+            RequestError: a conversation is empty, not in the format's order, or does not fit into the context.
+            CheckpointError: the model folder has no chat format.
+        """
+        is_one = not messages or isinstance(messages[0], Mapping | ChatMessage)
+        several: Sequence[Any] = [messages] if is_one else messages
+        encoded = [self._prompts.encode_chat(each, f"conversation {number}") for number, each in enumerate(several, start=1)]
+        return self._complete([None] * len(encoded), encoded, sampling or SamplingParams(), n, is_answer=True)
+
+    def close(self) -> None:
+        """Remove the pipeline, and the Ray cluster that was started for it. Safe to call more than once."""
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _complete(
+        self,
+        texts: Sequence[str | None],
+        encoded: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        n: int,
+        *,
+        is_answer: bool,
+    ) -> list[GenerationOutput]:
+        if n < 1:
+            raise RequestError(f"n is {n}; it must be at least 1")
+
+        async def complete(engine: Engine, progress: Progress) -> list[GenerationOutput]:
+            bar = progress.add_task("generating", total=len(encoded) * n)
+
+            async def complete_one(ids: tuple[int, ...], index: int) -> CompletionOutput:
+                tokenizer = self._prompts.tokenizer
+                decoder = tokenizer.decoder(is_text_start=is_answer) if tokenizer else None
+                output = await _completion(engine, decoder, ids, replace(sampling, choice=index))
+                progress.advance(bar)
+                return output
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [[group.create_task(complete_one(ids, index)) for index in range(n)] for ids in encoded]
+            rows = zip(texts, encoded, tasks, strict=True)
+            return [GenerationOutput(text, ids, tuple(task.result() for task in row)) for text, ids, row in rows]
+
+        try:
+            with _progress_bar(self._progress) as progress:
+                return self._engine.run(lambda engine: complete(engine, progress))
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+
+def _as_several(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts, where one text or one sequence of token ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    several = list(prompts)
+    return [several] if several and isinstance(several[0], int) else several  # type: ignore[list-item,return-value]
+
+
+async def _completion(
+    engine: Engine, decoder: IncrementalDecoder | None, prompt_ids: tuple[int, ...], sampling: SamplingParams
+) -> CompletionOutput:
+    """Generate one completion; its text is empty where the model has no tokenizer."""
+    token_ids: list[int] = []
+    finish = None
+    async for batch in engine.router.generate([SequenceRequest(prompt_ids, sampling)]):
+        token_ids += [event.token_id for event in batch.events]
+        finish = batch.events[-1].finish or finish
+    assert finish is not None
+    text = "".join(map(decoder.push, token_ids)) + decoder.finish() if decoder else ""
+    return CompletionOutput(sampling.choice, text, tuple(token_ids), finish)
+
+
+@contextmanager
+def _progress_bar(shown: bool) -> Iterator[Progress]:
+    """Show completed prompts on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        yield progress

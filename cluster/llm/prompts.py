@@ -1,0 +1,71 @@
+"""Prompts and conversations to token ids, checked before anything is generated for them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tramontane.proto.errors import RequestError
+from tramontane.router.tokenization.chat import ChatMessage, ChatTemplate
+from tramontane.router.tokenization.loader import load_chat_template, load_tokenizer
+from tramontane.router.tokenization.tokenizer import Tokenizer, validate_text
+
+Prompt = str | Sequence[int]
+Message = ChatMessage | Mapping[str, str]
+ROLES = ("system", "user", "assistant")
+
+
+class PromptEncoder:
+    """Encodes for one model. ``name`` is how errors name a prompt, such as ``prompt 2``.
+
+    Raises:
+        CheckpointError: the tokenizer of ``folder`` is damaged, or larger than the model's vocabulary.
+    """
+
+    def __init__(self, folder: Path, max_model_len: int, vocab_size: int) -> None:
+        self.tokenizer = load_tokenizer(folder, vocab_size)
+        self._folder, self._max_model_len, self._vocab_size = folder, max_model_len, vocab_size
+        self._template: ChatTemplate | None = None
+
+    def encode(self, prompt: Prompt, name: str) -> tuple[int, ...]:
+        """Return the ids of a text, or the ids themselves. Raises RequestError for what cannot be generated from."""
+        if not isinstance(prompt, str):
+            return self._check_ids(tuple(prompt), name)
+        if not prompt.strip():
+            raise RequestError(f"{name} is empty")
+        tokenizer = self._require_tokenizer()
+        with validate_text(prompt):
+            tokenizer.check_length(prompt, self._max_model_len)
+            return self._check_ids(tokenizer.encode(prompt), name)
+
+    def encode_chat(self, messages: Sequence[Message], name: str) -> tuple[int, ...]:
+        """Return the ids of a conversation, up to where the assistant answers. Raises RequestError, CheckpointError."""
+        if not messages:
+            raise RequestError(f"{name} has no messages")
+        if self._template is None:
+            self._template = load_chat_template(self._folder, self._require_tokenizer())
+        return self._check_ids(self._template.encode([_to_chat_message(message, name) for message in messages]), name)
+
+    def _check_ids(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
+        if not ids:
+            raise RequestError(f"{name} is empty")
+        if len(ids) >= self._max_model_len:
+            raise RequestError(
+                f"{name} has {len(ids)} tokens; with a context of {self._max_model_len} positions "
+                f"it may have at most {self._max_model_len - 1}"
+            )
+        if bad := [each for each in ids if not 0 <= each < self._vocab_size]:
+            raise RequestError(f"{name} has token id {bad[0]}; the model's vocabulary has the ids 0 to {self._vocab_size - 1}")
+        return ids
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"{self._folder} has no tokenizer; give prompts as token ids")
+        return self.tokenizer
+
+
+def _to_chat_message(message: Message, name: str) -> ChatMessage:
+    if isinstance(message, ChatMessage):
+        return message
+    role, content = message.get("role"), message.get("content")
+    if role not in ROLES or not isinstance(content, str) or len(message) != 2:
+        raise RequestError(f'{name}: a message is {{"role": "user", "content": "..."}} with a role of {", ".join(ROLES)}')
+    return ChatMessage(role, content)  # type: ignore[arg-type] # one of ROLES

@@ -1,0 +1,157 @@
+"""The client's messages: requests from arguments, results from responses, errors from statuses."""
+
+import io
+import json
+import os
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, BinaryIO, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from tramontane.proto import inference_pb2 as pb
+from tramontane.proto.errors import ConfigError, DeadlineExceededError
+from tramontane.proto.grpc_status import error_from_status
+from tramontane.proto.job_messages import options_message
+from tramontane.proto.jobs import JobOptions
+from tramontane.proto.request import FinishReason
+from tramontane.router.client.types import Chunk, ModelInfo, Prompt, Score, Timings, TokenLogprob, Usage
+
+M = TypeVar("M", bound=Message)
+
+PARAMETERS = frozenset(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {"text", "token_ids"}  # the prompt has an argument
+UPLOAD_BYTES = 2**18  # of one message
+FINISH_REASONS = {number: FinishReason[name.removeprefix("FINISH_REASON_")] for name, number in pb.FinishReason.items() if number}
+
+
+def generate_request(prompt: Prompt, parameters: Mapping[str, Any]) -> pb.GenerateRequest:
+    """Make the request of ``generate``. ``stop`` may be one text, ``response_format`` a mapping or its JSON.
+
+    Raises ConfigError for a parameter that does not exist or has a value of the wrong type.
+    """
+    given = {name: value for name, value in parameters.items() if value is not None}
+    if unknown := [name for name in given if name not in PARAMETERS]:
+        raise ConfigError(f"there is no parameter {unknown[0]}; there are {', '.join(sorted(PARAMETERS))}")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    if not isinstance(given.get("response_format", ""), str):
+        given["response_format"] = _json(given["response_format"])
+    request = pb.GenerateRequest(**_prompt(prompt))
+    for name, value in given.items():
+        request.MergeFrom(_field(pb.GenerateRequest, name, value))
+    return request
+
+
+def score_request(prompt: Prompt, logprobs: int | None, model: str | None) -> pb.ScoreRequest:
+    """Make the request of ``score``. Raises ConfigError."""
+    request = pb.ScoreRequest(**_prompt(prompt))
+    request.MergeFrom(_field(pb.ScoreRequest, "logprobs", logprobs))
+    request.MergeFrom(_field(pb.ScoreRequest, "model", model))
+    return request
+
+
+def _field(kind: type[M], name: str, value: Any) -> M:  # noqa: ANN401
+    """Make a message with this field alone, so that an error can name it. Protobuf's own messages describe its internals."""
+    try:
+        return kind(**{name: value})
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{name} is {value!r:.60}, which it cannot be") from None
+
+
+def _json(response_format: Any) -> str:  # noqa: ANN401
+    try:
+        return json.dumps(response_format)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"response_format cannot be written as JSON: {error}") from None
+
+
+def _prompt(prompt: Prompt) -> dict[str, Any]:
+    try:
+        return {"text": prompt} if isinstance(prompt, str) else {"token_ids": pb.TokenIds(ids=prompt)}
+    except (TypeError, ValueError, AttributeError):
+        raise ConfigError("the prompt must be a text, or token ids, which are whole numbers") from None
+
+
+def submit_requests(
+    options: JobOptions, source: bytes | os.PathLike[str] | None, url: str | None, request_key: str | None = None
+) -> Iterator[pb.SubmitJobRequest]:
+    """Make the messages of one upload: of a text, a file, or a URL that the server reads. Raises ConfigError."""
+    if (source is None) == (url is None):
+        raise ConfigError("a job needs either lines or a url")
+    first = pb.SubmitJobRequest(options=options_message(options), request_key=request_key)
+    if url is not None:
+        return iter([first, pb.SubmitJobRequest(url=url)])
+    try:
+        file = io.BytesIO(source) if isinstance(source, bytes) else open(source or "", "rb")  # noqa: SIM115 - read later
+    except OSError as error:
+        raise ConfigError(f"{os.fspath(source or '')!s} cannot be read: {error.strerror}") from error
+    return _upload(first, file)
+
+
+def _upload(first: pb.SubmitJobRequest, file: BinaryIO) -> Iterator[pb.SubmitJobRequest]:
+    with file:
+        yield first
+        while data := file.read(UPLOAD_BYTES):
+            yield pb.SubmitJobRequest(data=data)
+
+
+def parse_chunks(response: pb.GenerateResponse) -> list[Chunk]:
+    """Return the chunks of a response; usage and timings belong to the last of them."""
+    usage = _usage(response.usage) if response.HasField("usage") else None
+    timings = _timings(response.timings) if response.HasField("timings") else None
+    last = len(response.pieces) - 1
+    return [
+        Chunk(
+            index=piece.index,
+            text=piece.text,
+            token_ids=tuple(piece.token_ids),
+            logprobs=_logprobs(piece.logprobs),
+            finish_reason=FINISH_REASONS.get(piece.finish_reason),
+            usage=usage if number == last else None,
+            timings=timings if number == last else None,
+        )
+        for number, piece in enumerate(response.pieces)
+    ]
+
+
+def parse_score(response: pb.ScoreResponse) -> Score:
+    """Return the score of a response."""
+    return Score(_logprobs(response.tokens), _usage(response.usage))
+
+
+def parse_models(response: pb.ModelsResponse) -> list[ModelInfo]:
+    """Return the models of a response."""
+    return [ModelInfo(model.id, model.max_model_len, model.vocab_size) for model in response.models]
+
+
+@contextmanager
+def translate_errors(timeout_s: float | None) -> Generator[None]:
+    """Raise gRPC's errors as the errors of ``tramontane.proto.errors`` that the server raised."""
+    try:
+        yield
+    except grpc.RpcError as rpc_error:
+        call: Any = rpc_error
+        error = error_from_status(call.code(), call.details() or "", call.trailing_metadata())
+        if isinstance(error, DeadlineExceededError) and timeout_s is not None:
+            raise DeadlineExceededError(f"the call did not end within timeout_s={timeout_s:g}") from None
+        raise error from None
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens, message.total_tokens)
+
+
+def _timings(message: pb.Timings) -> Timings:
+    return Timings(message.ingress_s, message.queue_s, message.prefill_s, message.decode_s)
+
+
+def _logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    return tuple(
+        TokenLogprob(
+            message.token,
+            message.logprob if message.HasField("logprob") else None,
+            {other.token: other.logprob for other in message.top},
+        )
+        for message in messages
+    )

@@ -1,0 +1,145 @@
+"""``tramontane.llm``: what a program gets of a pipeline of its own, in this process and over Ray."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tramontane.cluster.cli import main as cli
+from tramontane.llm import LLM, EngineConfig, FinishReason, SamplingParams
+from tramontane.proto.errors import ConfigError, PipelineError, RequestError
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0)
+PROMPTS = ["ROMEO:", "To be, or not to be"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(local=True, stages=2, dtype="float32", progress=False) as opened:
+        yield opened
+
+
+def test_texts_are_those_of_the_command(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--local", "--stages", "1", "--dtype", "float32", "--temperature", "0", "--max-tokens", "12"]
+    monkeypatch.setattr(sys, "argv", ["tramontane", "generate", *flags, *PROMPTS])
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 0
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert capsys.readouterr().out == "\n".join(f"{output.prompt}{output.outputs[0].text}\n" for output in outputs)
+
+
+def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
+    one, two = llm.generate(PROMPTS, GREEDY)
+    assert [one.prompt, two.prompt] == PROMPTS
+    assert len(one.outputs) == 1
+    assert one.outputs[0].index == 0
+    assert len(one.outputs[0].token_ids) == 12
+    assert one.outputs[0].finish_reason is FinishReason.LENGTH
+    [from_ids] = llm.generate(list(one.prompt_token_ids), GREEDY)
+    assert (from_ids.prompt, from_ids.outputs) == (None, one.outputs)
+    assert llm.generate("ROMEO:", GREEDY) == [one]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_several_completions_of_a_prompt_differ_and_are_the_same_again(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=3)
+    [output] = llm.generate("ROMEO:", sampling, n=4)
+    assert [each.index for each in output.outputs] == [0, 1, 2, 3]
+    assert len({each.token_ids for each in output.outputs}) > 1
+    assert llm.generate("ROMEO:", sampling, n=4) == [output]
+
+
+def test_a_conversation_is_encoded_by_the_models_format(llm: LLM) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who are you?"}]
+    [answer] = llm.chat(messages, GREEDY)
+    assert answer.prompt is None
+    assert llm.chat([messages, messages], GREEDY) == [answer, answer]
+    assert llm.generate([answer.prompt_token_ids], GREEDY)[0].outputs[0].token_ids == answer.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ([""], "prompt 1 is empty"),
+        (["a", " "], "prompt 2 is empty"),
+        ([[]], "prompt 1 is empty"),
+        ([[1, 10**6]], "prompt 1 has token id 1000000"),
+        ([[-1]], "prompt 1 has token id -1"),
+        ([[1] * 5000], "prompt 1 has 5000 tokens"),
+        (["\ud800"], "not valid Unicode"),
+    ],
+)
+def test_what_cannot_be_generated_from_is_refused(llm: LLM, prompts: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, GREEDY)
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [{"role": "tool", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 1}]]
+)
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: list[dict[str, str]]) -> None:
+    with pytest.raises(RequestError, match="conversation 1"):
+        llm.chat(messages)
+
+
+def test_n_is_at_least_one(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="n is 0"):
+        llm.generate("a", n=0)
+
+
+def test_threads_share_a_pipeline(llm: LLM) -> None:
+    expected = {prompt: llm.generate(prompt, GREEDY) for prompt in PROMPTS}
+    got: dict[str, object] = {}
+    threads = [threading.Thread(target=lambda p=prompt: got.update({p: llm.generate(p, GREEDY)})) for prompt in PROMPTS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got == expected
+
+
+def test_wrong_configurations_are_user_errors() -> None:
+    with pytest.raises(ConfigError, match="stages"):
+        LLM(stages=0, progress=False)
+    with pytest.raises(ConfigError, match="not both"):
+        LLM(config=EngineConfig(local=True), stages=2)
+    with pytest.raises(ConfigError, match="no_such_key"):
+        LLM(no_such_key=1)
+
+
+def test_a_pipeline_that_cannot_start_raises_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    with pytest.raises(Exception, match="stages"):  # the demo model has fewer layers
+        LLM(local=True, stages=99, progress=False)
+    assert threading.active_count() == before
+
+
+def test_after_close_there_is_an_error_and_closing_twice_is_harmless() -> None:
+    llm = LLM(config=EngineConfig(local=True), progress=False)
+    llm.close()
+    llm.close()
+    with pytest.raises(PipelineError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+def test_a_program_that_forgets_to_close_ends() -> None:
+    program = (
+        "from tramontane.llm import LLM, SamplingParams\n"
+        "llm = LLM(local=True, progress=False)\n"
+        "print(len(llm.generate('ROMEO:', SamplingParams(max_tokens=3))[0].outputs[0].token_ids))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+
+
+@pytest.mark.ray
+def test_over_ray_the_tokens_are_the_same_and_nothing_stays_behind(llm: LLM) -> None:
+    import ray
+
+    with LLM(stages=2, dtype="float32", progress=False) as over_ray:
+        assert ray.is_initialized()
+        assert over_ray.generate(PROMPTS, GREEDY) == llm.generate(PROMPTS, GREEDY)
+    assert not ray.is_initialized()
