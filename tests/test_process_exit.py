@@ -33,7 +33,7 @@ def test_fails(): assert False
 
 def _run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment = buffered | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
+    environment = buffered | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
     )
@@ -51,7 +51,7 @@ def test_a_run_of_tests_ends_with_its_own_status(tmp_path: Path, chosen: str, st
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
 def test_what_cannot_be_written_is_no_success(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        script = "from leaving import leave\nprint('word')\nleave(0)"
+        script = "from process_exit import exit_process\nprint('word')\nexit_process(0)"
         run = _run("-c", script, folder=tmp_path, stdout=full.fileno())
     assert run.returncode == 120, "Python's own status for it"
     assert "No space left on device" in run.stderr

@@ -359,7 +359,7 @@ def test_in_a_process_of_its_own(arguments: list[str], stdin: bytes, expected: s
         (["--jobs-database", "sqlite:///{folder}"], ["--jobs-database", "is a folder"]),
         (["--jobs-storage", "nonsense://x"], ["the jobs' storage", "nonsense"]),
         (["--jobs-storage", "{folder}/file/deep"], ["--jobs-storage", "cannot be made"]),
-        (["--jobs-url-prefixes", "/data"], ["no prefix of URLs"]),
+        (["--jobs-url-prefixes", "/data"], ["is not a prefix of URLs"]),
     ],
 )
 def test_where_jobs_cannot_be_kept_is_told_before_anything_starts(

@@ -239,7 +239,7 @@ def test_expert_actors_and_their_stages_allocate_what_the_plan_says(
     for actor in plan.actors:
         worker = ExpertWorker.load(plan, actor.actor_id, tmp_path / "model")
         assert worker.loaded_experts == set(actor.experts)
-        held = [tensor for expert in worker._held.values() for tensor in expert.state_dict().values()]
+        held = [tensor for expert in worker._experts.values() for tensor in expert.state_dict().values()]
         assert _allocated_as_plain(held) == pytest.approx(actor.weight_bytes, rel=0.02)
 
 
