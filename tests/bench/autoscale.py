@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     url = f"http://127.0.0.1:{args.port}"
-    with local_ray_cluster(num_cpus=MOST - args.scarce), TemporaryDirectory() as folder:
+    with local_ray_cluster(num_cpus=MAX_PIPELINES - args.scarce), TemporaryDirectory() as folder:
         start_serve(args.port, args.port + 1)
         settings = SETTINGS | (BY_TOKENS if args.by_tokens else BY_SLOTS)
         serve.run(build(settings | jobs_in(folder)), name=APPLICATION, route_prefix="/")

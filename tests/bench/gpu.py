@@ -71,9 +71,8 @@ def main() -> int:
         rows.append(row)
         failed |= row.wanted.startswith("<") and row.holds is not True
         if options.json:
-            options.json.write_text(
-                json.dumps([asdict(r) for r in rows], indent=1)
-            )  # after every row: the run may be interrupted
+            # After every row, because the run may be interrupted.
+            options.json.write_text(json.dumps([asdict(r) for r in rows], indent=1))
     Console(width=180).print(_table(rows, _where(size)))
     return 1 if failed else 0
 
@@ -141,9 +140,8 @@ def _table(rows: list[Row], title: str) -> Table:
 
 def _where(size: Size) -> str:
     name = torch.cuda.get_device_name() if size.device == "cuda" else "CPU"
-    return (
-        f"{name}, torch {torch.__version__}{', small models: these figures do not describe the real ones' if size.small else ''}"
-    )
+    note = ", small models: these figures do not describe the real ones" if size.small else ""
+    return f"{name}, torch {torch.__version__}{note}"
 
 
 if __name__ == "__main__":

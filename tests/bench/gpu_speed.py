@@ -100,7 +100,7 @@ def mistral_decode(size: Size, wall: Walls) -> Iterator[Figure]:
 
 
 def _decode_row(name: str, runner: Runner, wall: Walls, target: float | None) -> Figure:
-    """Measure decodes. Bytes are those of all weights, with the experts that the timed steps use, and of the middle step's keys."""
+    """Measure decodes against the bytes that the timed steps read: weights, experts in use, and the middle step's keys."""
     runner.decode(WARM_STEPS)
     live_before = runner.live_bytes()
     times, touched = [], []
