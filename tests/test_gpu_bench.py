@@ -1,4 +1,4 @@
-"""The benchmark of GPUs, shrunk to a CPU: every row is there, and a machine without a GPU is told so."""
+"""The benchmark of GPUs with small models on a CPU: all rows exist, and a missing GPU is an error."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
     titles = [f"logits, {kind}: 16 bits against float32 on the CPU" for kind in ("dense, prefill", "dense, decode")]
     assert checks.keys() >= {*titles, "CUDA graphs: logits against eager steps, at worst"}
     unmeasured = {row["name"]: row["detail"] for row in rows.values() if row["figure"] == "not measured"}
-    assert unmeasured == {"mistral-inference": "mistral_inference is not installed here"}
+    assert unmeasured == {"mistral-inference": "mistral_inference is not installed"}
     for name in (
         "Mistral 7B, prefill of 16 x 2k",
         "Mistral 7B, decode, batch 64, context 1k",
@@ -38,7 +38,7 @@ def test_every_row_of_a_shrunk_model(tmp_path: Path) -> None:
     ):
         assert rows[name]["wanted"].startswith("at least")
         assert name in done.stdout
-    assert "no figures of these" in done.stdout
+    assert "these figures do not describe the real ones" in done.stdout
 
 
 def test_a_failed_check_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,15 +51,15 @@ def test_a_failed_check_is_the_exit_status(monkeypatch: pytest.MonkeyPatch, caps
     assert "NO" in capsys.readouterr().out
 
 
-def test_what_it_says_without_a_gpu() -> None:
+def test_a_missing_gpu_is_an_error() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     done = _run()
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.splitlines()[-1] == "there is no GPU here; --small --device cpu tries the program"
+    assert done.stderr.splitlines()[-1] == "no GPU is available; --small --device cpu tries the program on a CPU"
 
 
-def test_a_number_that_is_none_does_not_hold_wherever_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nan_fails_the_check_in_any_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first replayed step, a later one, or none has logits that are NaN."""
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_checks
@@ -68,21 +68,21 @@ def test_a_number_that_is_none_does_not_hold_wherever_it_comes(monkeypatch: pyte
     runner = SimpleNamespace(worker=SimpleNamespace(graphs=None, backend=SimpleNamespace(graph_capture=None)))
     monkeypatch.setattr(gpu_checks, "running", lambda *_, **__: nullcontext(runner))
     for wrong in (None, 0, 1):
-        recorded = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]
-        turns = itertools.cycle([recorded, computed])
-        monkeypatch.setattr(gpu_checks, "_forced", lambda *_, turns=turns: next(turns))
+        replayed = [torch.full((3,), torch.nan) if step == wrong else logits for step, logits in enumerate(steps)]
+        results = itertools.cycle([replayed, computed])
+        monkeypatch.setattr(gpu_checks, "_forced", lambda *_, results=results: next(results))
         (check,) = gpu_checks.replay_check("cpu", True)
         assert check.holds == (wrong is None)
 
 
-def test_rows_that_are_no_numbers_have_parted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_with_nan_count_as_different(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_checks
 
     wrong_SV = torch.tensor([[1.0], [1.0], [1.0], [torch.nan], [torch.nan]])
     logits = {"cuda": (wrong_SV, wrong_SV), "cpu": (torch.ones(5, 1), torch.ones(5, 1))}
     monkeypatch.setattr(gpu_checks, "_logits", lambda _args, device, _dtype: logits[device])
-    parted = [check.figure for check in gpu_checks.logits_check("cuda", True) if "part" in check.name]
+    parted = [check.figure for check in gpu_checks.logits_check("cuda", True) if "differ" in check.name]
     assert parted == [pytest.approx(2 / 5)] * 2
 
 
@@ -91,30 +91,30 @@ def test_checks_that_fail_under_the_sanitizer_fail_it(monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_checks
 
-    said = f"========= ERROR SUMMARY: {errors} errors"
+    summary = f"========= ERROR SUMMARY: {errors} errors"
     monkeypatch.setattr(gpu_checks.shutil, "which", lambda _name: "/usr/bin/compute-sanitizer")
     monkeypatch.setattr(
-        gpu_checks.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code, stdout=said, stderr="")
+        gpu_checks.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, code, stdout=summary, stderr="")
     )
     checks = gpu_checks.sanitizer_check()
     assert next(checks).holds == (errors == 0)
     if code:
-        with pytest.raises(RuntimeError, match=r"gpu\.py ended with 1 under compute-sanitizer"):
+        with pytest.raises(RuntimeError, match=r"gpu\.py exited with status 1 under compute-sanitizer"):
             next(checks)
     else:
         assert not [*checks]
 
 
 def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys grow by 2 bytes a step: 6 that warm up, 40 that are timed, from 12 to 92 bytes; 48 of weights, 10 bytes a second,
-    100 s a step: (48 + 52) / 10 / 100.
+    """Keys grow by 2 bytes per step: 6 steps warm up, 40 are timed, from 12 to 92 bytes. With 48 bytes of weights, 10 bytes per
+    second and 100 s per step the share is (48 + 52) / 10 / 100.
     """
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_speed
     from gpu_stage import StepTimes
 
     class Runner:
-        lives, worker = (0,), SimpleNamespace(model=SimpleNamespace(expert_load={}))
+        sequences, worker = (0,), SimpleNamespace(model=SimpleNamespace(expert_load={}))
         plan = SimpleNamespace(args=SimpleNamespace(moe=None))
         num_steps = 0
 
@@ -131,7 +131,7 @@ def test_the_share_is_of_the_bytes_of_the_middle_step(monkeypatch: pytest.Monkey
 
 
 def test_products_and_prefills_are_timed_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds that count for nothing, then 3, 1 and 8 s by this clock; prefills of 2, 5 and 1 s."""
+    """Three rounds warm up, then 3, 1 and 8 s by this clock; prefills of 2, 5 and 1 s."""
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_speed
 
@@ -150,7 +150,7 @@ def test_products_and_prefills_are_timed_by_their_medians(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(("free_gib", "num_bytes"), [(130, 2**32), (8, 2**32), (7.9, 2**31), (6, 2**31), (2, 2**30)])
 def test_the_wall_is_of_copies_that_hide_the_host(monkeypatch: pytest.MonkeyPatch, free_gib: float, num_bytes: int) -> None:
-    """As far as there is room for both ends of one."""
+    """Unless two buffers of that size do not fit."""
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_speed
 
@@ -186,6 +186,6 @@ def test_prompts_are_cut_where_a_micro_batch_is_full(monkeypatch: pytest.MonkeyP
     monkeypatch.syspath_prepend(str(BENCH.parent))
     import gpu_stage
 
-    lives = [gpu_stage.Life(i, (0,) * 5, gpu_stage.GREEDY, max_len=9) for i in range(2)]
-    cut = [[(life.seq_id, start, n) for life, start, n in batch] for batch in gpu_stage.packed(lives, 4)]
+    sequences = [gpu_stage.Sequence(i, (0,) * 5, gpu_stage.GREEDY, max_len=9) for i in range(2)]
+    cut = [[(each.seq_id, start, n) for each, start, n in batch] for batch in gpu_stage.packed(sequences, 4)]
     assert cut == [[(0, 0, 4)], [(0, 4, 1), (1, 0, 3)], [(1, 3, 2)]]

@@ -68,7 +68,7 @@ def logits_check(device: str, small: bool) -> Iterator[Check]:
                 yield Check(title, relative(out_SV, expected_SV), MAX_DIFFERENCE)
             else:
                 yield Check(f"{title}, median row", float(rows.median()), MAX_DIFFERENCE)
-                yield Check(f"{title}, rows that part", float((~(rows <= MAX_DIFFERENCE)).float().mean()), 0.6)
+                yield Check(f"{title}, rows that differ", float((~(rows <= MAX_DIFFERENCE)).float().mean()), 0.6)
 
 
 def _four_layers(small: bool) -> ModelArgs:
