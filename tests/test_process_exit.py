@@ -33,7 +33,9 @@ def test_fails(): assert False
 
 def _run(*arguments: str, folder: Path, stdout: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment = buffered | {"PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])}
+    environment = buffered | {
+        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    }
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
     )
